@@ -1,0 +1,41 @@
+# make demo: train the digits in four workers.   make test: every test.   make help: the rest.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types proto bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+# One install for everything: torch exactly as the constraints say, first, so that
+# no resolver picks a build of several GB.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paramserver needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); set PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/installed  ## one server and four workers learn handwritten digits (ssp)
+	$(BIN)/ps-launch configs/digits.yaml
+
+test: .venv/installed  ## every test
+	$(BIN)/pytest
+
+lint: .venv/installed  ## ruff
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: .venv/installed  ## mypy
+	$(BIN)/mypy ps worker common launch benchmarks
+
+# -Iparamserver/proto=proto gives the generated module its real import path.
+proto: .venv/installed  ## generate the protobuf code again
+	$(BIN)/python -m grpc_tools.protoc -Iparamserver/proto=proto --python_out=proto/.generated --pyi_out=proto/.generated paramserver/proto/parameter_server.proto
+	mv proto/.generated/paramserver/proto/* proto/ && rm -r proto/.generated
+
+bench: .venv/installed  ## the figures of the README, measured here
+	$(BIN)/ps-bench exchange && $(BIN)/ps-bench latency
+
+clean:  ## forget what was built
+	rm -rf .venv build *.egg-info

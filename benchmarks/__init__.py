@@ -1,0 +1,1 @@
+"""ps-bench: measures the real programs over loopback."""

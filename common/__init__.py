@@ -1,0 +1,1 @@
+"""What server, worker and launcher share: errors, configuration, wire framing, codecs, tensor layout."""

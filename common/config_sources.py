@@ -1,0 +1,219 @@
+"""Where settings come from, and which source wins.
+
+flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) > default
+
+`load_config` merges the sources into one dict with the origin of every value beside it,
+then validates once; an error names the key, its origin (file:line, the flag, the variable)
+and the nearest known key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .config import Config
+from .errors import UsageError, did_you_mean
+
+_MISSING = object()
+
+# What torchrun, Slurm, Open MPI and Kubernetes indexed jobs call a worker's place, first found wins.
+_LAUNCHER_ENV = {
+    "worker.rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX"),
+    "run.workers": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "worker.server": ("PS_SERVER",),
+}
+
+
+@dataclass
+class Resolved:
+    """A validated configuration and where each explicitly set value came from."""
+
+    config: Config
+    origins: dict[str, str] = field(default_factory=dict)  # dotted key -> "flag --lr", "run.yaml:7", ...
+
+    def was_set(self, key: str) -> bool:
+        """True when `key` came from anywhere but the default."""
+        return key in self.origins
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(key, value, origin) for every setting, for --print-config."""
+        rows = []
+        for key, value in _leaves(self.config):
+            origin = self.origins.get(key) or self.origins.get(key.rpartition(".")[0]) or "default"
+            rows.append((key, str(value), origin))
+        return rows
+
+
+def load_config(
+    path: str | None,
+    flags: Mapping[str, Any],
+    sets: list[str],
+    environ: Mapping[str, str],
+) -> Resolved:
+    """Merge and validate all sources.
+
+    `flags` maps dotted keys to values, None for a flag that was not given; `sets` are the
+    `section.key=value` texts of --set. Raises UsageError.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def put(key: str, value: Any, origin: str) -> None:
+        section, _, rest = key.partition(".")
+        _check_key(key, origin)
+        target = values.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{origin}: '{section}' is a section, not a value")
+        *parents, last = rest.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+        origins[key] = origin
+
+    for key, names in _LAUNCHER_ENV.items():
+        for name in names:
+            if environ.get(name, "") != "":
+                put(key, _scalar(environ[name]), f"environment {name}")
+                break
+    if path is not None:
+        for key, value, line in _read_yaml(path):
+            put(key, value, f"{path}:{line}")
+    for name, text in sorted(environ.items()):
+        if name.startswith("PS_") and "__" in name:
+            put(name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}")
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
+        put(key.strip(), _scalar(value), f"--set {key.strip()}")
+    for key, value in flags.items():
+        if value is not None:
+            put(key, value, f"flag --{_flag_of(key)}")
+    try:
+        return Resolved(Config.model_validate(values), origins)
+    except ValidationError as error:
+        raise UsageError(_first_mistakes(error, origins)) from None
+    except UsageError as error:
+        raise _with_origin(error, values, origins) from None
+
+
+def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, str]) -> UsageError:
+    """Name the source of a value that a registry refused (it raises before pydantic can)."""
+    for key, origin in origins.items():
+        section, _, name = key.partition(".")
+        value = values[section].get(name) if "." not in name else None
+        if isinstance(value, str) and f"'{value}'" in error.message:
+            return UsageError(f"{origin}: {error.message}", fix=error.fix)
+    return error
+
+
+def _flag_of(key: str) -> str:
+    return key.rpartition(".")[2].replace("_", "-")
+
+
+def _scalar(text: str) -> Any:
+    """A YAML scalar or flow value; the text itself when it is not valid YAML.
+
+    YAML 1.1 reads 1e-3 as a string; people mean a number.
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(value) if any(c in value.lower() for c in ".e") and value[:1] in "+-.0123456789" else value
+        except ValueError:
+            return value
+    if isinstance(value, list):
+        return [_number(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _number(v) for k, v in value.items()}
+    return value
+
+
+def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
+    """(dotted key, value, line) for every `section: {key: value}` of the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text", fix="a configuration is a YAML file, see configs/") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}:1: expected sections such as 'run:' and 'task:'", fix="see configs/digits.yaml")
+    found: list[tuple[str, Any, int]] = []
+    for section, body in root.value:
+        line = section.start_mark.line + 1
+        _check_key(f"{section.value}.", f"{path}:{line}")
+        if not isinstance(body, yaml.MappingNode):
+            if isinstance(body, yaml.ScalarNode) and body.value == "":
+                continue
+            raise UsageError(f"{path}:{line}: '{section.value}' is a section, not a value")
+        for key, value in body.value:
+            constructed = yaml.SafeLoader("").construct_object(value, deep=True)
+            found.append((f"{section.value}.{key.value}", _number(constructed), key.start_mark.line + 1))
+    return found
+
+
+def _check_key(key: str, origin: str) -> None:
+    """Refuse an unknown section or key with the nearest known one, looked for in every section."""
+    section, _, rest = key.partition(".")
+    fields = Config.model_fields
+    all_keys = [f"{name}.{leaf}" for name, model in _sections().items() for leaf in model.model_fields]
+    if section not in fields:
+        same_leaf = [known for known in all_keys if known.endswith(f".{section}")]
+        fix = f"did you mean '{same_leaf[0]}'?" if same_leaf else did_you_mean(section, fields)
+        raise UsageError(f"{origin}: unknown section '{section}'", fix=fix)
+    model = _sections()[section]
+    name = rest.partition(".")[0]
+    if name and name not in model.model_fields and model.model_config.get("extra") != "allow":
+        elsewhere = [known for known in all_keys if known.endswith(f".{name}")]
+        known = elsewhere or [f"{section}.{leaf}" for leaf in model.model_fields]
+        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", known)
+        raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {name: info.annotation for name, info in Config.model_fields.items() if info.annotation is not None}
+
+
+def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
+    lines = []
+    for mistake in error.errors()[:5]:
+        key = ".".join(str(part) for part in mistake["loc"])
+        origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), None)
+        message = mistake["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        got = "" if mistake["type"] == "value_error" else f", got {mistake['input']!r}"
+        lines.append(": ".join(part for part in (origin, key, message + got) if part))
+    return "\n".join(lines)
+
+
+def _leaves(section: BaseModel, prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name in [*type(section).model_fields, *(section.model_extra or {})]:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found += _leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, value))
+    return found

@@ -1,0 +1,122 @@
+"""Every way a run can fail, in one tree.
+
+    ParamServerError            1   a bug of ours, unless a subclass says otherwise
+    ├── UsageError              2   a flag, key or value the user can correct
+    ├── BindError              10   the address cannot be listened on
+    ├── AuthError              11   TLS or token; or an open address without them
+    ├── MismatchError          12   another model, optimizer or run than the server's
+    ├── NotAdmittedError       13   no place for this rank, or replaced by a newer process
+    ├── OutputError            14   a file the run needs cannot be written or read
+    ├── UnreachableError       15   the peer did not answer within the give-up time
+    └── DivergedError          16   too many non-finite contributions in a row
+
+A message says what happened, to whom, the limit and the actual value; `fix` says
+what to do. Programs print both and exit with `exit_code`; nobody sees a traceback
+for a mistake of theirs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import StrEnum
+
+EXIT_DONE = 0
+EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
+EXIT_DRAINED = 143
+
+
+class Reason(StrEnum):
+    """The machine-readable reason of a refusal, sent as trailing metadata `ps-reason`.
+
+    Clients switch on this, never on the text beside it. Each value's meaning is
+    written in proto/parameter_server.proto.
+    """
+
+    BAD_REQUEST = "BAD_REQUEST"
+    RANK_OUT_OF_RANGE = "RANK_OUT_OF_RANGE"
+    RUN_FULL = "RUN_FULL"
+    RUN_MISMATCH = "RUN_MISMATCH"
+    MODEL_MISMATCH = "MODEL_MISMATCH"
+    OPTIMIZER_MISMATCH = "OPTIMIZER_MISMATCH"
+    OPTIMIZER_UNSUPPORTED = "OPTIMIZER_UNSUPPORTED"
+    REPLACED = "REPLACED"
+    NOT_JOINED = "NOT_JOINED"
+    STEP_GAP = "STEP_GAP"
+    DIVERGED = "DIVERGED"
+    DRAINING = "DRAINING"
+    NOT_READY = "NOT_READY"
+
+
+class ParamServerError(Exception):
+    """Base of all errors raised on purpose. `fix` is one sentence: what the reader can do."""
+
+    exit_code = EXIT_BUG
+
+    def __init__(self, message: str, *, fix: str = "", reason: Reason | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.reason = reason
+
+
+class UsageError(ParamServerError):
+    exit_code = 2
+
+
+class BindError(ParamServerError):
+    exit_code = 10
+
+
+class AuthError(ParamServerError):
+    exit_code = 11
+
+
+class MismatchError(ParamServerError):
+    exit_code = 12
+
+
+class NotAdmittedError(ParamServerError):
+    exit_code = 13
+
+
+class OutputError(ParamServerError):
+    exit_code = 14
+
+
+class UnreachableError(ParamServerError):
+    exit_code = 15
+
+
+class DivergedError(ParamServerError):
+    exit_code = 16
+
+
+_ERROR_OF_REASON: dict[Reason, type[ParamServerError]] = {
+    Reason.BAD_REQUEST: ParamServerError,
+    Reason.RANK_OUT_OF_RANGE: NotAdmittedError,
+    Reason.RUN_FULL: NotAdmittedError,
+    Reason.RUN_MISMATCH: MismatchError,
+    Reason.MODEL_MISMATCH: MismatchError,
+    Reason.OPTIMIZER_MISMATCH: MismatchError,
+    Reason.OPTIMIZER_UNSUPPORTED: UsageError,
+    Reason.REPLACED: NotAdmittedError,
+    Reason.NOT_JOINED: NotAdmittedError,
+    Reason.STEP_GAP: ParamServerError,
+    Reason.DIVERGED: DivergedError,
+    Reason.DRAINING: UnreachableError,
+    Reason.NOT_READY: UnreachableError,
+}
+
+
+def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
+    """The error that carries a refusal; the same class on the server that raises it and the client."""
+    return _ERROR_OF_REASON[reason](message, fix=fix, reason=reason)
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """`did you mean 'ssp'?` with the nearest known name, or the list of all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names)

@@ -1,0 +1,1 @@
+"""The server: policies decide, the store computes, the service translates."""

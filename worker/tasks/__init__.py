@@ -1,0 +1,1 @@
+"""Built-in tasks, one file each, found by name (`common/registry.py`)."""
