@@ -31,7 +31,8 @@ types: .venv/installed  ## mypy
 
 # -Iparamserver/proto=proto gives the generated module its real import path.
 proto: .venv/installed  ## generate the protobuf code again
-	$(BIN)/python -m grpc_tools.protoc -Iparamserver/proto=proto --python_out=proto/.generated --pyi_out=proto/.generated paramserver/proto/parameter_server.proto
+	mkdir -p proto/.generated
+	$(BIN)/python -m grpc_tools.protoc -Iparamserver/proto=proto --python_out=proto/.generated --pyi_out=proto/.generated --grpc_python_out=proto/.generated paramserver/proto/parameter_server.proto
 	mv proto/.generated/paramserver/proto/* proto/ && rm -r proto/.generated
 
 bench: .venv/installed  ## the figures of the README, measured here

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from .config_sources import Resolved, load_config
 from .errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
+
+# pydantic, yaml and rich are imported where they are used: --help needs none of them at once.
+if TYPE_CHECKING:
+    from .config_sources import Resolved
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="YAML file; flags win over it.")]
 SetOption = Annotated[
@@ -42,14 +43,24 @@ def make_app(help_text: str) -> typer.Typer:
 
 def resolve(config_path: str | None, flags: dict[str, Any], sets: list[str] | None, print_config: bool) -> Resolved:
     """Load the configuration from all sources; with `print_config` show it and exit 0."""
+    from .config_sources import load_config
+
     resolved = load_config(config_path, flags, sets or [], os.environ)
     if print_config:
-        table = Table("setting", "value", "from", box=None, header_style="bold", pad_edge=False)
-        for row in resolved.rows():
-            table.add_row(*row)
-        Console(soft_wrap=True).print(table)
+        show_config(resolved)
         raise SystemExit(0)
     return resolved
+
+
+def show_config(resolved: Resolved) -> None:
+    """Print every setting, its value and its origin."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", box=None, header_style="bold", pad_edge=False)
+    for row in resolved.rows():
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)
 
 
 def run_app(app: typer.Typer, program: str) -> NoReturn:
@@ -89,4 +100,14 @@ def _usage_exit(program: str, error: Exception) -> int:
     return UsageError.exit_code
 
 
-__all__ = ["ConfigOption", "Drained", "PrintConfigOption", "SetOption", "make_app", "report", "resolve", "run_app"]
+__all__ = [
+    "ConfigOption",
+    "Drained",
+    "PrintConfigOption",
+    "SetOption",
+    "make_app",
+    "report",
+    "resolve",
+    "run_app",
+    "show_config",
+]

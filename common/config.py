@@ -53,7 +53,9 @@ class PolicyConfig(Section):
     pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     straggler_timeout_s: float | None = Field(
-        None, gt=0, description="sync, localsgd: seconds after a round's first contribution at which it closes"
+        None,
+        gt=0,
+        description="sync, localsgd: seconds after a round's first contribution at which it closes",
     )
     backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
@@ -176,7 +178,9 @@ class Config(Section):
                     f"policy.backup_workers is {self.policy.backup_workers}: it must be below run.workers, {workers}"
                 )
             if self.worker.rank is not None and self.worker.rank >= workers:
-                raise ValueError(f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}")
+                raise ValueError(
+                    f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
+                )
         if self.output.save_averaged and self.store.polyak is None:
             raise ValueError("output.save_averaged needs store.polyak, e.g. 0.999")
         return self

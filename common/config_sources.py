@@ -28,6 +28,7 @@ _LAUNCHER_ENV = {
     "run.workers": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "worker.server": ("PS_SERVER",),
 }
+LAUNCHER_ENV_NAMES = frozenset(name for names in _LAUNCHER_ENV.values() for name in names)
 
 
 @dataclass
@@ -114,7 +115,19 @@ def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, s
 
 
 def _flag_of(key: str) -> str:
-    return key.rpartition(".")[2].replace("_", "-")
+    section, _, name = key.rpartition(".")
+    if name == "name":
+        return section  # task.name is --task
+    return "log-format" if key == "log.format" else name.replace("_", "-")
+
+
+def scalar_text(value: Any) -> str:
+    """The text that --set and the environment read back as `value`: bare where that is enough."""
+    if isinstance(value, str) and _scalar(value) == value:
+        return value
+    style = '"' if isinstance(value, str) else None
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
 
 
 def _scalar(text: str) -> Any:
@@ -193,7 +206,7 @@ def _check_key(key: str, origin: str) -> None:
 
 
 def _sections() -> dict[str, type[BaseModel]]:
-    return {name: info.annotation for name, info in Config.model_fields.items() if info.annotation is not None}
+    return {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
 
 
 def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:

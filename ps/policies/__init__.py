@@ -1,0 +1,1 @@
+"""Synchronisation modes: pure state machines, one file each, found by name."""

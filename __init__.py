@@ -1,0 +1,29 @@
+"""paramserver: a parameter server for PyTorch over gRPC.
+
+Four ways to synchronise behind one training loop:
+
+    session = paramserver.connect("10.0.0.1:50051", rank=0)
+    optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .common.errors import ParamServerError
+    from .worker.api import Session, connect
+
+__all__ = ["ParamServerError", "Session", "connect"]
+
+_HOME = {"connect": "worker.api", "Session": "worker.api", "ParamServerError": "common.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -1,0 +1,187 @@
+"""Optimizers as data: a torch.optim class by name, its groups and hyperparameters.
+
+The server works on flat runs of many parameters at once, which is right for every optimizer
+that treats each element by itself. Whether one does is tried out, not listed, so a new class
+in torch is taken or refused by what it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import Reason, UsageError, did_you_mean, refusal
+
+Hyperparameters = dict[str, Any]
+
+# How a step is computed, not what it computes; and the bookkeeping of schedulers.
+_NOT_HYPERPARAMETERS = {
+    "params", "param_names", "fused", "foreach", "capturable", "differentiable",
+}  # fmt: skip
+_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Parameters, by name, that share hyperparameters."""
+
+    tensors: tuple[str, ...]
+    hyperparameters: Hyperparameters
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """`name` is the class in torch.optim, e.g. AdamW."""
+
+    name: str
+    groups: tuple[GroupSpec, ...]
+
+    def differences(self, other: OptimizerSpec) -> list[str]:
+        """How `other` differs, as sentences; empty when both mean the same."""
+        if self.name != other.name:
+            return [f"expected optimizer {self.name}, got {other.name}"]
+        if len(self.groups) != len(other.groups):
+            return [f"expected {len(self.groups)} parameter groups, got {len(other.groups)}"]
+        found = []
+        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            if mine.tensors != theirs.tensors:
+                found.append(f"parameter group {index} holds other tensors")
+            keys = mine.hyperparameters.keys() | theirs.hyperparameters.keys()
+            for key in sorted(keys):
+                expected, got = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
+                if expected != got:
+                    found.append(f"group {index}: expected {key}={expected}, got {got}")
+        return found
+
+
+def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """Optimizer classes of torch.optim by lower-case name."""
+    return {
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+
+
+_elementwise: dict[str, bool] = {}
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """True when stepping a tensor whole and in two halves gives the same result; tried once per class."""
+    if cls.__name__ not in _elementwise:
+        _elementwise[cls.__name__] = _steps_elementwise(cls)
+    return _elementwise[cls.__name__]
+
+
+def _steps_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """True when stepping a tensor whole and in two halves gives the same result, twice in a row."""
+    start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
+    whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
+    gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
+    try:
+        for tensors, grads in (([whole], [gradient]), (halves, gradients)):
+            optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
+            for scale in (1.0, -0.5):
+                for tensor, grad in zip(tensors, grads, strict=True):
+                    tensor.grad = grad * scale
+                optimizer.step()
+    except Exception:
+        return False  # it needs a closure, matrices, sparse gradients, ...
+    return torch.equal(whole.flatten(), torch.cat(halves))
+
+
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """The elementwise torch.optim class of this name, any case; UsageError with the nearest name otherwise."""
+    known = known_optimizers()
+    cls = known.get(name.lower())
+    if cls is None:
+        raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
+    if not is_elementwise(cls):
+        usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))
+        raise refusal(
+            Reason.OPTIMIZER_UNSUPPORTED,
+            f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
+            fix=f"use one of {usable}; with --mode localsgd a script of your own may use any",
+        )
+    return cls
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
+    """The class, once torch accepts `arguments` for it; UsageError that names the argument otherwise."""
+    cls = find_optimizer(name)
+    accepted = [p for p in inspect.signature(cls).parameters if p not in ("self", "params", *_NOT_HYPERPARAMETERS)]
+    for key in arguments:
+        if key not in accepted:
+            raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
+    try:
+        cls([torch.zeros(1)], **_as_torch(arguments))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer '{name}': {error}") from None
+    return cls
+
+
+def build_optimizer(
+    name: str, groups: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """A torch optimizer over `groups` (torch's parameter groups), fused where torch has it."""
+    cls = find_optimizer(name)
+    arguments = _as_torch(arguments or {})
+    groups = [{**group, **_as_torch({k: v for k, v in group.items() if k != "params"})} for group in groups]
+    if "fused" in inspect.signature(cls).parameters:
+        try:
+            return cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
+        except (RuntimeError, ValueError):
+            pass  # not for this dtype or device
+    return cls(groups, **arguments)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """The spec of a torch optimizer; `names` maps id(parameter) to its name in the model.
+
+    Raises UsageError when it optimizes tensors that are not trained parameters of the model.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError(
+                f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
+                f"shape {unknown[0]}",
+                fix="build it from model.parameters() of the model you pass to session.optimizer()",
+            )
+        groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
+    return OptimizerSpec(type(optimizer).__name__, tuple(groups))
+
+
+def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
+    """The hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
+    return {
+        key: _plain(value)
+        for key, value in group.items()
+        if key not in _NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
+    }
+
+
+def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:
+    """Set a torch parameter group's hyperparameters; unknown ones are left out."""
+    for key, value in _as_torch(values).items():
+        if key in group and key not in _NOT_HYPERPARAMETERS:
+            group[key] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (bool, str)):
+        return value
+    return float(value)  # protobuf's Struct knows one kind of number
+
+
+def _as_torch(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

@@ -1,0 +1,131 @@
+"""Tables of results for people: one run, and several runs side by side.
+
+The columns of `summary_table` that are zero for every worker (dropped, rejected, restarts) are
+left out, so that it fits 100 columns. Written to a file or a pipe, nothing is ever cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .summary import Summary, WorkerSummary
+
+# Without a terminal: wide enough that no table is cut; tables take only what they need.
+_FILE_WIDTH = 160
+
+_RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
+    ("wall s", lambda run: f"{run.wall_s:,.1f}"),
+    ("updates", lambda run: f"{run.updates:,}"),
+    ("stale mean", lambda run: f"{run.staleness_mean:.2f}"),
+    ("stale max", lambda run: f"{run.staleness_max}"),
+    ("waiting", lambda run: share(run.wait_share)),
+    ("traffic", lambda run: size(run.num_bytes)),
+]
+
+_WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
+    ("worker", lambda worker: f"{worker.rank}"),
+    ("steps", lambda worker: f"{worker.steps:,}"),
+    ("samples", lambda worker: f"{worker.samples:,}"),
+    ("compute\ns", lambda worker: f"{worker.compute_s:.1f}"),
+    ("transfer\ns", lambda worker: f"{worker.transfer_s:.1f}"),
+    ("wait\ns", lambda worker: f"{worker.wait_s:.1f}"),
+    ("stale\nmean", lambda worker: f"{worker.staleness_mean:.2f}"),
+    ("stale\nmax", lambda worker: f"{worker.staleness_max}"),
+    ("lead\nmax", lambda worker: f"{worker.lead_max}"),
+    ("sent", lambda worker: size(worker.bytes_sent)),
+    ("received", lambda worker: size(worker.bytes_received)),
+]
+_RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], int]]] = [
+    ("restarts", lambda worker: worker.restarts),
+    ("dropped", lambda worker: worker.dropped),
+    ("rejected", lambda worker: worker.rejected),
+]
+
+
+def report_console(file: IO[str] | None = None) -> Console:
+    """A console on standard output (or `file`) that cuts nothing when nobody watches."""
+    file = file or sys.stdout
+    return Console(file=file, highlight=False, width=None if file.isatty() else _FILE_WIDTH)
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    """The end of one run: a headline with the figures that matter, and a row per worker."""
+    table = _table()
+    rare = [(name, get) for name, get in _RARE_COLUMNS if any(get(worker) for worker in summary.workers)]
+    for name, _ in [*_WORKER_COLUMNS, *rare]:
+        table.add_column(name, justify="right", overflow="fold", vertical="bottom")
+    for worker in sorted(summary.workers, key=lambda worker: worker.rank):
+        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(f"{get(worker):,}" for _, get in rare))
+    headline = Text.assemble(
+        (describe_mode(summary), "bold"),
+        f"   {summary.updates:,} updates in {duration(summary.wall_s)}",
+        f"   {_rate(summary)}   waiting {share(summary.wait_share)}",
+    )
+    final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
+    parts: list[RenderableType] = [headline]
+    parts += [final] if summary.final else []
+    parts += [table] if summary.workers else []
+    return Group(*parts)
+
+
+def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
+    """One row per run: its final figures, then what it cost."""
+    finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
+    table = _table()
+    table.add_column("mode", style="bold", overflow="fold")
+    for name in [*finals, *(name for name, _ in _RUN_COLUMNS)]:
+        table.add_column(name, justify="right", overflow="fold")
+    for mode, run in runs:
+        figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
+        table.add_row(mode, *figures, *(get(run) for _, get in _RUN_COLUMNS))
+    return table
+
+
+def describe_mode(summary: Summary) -> str:
+    """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
+    if summary.mode == "ssp" and summary.staleness_bound is not None:
+        return f"ssp (staleness {summary.staleness_bound})"
+    return f"{summary.mode} ({summary.local_steps} local steps)" if summary.local_steps > 1 else summary.mode
+
+
+def figure(value: float) -> str:
+    """A loss or an accuracy: three decimals, or an exponent where they would hide it."""
+    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.2e}"
+
+
+def share(part: float) -> str:
+    return f"{part:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in powers of ten: `812 B`, `1.5 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} TB"
+
+
+def _rate(summary: Summary) -> str:
+    return f"{summary.num_samples / summary.wall_s:,.0f} samples/s" if summary.wall_s else "- samples/s"
+
+
+def _table() -> Table:
+    options: dict[str, Any] = {"box": None, "header_style": "dim", "pad_edge": False, "padding": (0, 2, 0, 0)}
+    return Table(**options)

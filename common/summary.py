@@ -1,0 +1,69 @@
+"""The results of a run, as written by `--summary` and read by the launcher's comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class WorkerSummary(BaseModel):
+    """One rank, over all its incarnations. Times in seconds, sums over the run."""
+
+    rank: int
+    steps: int = 0  # contributions accepted
+    samples: int = 0
+    staleness_mean: float = 0.0  # versions, over accepted contributions
+    staleness_max: int = 0
+    lead_max: int = 0  # steps ahead of the slowest live worker after a contribution
+    compute_s: float = 0.0
+    wait_s: float = 0.0  # held by the mode, or by a round that was not complete
+    transfer_s: float = 0.0
+    bytes_sent: int = 0  # by the worker, framing included
+    bytes_received: int = 0
+    restarts: int = 0  # times the rank joined again
+    dropped: int = 0  # contributions that came after their round had closed
+    rejected: int = 0  # contributions with NaN or Inf
+
+
+class Summary(BaseModel):
+    """One run. `updates` counts optimizer steps or averages committed; `version` where it ended."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    mode: str
+    staleness_bound: int | None = None
+    local_steps: int = 1
+    updates: int = 0
+    version: int = 0
+    wall_s: float = 0.0  # from the first answer with weights to the last contribution
+    final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
+    workers: list[WorkerSummary] = Field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(worker.samples for worker in self.workers)
+
+    @property
+    def staleness_mean(self) -> float:
+        steps = sum(worker.steps for worker in self.workers)
+        return sum(worker.staleness_mean * worker.steps for worker in self.workers) / steps if steps else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        return max((worker.staleness_max for worker in self.workers), default=0)
+
+    @property
+    def wait_share(self) -> float:
+        """Waiting as a share (0..1) of the workers' compute, wait and transfer time together."""
+        total = sum(worker.compute_s + worker.wait_s + worker.transfer_s for worker in self.workers)
+        return sum(worker.wait_s for worker in self.workers) / total if total else 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(worker.bytes_sent + worker.bytes_received for worker in self.workers)
+
+    def write(self, path: str) -> None:
+        """Write as JSON; OSError when the path cannot be written."""
+        Path(path).write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,153 @@
+"""Processes on this machine, each the leader of its own session and process group.
+
+A session of its own keeps a terminal's Ctrl-C away from the children: only the launcher gets
+it, and drains them. A process group per child is what can be killed with all it has started.
+One thread: pipes are read when the event loop says so, and SIGCHLD tells of ends. (asyncio's
+own subprocesses wait in a thread each, and see an end only when no grandchild holds the pipe.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ...common.config_sources import LAUNCHER_ENV_NAMES
+from ..events import LineSplitter
+from ..exits import CANNOT_START
+from ..guardian import Guardian
+from ..plan import Child, ProcessSpec
+from .base import OnExit, OnLine
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MAX_READ_BYTES = 1 << 16
+# Found before the fork: between fork and exec nothing may be loaded.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+@dataclass
+class _Running:
+    child: Child
+    popen: subprocess.Popen[bytes]
+    pipe: int  # its standard output and error, in the order they were written
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+
+
+class LocalBackend:
+    """See `base.Backend`."""
+
+    def __init__(self, on_line: OnLine, on_exit: OnExit) -> None:
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._running: dict[Child, _Running] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        self._guardian = Guardian()
+
+    def start(self, spec: ProcessSpec) -> None:
+        # A place of the launcher's own (RANK, SLURM_PROCID, ...) is not its children's.
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
+        try:
+            popen = subprocess.Popen(
+                spec.argv,
+                env={**inherited, **spec.env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with(os.getpid()),
+            )
+        except OSError as error:
+            self._loop.call_soon(self._report_failed_start, spec.child, f"{spec.argv[0]}: {error.strerror}")
+            return
+        self._guardian.watch(popen.pid)
+        assert popen.stdout is not None
+        pipe = os.dup(popen.stdout.fileno())
+        popen.stdout.close()
+        os.set_blocking(pipe, False)
+        running = self._running[spec.child] = _Running(spec.child, popen, pipe)
+        self._loop.add_reader(pipe, self._read, running)
+
+    def terminate(self, child: Child) -> None:
+        # Only the leader: what it has started is its to end, and a DataLoader whose
+        # processes die under it fails instead of draining.
+        if child in self._running:
+            self._running[child].popen.terminate()
+
+    def kill(self, child: Child) -> None:
+        if child in self._running:
+            _kill_group(self._running[child].popen.pid)
+
+    def close(self) -> None:
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+        for running in self._running.values():
+            _kill_group(running.popen.pid)
+            running.popen.wait()
+            self._release(running)
+        self._running.clear()
+        self._guardian.close()
+
+    def _report_failed_start(self, child: Child, why: str) -> None:
+        self._on_line(child, f"cannot start {why}")
+        self._on_exit(child, CANNOT_START)
+
+    def _read(self, running: _Running) -> bool:
+        """Pass on what is in the pipe; False when there is nothing more."""
+        try:
+            data = os.read(running.pipe, _MAX_READ_BYTES)
+        except BlockingIOError:
+            return False
+        for line in running.splitter.feed(data):
+            self._on_line(running.child, line)
+        if not data:  # closed its output, and may go on without
+            self._loop.remove_reader(running.pipe)
+        return bool(data)
+
+    def _reap(self) -> None:
+        """Report every process that has ended, in the order they were started."""
+        for child, running in list(self._running.items()):
+            code = running.popen.poll()
+            if code is None or child not in self._running:
+                continue
+            del self._running[child]
+            # Its number stays the group's as long as anything it started is alive.
+            _kill_group(running.popen.pid)
+            for _ in range(64):  # more than a pipe holds; a daemon it left may write for ever
+                if not self._read(running):
+                    break
+            for line in running.splitter.rest():
+                self._on_line(child, line)
+            self._release(running)
+            self._on_exit(child, code)
+
+    def _release(self, running: _Running) -> None:
+        self._guardian.forget(running.popen.pid)
+        self._loop.remove_reader(running.pipe)
+        os.close(running.pipe)
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+        os.killpg(group, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> Callable[[], None] | None:
+    """What a new process does before exec: ask the kernel to be killed when its parent ends."""
+    if _prctl is None:
+        return None
+
+    def ask() -> None:
+        _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # the parent ended before the request
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask
+
+
+ENTRY = LocalBackend

@@ -1,0 +1,49 @@
+"""What an exit code means, in words: the table of docs for people who see only a number."""
+
+from __future__ import annotations
+
+import signal
+
+MEANINGS = {
+    0: "done",
+    1: "a bug of ours",
+    2: "usage or configuration",
+    10: "cannot listen on the address",
+    11: "TLS or token",
+    12: "model or run mismatch",
+    13: "not admitted or evicted",
+    14: "a file cannot be written or read",
+    15: "the peer cannot be reached",
+    16: "diverged",
+    17: "restart budget spent",
+    126: "cannot be started",
+    130: "interrupted",
+    143: "drained on SIGTERM",
+}
+
+CANNOT_START = 126  # as a shell says of a program it cannot execute
+
+
+def describe_exit(code: int, *, is_script: bool = False) -> str:
+    """`exit code 12 (model or run mismatch)`, or `killed by SIGKILL` for a negative code.
+
+    A user's script that fails with an uncaught exception also ends with 1, which is no bug of ours.
+    """
+    if code < 0:
+        return f"killed by {signal_name(-code)}"
+    if code == 1 and is_script:
+        return "exit code 1 (the script failed)"
+    meaning = MEANINGS.get(code)
+    return f"exit code {code} ({meaning})" if meaning else f"exit code {code}"
+
+
+def shell_code(code: int) -> int:
+    """The code to pass on: a signal's death becomes 128 + its number, as a shell does it."""
+    return code if code >= 0 else 128 - code
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,179 @@
+"""Runs a plan: the backend starts processes, the supervisor decides, the screen shows.
+
+Everything happens on one event loop in callbacks that do not wait; `run` only waits for the
+supervisor's Finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..common.summary import Summary
+from .backends.base import Backend
+from .events import Event, parse_event, parse_status
+from .plan import SERVER, Child, Plan, ProcessSpec
+from .screen import Screen, make_screen
+from .supervise import Decision, Finish, Kill, Start, Supervisor, Terminate
+
+_TICK_S = 0.1
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `summary` is None when it ended without reporting one."""
+
+    finish: Finish
+    summary: Summary | None = None
+
+
+class Job:
+    """One run of one plan."""
+
+    def __init__(self, plan: Plan, make_backend: Callable[..., Backend]) -> None:
+        self._plan = plan
+        self._make_backend = make_backend
+        self._specs: dict[Child, ProcessSpec] = {SERVER: plan.server} if plan.server else {}
+        self._summary: Summary | None = None
+        self._supervisor = Supervisor(
+            num_workers=plan.num_workers,
+            with_server=plan.server is not None,
+            grace_s=plan.config.launch.grace_s,
+            is_script=plan.is_script,
+        )
+        self._screen: Screen
+        self._backend: Backend
+        self._loop: asyncio.AbstractEventLoop
+        self._finished: asyncio.Future[Finish]
+
+    async def run(self) -> Outcome:
+        """Start everything, return when nothing of it is left."""
+        self._loop = asyncio.get_running_loop()
+        self._finished = self._loop.create_future()
+        self._loop.set_exception_handler(self._on_bug)
+        self._screen = make_screen(self._plan.config, on_lost=self._on_output_lost)
+        try:
+            self._screen.note("starting", self._plan.headline())
+            self._backend = self._make_backend(self._on_line, self._on_exit)
+            try:
+                self._begin()
+                finish = await self._finished
+            finally:
+                self._backend.close()
+            if finish.culprit is not None:
+                self._screen.failure(finish)
+            elif finish.exit_code:
+                self._screen.note("ended", f"{finish.reason}; every process has ended", "warning")
+        finally:
+            self._screen.close()
+        return Outcome(finish, self._summary)
+
+    def interrupt(self, number: int) -> None:
+        """A signal, or the loss of the output, asks the job to end."""
+        if not self._finished.done():
+            self._carry_out(self._supervisor.interrupt(number, self._loop.time()))
+
+    def _begin(self) -> None:
+        if self._plan.server is None:
+            self._specs |= {spec.child: spec for spec in self._plan.workers(None)}
+        self._carry_out(self._supervisor.begin())
+        self._tick()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self._screen.tick(now)
+        self._carry_out(self._supervisor.tick(now))
+        if not self._finished.done():
+            self._loop.call_later(_TICK_S, self._tick)
+
+    def _on_line(self, child: Child, line: str) -> None:
+        event = parse_event(line)
+        if event is not None and child == self._plan.reporter and self._understood(child, line, event):
+            return
+        if event is None or event.is_at_least(self._plan.config.log.level):
+            self._screen.line(child, line, event)
+        if event is not None and event.name == "listening" and child == SERVER:
+            self._on_listening(event)
+
+    def _understood(self, child: Child, line: str, event: Event) -> bool:
+        """Take the figures out of a status or summary event; False for everything else."""
+        status = parse_status(event)
+        if status is not None:
+            self._screen.status(child, line, status)
+            return True
+        if event.name != "summary":
+            return False
+        try:
+            self._summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
+        except ValidationError:
+            return False
+        return True
+
+    def _on_listening(self, event: Event) -> None:
+        address = reachable(str(event.fields.get("address", "")))
+        self._specs |= {spec.child: spec for spec in self._plan.workers(address)}
+        self._carry_out(self._supervisor.listening())
+
+    def _on_exit(self, child: Child, code: int) -> None:
+        self._carry_out(self._supervisor.exited(child, code, self._loop.time()))
+
+    def _on_output_lost(self) -> None:
+        # Later, since this is found out in the middle of something else.
+        self._loop.call_soon(self.interrupt, signal.SIGPIPE)
+
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: end the job with it instead of waiting for ever."""
+        if not self._finished.done():
+            self._finished.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        self._say_why(decisions)
+        for decision in decisions:
+            match decision:
+                case Start(child):
+                    self._backend.start(self._specs[child])
+                case Terminate(child):
+                    self._backend.terminate(child)
+                case Kill(child):
+                    self._backend.kill(child)
+                case Finish():
+                    self._finished.set_result(decision)
+
+    def _say_why(self, decisions: list[Decision]) -> None:
+        """One note for all processes that end for the same reason."""
+        for kind, event, what in ((Terminate, "draining", "told to end"), (Kill, "killing", "killed")):
+            chosen = [decision for decision in decisions if isinstance(decision, kind)]
+            if chosen:
+                who = ", ".join(str(decision.child) for decision in chosen[:4])
+                more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+                self._screen.note(event, f"{chosen[0].reason}; {what}: {who}{more}", "warning")
+
+
+async def run_all(plans: list[Plan], make_backend: Callable[..., Backend]) -> list[Outcome]:
+    """Run the plans one after another; the first that does not end with 0 is the last."""
+    loop = asyncio.get_running_loop()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signals.append(signal.SIGHUP)
+    outcomes: list[Outcome] = []
+    for plan in plans:
+        job = Job(plan, make_backend)
+        running = asyncio.ensure_future(job.run())
+        for number in signals:
+            loop.add_signal_handler(number, job.interrupt, number)
+        outcomes.append(await running)
+        if outcomes[-1].finish.exit_code:
+            break
+    return outcomes
+
+
+def reachable(address: str) -> str:
+    """The address a process on this machine can connect to: a wildcard listens on loopback too."""
+    host, _, port = address.rpartition(":")
+    return f"{_WILDCARDS.get(host, host)}:{port}"

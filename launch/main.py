@@ -1,0 +1,178 @@
+"""ps-launch: from the command line to running processes to tables of results.
+
+Imports beyond Typer are made where they are needed, after the command line is known.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..common.cli import make_app, run_app, show_config
+from ..common.errors import UsageError
+from . import options as opt
+
+if TYPE_CHECKING:
+    from ..common.config_sources import Resolved
+    from ..common.summary import Summary
+    from .job import Outcome
+    from .plan import Plan, Request
+
+PROGRAM = "ps-launch"
+_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
+app = make_app(opt.HELP)
+
+
+@app.command(help=opt.HELP)
+def launch(
+    config: opt.ConfigArgument = None,
+    workers: opt.WorkersOption = None,
+    task: opt.TaskOption = None,
+    script: opt.ScriptOption = None,
+    steps: opt.StepsOption = None,
+    batch_size: opt.BatchSizeOption = None,
+    seed: opt.SeedOption = None,
+    device: opt.DeviceOption = None,
+    mode: opt.ModeOption = None,
+    staleness: opt.StalenessOption = None,
+    local_steps: opt.LocalStepsOption = None,
+    optimizer: opt.OptimizerOption = None,
+    lr: opt.LrOption = None,
+    save: opt.SaveOption = None,
+    summary: opt.SummaryOption = None,
+    log_format: opt.LogFormatOption = None,
+    port: opt.PortOption = None,
+    sets: opt.SetOption = None,
+    dry_run: opt.DryRunOption = False,
+    print_config: opt.PrintConfigOption = False,
+    script_args: opt.ScriptArgOption = None,
+) -> int:
+    from .plan import SINGLE, Request
+
+    modes = _modes(mode)
+    flags = {
+        "run.workers": workers, "run.steps": steps, "run.batch_size": batch_size, "run.seed": seed,
+        "run.mode": next((name for name in modes if name != SINGLE), None), "task.name": task,
+        "policy.staleness": staleness, "policy.local_steps": local_steps, "optimizer.name": optimizer,
+        "optimizer.lr": lr, "worker.device": device, "output.save": save, "output.summary": summary,
+        "log.format": log_format, "launch.script": script, "launch.port": port,
+    }  # fmt: skip
+    resolved = _resolve(config, flags, sets or [])
+    request = Request(
+        modes=modes or (resolved.config.run.mode,), config_path=config, script_args=tuple(script_args or ())
+    )
+    if print_config:
+        show_config(resolved)
+        return 0
+    plans = _plans(resolved, request)
+    if dry_run:
+        _show_plans(plans)
+        return 0
+    return _run(plans)
+
+
+def main() -> None:
+    sys.argv[1:] = opt.fold_script_arguments(sys.argv[1:])
+    run_app(app, PROGRAM)
+
+
+def _modes(text: str | None) -> tuple[str, ...]:
+    """The modes of a comma list, by their own names; empty when the flag was not given."""
+    from ..common.registry import MODES, canonical_mode
+    from .plan import SINGLE
+
+    if text is None:
+        return ()
+    modes: list[str] = []
+    for word in text.split(","):
+        try:
+            modes.append(SINGLE if word.strip().lower() == SINGLE else canonical_mode(word))
+        except UsageError as error:
+            fix = error.fix if error.fix.startswith("did") else f"known: {', '.join([*MODES.names(), SINGLE])}"
+            raise UsageError(f"flag --mode: {error.message}", fix=fix) from None
+        if modes.count(modes[-1]) > 1:
+            raise UsageError(f"flag --mode: {modes[-1]} is named twice", fix="each mode runs once")
+    return tuple(modes)
+
+
+def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) -> Resolved:
+    """The settings, with a number of workers. The launcher's own RANK and the like mean nothing here."""
+    from ..common.config_sources import LAUNCHER_ENV_NAMES, load_config
+    from .plan import DEFAULT_NUM_WORKERS
+
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
+    resolved = load_config(config_path, flags, sets, environ)
+    if resolved.config.run.workers is None:  # checked together with what depends on it
+        resolved = load_config(config_path, {**flags, "run.workers": DEFAULT_NUM_WORKERS}, sets, environ)
+        resolved.origins["run.workers"] = f"default of {PROGRAM}"
+    return resolved
+
+
+def _plans(resolved: Resolved, request: Request) -> list[Plan]:
+    """Plans whose files and backend exist. Raises UsageError and OutputError before anything starts."""
+    from ..common.registry import BACKENDS
+    from .outputs import check_writable
+    from .plan import Machine, plan_runs
+
+    config = resolved.config
+    BACKENDS.check(config.launch.backend)
+    if config.launch.script is not None and not os.path.isfile(config.launch.script):
+        origin = resolved.origins["launch.script"]
+        raise UsageError(f"{origin}: no file {config.launch.script}", fix="the path is relative to where you are")
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    machine = Machine(python=sys.executable, num_cores=num_cores, environ=os.environ)
+    plans = plan_runs(resolved, request, machine)
+    for plan in plans:
+        if plan.save is not None:
+            check_writable(plan.save, "--save")
+    if config.output.summary is not None:
+        check_writable(config.output.summary, "--summary")
+    return plans
+
+
+def _show_plans(plans: list[Plan]) -> None:
+    import shlex
+
+    for plan in plans:
+        print(f"# {plan.headline()}")
+        for spec in [*([plan.server] if plan.server else []), *plan.workers("HOST:PORT" if plan.server else None)]:
+            env = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
+            print(f"[{spec.child}] " + " ".join([*env, shlex.join(spec.argv)]))
+
+
+def _run(plans: list[Plan]) -> int:
+    """Run the plans, then show and write what came of them."""
+    import asyncio
+
+    from ..common.registry import BACKENDS
+    from .job import run_all
+    from .screen import discard_from_now_on
+
+    config = plans[0].config
+    outcomes = asyncio.run(run_all(plans, BACKENDS.load(config.launch.backend)))
+    code = outcomes[-1].finish.exit_code
+    try:
+        _show_results(plans, outcomes)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_from_now_on(1)
+        code = code or _EXIT_OUTPUT_LOST
+    return code
+
+
+def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
+    """One run: its table. Several: the comparison, and one file for all summaries."""
+    from ..common.report import comparison_table, report_console, summary_table
+    from .outputs import write_runs
+
+    console = report_console()
+    finished: list[Summary] = [outcome.summary for outcome in outcomes if outcome.summary is not None]
+    if len(plans) == 1:
+        for summary in finished:
+            console.print(summary_table(summary))
+        return
+    if finished:
+        console.print(comparison_table([(summary.mode, summary) for summary in finished]))
+    if plans[0].config.output.summary is not None:
+        write_runs(plans[0].config.output.summary, finished)

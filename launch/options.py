@@ -1,0 +1,131 @@
+"""The flags of ps-launch and its help text. Nothing but Typer is imported: --help is at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+HELP = """\b
+Start a server and N workers, watch them, and end them together.
+
+[bold]Examples[/bold]
+
+  ps-launch configs/digits.yaml                    what the file says
+  ps-launch configs/digits.yaml -n 4 --mode sync   flags win over the file
+  ps-launch configs/digits.yaml --mode single,sync,async,ssp,localsgd
+                                                   one after another, compared
+  ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
+  ps-launch configs/digits.yaml --dry-run          only show the commands
+
+What processes say goes to standard error, results to standard output.
+Ctrl-C lets the processes end in good order, a second one kills them.
+The exit code is that of the first process that failed; 130 after Ctrl-C,
+143 after SIGTERM.
+"""
+
+_RUN, _MODE, _OPT, _OUT, _LAUNCH = "Run", "Synchronisation", "Optimizer", "Output", "Launcher"
+
+ConfigArgument = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.", show_default=False)
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("-n", "--workers", help="Number of workers; default 2.", rich_help_panel=_RUN)
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option("--task", metavar="NAME|FILE.py:NAME", help="Model, data and loss to train.", rich_help_panel=_RUN),
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--script",
+        metavar="FILE.py",
+        help="Run your own script as each worker; its arguments follow --.",
+        rich_help_panel=_RUN,
+    ),
+]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="Training steps per worker.", rich_help_panel=_RUN)]
+BatchSizeOption = Annotated[
+    int | None, typer.Option("--batch-size", help="Samples per worker and step.", rich_help_panel=_RUN)
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Initial weights and data order.", rich_help_panel=_RUN)]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", metavar="auto|cpu|cuda[:I]", help="Where workers compute.", rich_help_panel=_RUN),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="MODE[,MODE...]",
+        help="sync, async, ssp, localsgd; or single: one worker alone on the union batch. "
+        "Several run one after another and are compared.",
+        rich_help_panel=_MODE,
+    ),
+]
+StalenessOption = Annotated[
+    int | None,
+    typer.Option(
+        "--staleness",
+        help="ssp: how far ahead of the slowest a worker may start a step.",
+        rich_help_panel=_MODE,
+    ),
+]
+LocalStepsOption = Annotated[
+    int | None,
+    typer.Option("--local-steps", help="localsgd: steps between two averages.", rich_help_panel=_MODE),
+]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="NAME", help="sgd, adam, adamw, ... of torch.optim.", rich_help_panel=_OPT),
+]
+LrOption = Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_OPT)]
+SaveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--save",
+        metavar="FILE.safetensors",
+        help="Final weights; with several modes FILE-MODE.safetensors each.",
+        rich_help_panel=_OUT,
+    ),
+]
+SummaryOption = Annotated[
+    str | None,
+    typer.Option("--summary", metavar="FILE.json", help="Results as JSON.", rich_help_panel=_OUT),
+]
+LogFormatOption = Annotated[
+    str | None,
+    typer.Option("--log-format", metavar="text|json", help="How lines are shown.", rich_help_panel=_OUT),
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option("--port", help="Port of the server; default a free one.", rich_help_panel=_LAUNCH),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.", rich_help_panel=_LAUNCH),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be started, then stop.", rich_help_panel=_LAUNCH)
+]
+PrintConfigOption = Annotated[
+    bool,
+    typer.Option(
+        "--print-config",
+        help="Show every setting and where it comes from, then stop.",
+        rich_help_panel=_LAUNCH,
+    ),
+]
+ScriptArgOption = Annotated[list[str] | None, typer.Option("--script-arg", hidden=True)]
+
+
+def fold_script_arguments(arguments: list[str]) -> list[str]:
+    """`--script F -- A B` as `--script F --script-arg=A --script-arg=B`.
+
+    Otherwise the first word after -- would be taken for the CONFIG when that is left out.
+    """
+    if "--" not in arguments:
+        return arguments
+    cut = arguments.index("--")
+    return arguments[:cut] + [f"--script-arg={argument}" for argument in arguments[cut + 1 :]]

@@ -1,0 +1,197 @@
+"""Where the launcher shows things: on standard error, since results go to standard output.
+
+On a terminal child lines scroll above one live table; without one there is a compact line every
+few seconds; as JSON each line is one object for a program to read. All three do nothing more
+once the output is gone (`ps-launch 2>&1 | head`), beside telling so: then the job must end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ..common.config import Config
+from .events import Event, Status
+from .plan import Child
+from .supervise import Finish
+from .view import LastLines, child_line, status_line, status_panel
+
+_REFRESH_S = 0.2  # of the live table
+
+
+class Screen(Protocol):
+    """What a job tells its user. One screen per run."""
+
+    def note(self, event: str, sentence: str, level: str = "info") -> None:
+        """Something the launcher itself did or found."""
+
+    def line(self, child: Child, line: str, event: Event | None) -> None:
+        """A child wrote a line."""
+
+    def status(self, child: Child, line: str, status: Status) -> None:
+        """The run reported its status in a line."""
+
+    def tick(self, now: float) -> None:
+        """A moment has passed: show what waited for it."""
+
+    def failure(self, finish: Finish) -> None:
+        """The last word about a job that failed."""
+
+    def close(self) -> None:
+        """Leave the output as it was found."""
+
+
+def make_screen(config: Config, on_lost: Callable[[], None]) -> Screen:
+    """The screen that suits the output. `on_lost` is called once when nobody reads it any more."""
+    if config.log.format == "json":
+        return JsonScreen(on_lost)
+    if sys.stderr.isatty():
+        return LiveScreen(on_lost)
+    return PlainScreen(on_lost, config.launch.status_interval_s)
+
+
+class _Console(Console):
+    """rich ends the process where a pipe is broken; here the children have to end first."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class _Output:
+    """Standard error until it is gone."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+        self.console = _Console(stderr=True, highlight=False)
+
+    def print(self, text: Text | str) -> None:
+        # Without a terminal there is no width: lines are passed on as they are. On one, the
+        # live table is drawn by the same call and must not run over the edge.
+        unlimited = not self.console.is_terminal
+        self.call(lambda: self.console.print(text, markup=False, soft_wrap=unlimited))
+
+    def call(self, show: Callable[[], object]) -> None:
+        try:
+            show()
+        except OSError:  # EPIPE, or EIO from a terminal that was closed
+            discard_from_now_on(2)
+            self._on_lost()
+
+
+def discard_from_now_on(descriptor: int) -> None:
+    """Let a standard stream that nobody reads end nowhere, so that no later flush fails."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+class PlainScreen:
+    """Lines, and a status line every `interval_s` while there is news."""
+
+    def __init__(self, on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
+        self._output = _Output(on_lost)
+        self._last_lines = LastLines()
+        self._interval_s = interval_s
+        self._status: Status | None = None  # not yet shown
+        self._shown_at = float("-inf")
+
+    def note(self, event: str, sentence: str, level: str = "info") -> None:
+        style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
+        self._output.print(Text.assemble(("ps-launch: ", style), sentence))
+
+    def line(self, child: Child, line: str, event: Event | None) -> None:
+        text = child_line(child, line, event)
+        self._last_lines.add(child, text)
+        self._output.print(text)
+
+    def status(self, child: Child, line: str, status: Status) -> None:
+        self._status = status
+
+    def tick(self, now: float) -> None:
+        if self._status is not None and now - self._shown_at >= self._interval_s:
+            self._output.print(status_line(self._status))
+            self._status, self._shown_at = None, now
+
+    def failure(self, finish: Finish) -> None:
+        repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
+        if repeated:
+            self._output.print(f"---- last lines of {finish.culprit} " + "-" * 40)
+            for text in repeated:
+                self._output.print(text)
+            self._output.print("-" * 60)
+        self.note("failed", finish.reason, "error")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveScreen(PlainScreen):
+    """A terminal: lines scroll above a table that stays."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        super().__init__(on_lost)
+        self._latest: Status | None = None
+        # Refreshed from `tick`: rich's own refreshing would be a second thread.
+        self._live = Live(
+            console=self._output.console,
+            get_renderable=lambda: status_panel(self._latest) if self._latest else Text(""),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._output.call(self._live.start)
+
+    def status(self, child: Child, line: str, status: Status) -> None:
+        self._status = self._latest = status
+
+    def tick(self, now: float) -> None:
+        if self._status is not None and now - self._shown_at >= _REFRESH_S:
+            self._output.call(self._live.refresh)
+            self._status, self._shown_at = None, now
+
+    def failure(self, finish: Finish) -> None:
+        self.close()
+        super().failure(finish)
+
+    def close(self) -> None:
+        self._output.call(self._live.stop)
+
+
+class JsonScreen:
+    """One object per line, for programs: a child's event with its role and rank, or its output."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._output = _Output(on_lost)
+
+    def note(self, event: str, sentence: str, level: str = "info") -> None:
+        self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch"})
+
+    def line(self, child: Child, line: str, event: Event | None) -> None:
+        place = {"role": child.role, "rank": child.rank}
+        said = json.loads(line) if event is not None else {"event": "output", "line": line}
+        self._write({**said, **place} if "rank" not in said else {**said, "role": child.role})
+
+    def status(self, child: Child, line: str, status: Status) -> None:
+        self._write({**json.loads(line), "role": child.role})
+
+    def tick(self, now: float) -> None:
+        pass
+
+    def failure(self, finish: Finish) -> None:
+        self.note("failed", finish.reason, "error")
+
+    def close(self) -> None:
+        pass
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        text = json.dumps({"timestamp": time.time(), **fields})
+        self._output.call(lambda: print(text, file=sys.stderr, flush=True))

@@ -1,0 +1,375 @@
+from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_BAD_REQUEST: _ClassVar[Reason]
+    REASON_RANK_OUT_OF_RANGE: _ClassVar[Reason]
+    REASON_RUN_FULL: _ClassVar[Reason]
+    REASON_RUN_MISMATCH: _ClassVar[Reason]
+    REASON_MODEL_MISMATCH: _ClassVar[Reason]
+    REASON_OPTIMIZER_MISMATCH: _ClassVar[Reason]
+    REASON_OPTIMIZER_UNSUPPORTED: _ClassVar[Reason]
+    REASON_REPLACED: _ClassVar[Reason]
+    REASON_NOT_JOINED: _ClassVar[Reason]
+    REASON_STEP_GAP: _ClassVar[Reason]
+    REASON_DIVERGED: _ClassVar[Reason]
+    REASON_DRAINING: _ClassVar[Reason]
+    REASON_NOT_READY: _ClassVar[Reason]
+REASON_UNSPECIFIED: Reason
+REASON_BAD_REQUEST: Reason
+REASON_RANK_OUT_OF_RANGE: Reason
+REASON_RUN_FULL: Reason
+REASON_RUN_MISMATCH: Reason
+REASON_MODEL_MISMATCH: Reason
+REASON_OPTIMIZER_MISMATCH: Reason
+REASON_OPTIMIZER_UNSUPPORTED: Reason
+REASON_REPLACED: Reason
+REASON_NOT_JOINED: Reason
+REASON_STEP_GAP: Reason
+REASON_DIVERGED: Reason
+REASON_DRAINING: Reason
+REASON_NOT_READY: Reason
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "offset", "data")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    model: Model
+    initial_weights: InitialWeights
+    contribution: Contribution
+    finish: Finish
+    leave: Leave
+    offset: int
+    data: bytes
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    rank: int
+    incarnation: int
+    host: str
+    pid: int
+    device: str
+    program_version: str
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("tensors", "fingerprint", "optimizer")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    fingerprint: str
+    optimizer: Optimizer
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "kind", "dtype", "shape", "aliases")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[TensorSpec.Kind]
+        PARAMETER: _ClassVar[TensorSpec.Kind]
+        BUFFER: _ClassVar[TensorSpec.Kind]
+        FROZEN: _ClassVar[TensorSpec.Kind]
+    KIND_UNSPECIFIED: TensorSpec.Kind
+    PARAMETER: TensorSpec.Kind
+    BUFFER: TensorSpec.Kind
+    FROZEN: TensorSpec.Kind
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: TensorSpec.Kind
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[TensorSpec.Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("name", "groups")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ...) -> None: ...
+
+class ParameterGroup(_message.Message):
+    __slots__ = ("tensors", "hyperparameters")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedScalarFieldContainer[str]
+    hyperparameters: _struct_pb2.Struct
+    def __init__(self, tensors: _Optional[_Iterable[str]] = ..., hyperparameters: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class InitialWeights(_message.Message):
+    __slots__ = ("body_bytes",)
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    body_bytes: int
+    def __init__(self, body_bytes: _Optional[int] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    base_version: int
+    num_samples: int
+    body_bytes: int
+    wants_weights: bool
+    hyperparameters: _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]
+    codec: str
+    loss: float
+    compute_s: float
+    transfer_s: float
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ("transfer_s", "can_evaluate")
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    transfer_s: float
+    can_evaluate: bool
+    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("metrics",)
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ServerMessage(_message.Message):
+    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "offset", "data")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    send_weights: SendWeights
+    waiting: Waiting
+    answer: Answer
+    final: Final
+    snapshot: Snapshot
+    offset: int
+    data: bytes
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run", "rank", "incarnation", "step", "settings")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    rank: int
+    incarnation: int
+    step: int
+    settings: RunSettings
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ...) -> None: ...
+
+class RunSettings(_message.Message):
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak")
+    class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
+        GRADIENT: _ClassVar[RunSettings.ContributionKind]
+        WEIGHTS: _ClassVar[RunSettings.ContributionKind]
+    CONTRIBUTION_KIND_UNSPECIFIED: RunSettings.ContributionKind
+    GRADIENT: RunSettings.ContributionKind
+    WEIGHTS: RunSettings.ContributionKind
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PULL_EVERY_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TASK_ARGS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    POLYAK_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    contribution: RunSettings.ContributionKind
+    num_workers: int
+    steps: int
+    batch_size: int
+    seed: int
+    pull_every: int
+    task: str
+    task_args: _struct_pb2.Struct
+    optimizer: Optimizer
+    polyak: float
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ...) -> None: ...
+
+class SendWeights(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
+        START: _ClassVar[Answer.Outcome]
+        APPLIED: _ClassVar[Answer.Outcome]
+        REPEATED: _ClassVar[Answer.Outcome]
+        DROPPED: _ClassVar[Answer.Outcome]
+        REJECTED: _ClassVar[Answer.Outcome]
+    OUTCOME_UNSPECIFIED: Answer.Outcome
+    START: Answer.Outcome
+    APPLIED: Answer.Outcome
+    REPEATED: Answer.Outcome
+    DROPPED: Answer.Outcome
+    REJECTED: Answer.Outcome
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    HELD_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    outcome: Answer.Outcome
+    step: int
+    version: int
+    next_local_steps: int
+    body_bytes: int
+    staleness: int
+    held_s: float
+    reason: str
+    num_workers: int
+    worker_index: int
+    training_steps: int
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ...) -> None: ...
+
+class Final(_message.Message):
+    __slots__ = ("version", "body_bytes", "evaluate")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    body_bytes: int
+    evaluate: bool
+    def __init__(self, version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("run", "version", "body_bytes", "tensors")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    version: int
+    body_bytes: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("averaged",)
+    AVERAGED_FIELD_NUMBER: _ClassVar[int]
+    averaged: bool
+    def __init__(self, averaged: _Optional[bool] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("run", "mode", "version", "elapsed_s", "steps", "step", "waiting", "workers")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    mode: str
+    version: int
+    elapsed_s: float
+    steps: int
+    step: int
+    waiting: str
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., steps: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("rank", "state", "step", "lead", "loss", "samples_per_s", "compute_share", "transfer_share", "wait_share", "waiting_for")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LEAD_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    state: str
+    step: int
+    lead: int
+    loss: float
+    samples_per_s: float
+    compute_share: float
+    transfer_share: float
+    wait_share: float
+    waiting_for: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., lead: _Optional[int] = ..., loss: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., compute_share: _Optional[float] = ..., transfer_share: _Optional[float] = ..., wait_share: _Optional[float] = ..., waiting_for: _Optional[str] = ...) -> None: ...

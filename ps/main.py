@@ -1,0 +1,94 @@
+"""ps-server: the command, and the server's life from listening to the last summary."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Annotated, Any
+
+import typer
+
+from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, make_app, resolve, run_app
+from ..common.config import Config
+from ..common.config_sources import Resolved
+from ..common.log import get_logger, setup_logging
+
+_HELP = """Hold the weights and the optimizer; let workers train.
+
+[bold]Examples[/bold]
+
+  ps-server --mode ssp                        then: ps-worker --rank 0, ps-worker --rank 1, ...
+  ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3
+  ps-server --mode localsgd --local-steps 16 --save weights.safetensors
+"""
+
+app = make_app(_HELP)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    mode: Annotated[str | None, typer.Option(help="sync, async, ssp or localsgd", rich_help_panel="Run")] = None,
+    staleness: Annotated[
+        int | None, typer.Option(help="ssp: steps ahead of the slowest", rich_help_panel="Run")
+    ] = None,
+    local_steps: Annotated[int | None, typer.Option(help="localsgd: steps per round", rich_help_panel="Run")] = None,
+    workers: Annotated[int | None, typer.Option(help="wait for this many", rich_help_panel="Run")] = None,
+    steps: Annotated[int | None, typer.Option(help="training steps per worker", rich_help_panel="Run")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="samples per worker and step", rich_help_panel="Run")] = None,
+    seed: Annotated[int | None, typer.Option(help="initial weights, data order", rich_help_panel="Run")] = None,
+    task: Annotated[str | None, typer.Option(help="a built-in task for the workers", rich_help_panel="Run")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, ...", rich_help_panel="Run")] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate", rich_help_panel="Run")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="port 0: a free one")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="listen to other machines in the clear")] = None,
+    save: Annotated[str | None, typer.Option(help="final weights, .safetensors")] = None,
+    summary: Annotated[str | None, typer.Option(help="results as JSON")] = None,
+    sets: SetOption = None,
+    print_config: PrintConfigOption = False,
+) -> None:
+    """Hold the weights and the optimizer; let workers train."""
+    flags: dict[str, Any] = {
+        "run.mode": mode, "policy.staleness": staleness, "policy.local_steps": local_steps,
+        "run.workers": workers, "run.steps": steps, "run.batch_size": batch_size, "run.seed": seed,
+        "task.name": task, "optimizer.name": optimizer, "optimizer.lr": lr, "server.listen": listen,
+        "server.insecure": insecure or None, "output.save": save, "output.summary": summary,
+    }  # fmt: skip
+    resolved = resolve(config, flags, sets, print_config)
+    setup_logging(resolved.config.log, "ps-server")
+    asyncio.run(_serve(resolved))
+
+
+async def _serve(resolved: Resolved) -> None:
+    # torch and gRPC take a second to load: only once the configuration has been found good.
+    from .server import Server, check_before_start
+
+    config: Config = resolved.config
+    check_before_start(config)
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+    stops: list[int] = []
+
+    def stop(number: int) -> None:
+        stops.append(number)
+        if len(stops) > 1:
+            os._exit(128 + number)  # the second signal means now
+        server.stop_requested.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    await server.start()
+    await server.serve()
+    if stops:
+        get_logger().info("stopped", signal=signal.Signals(stops[0]).name)
+        raise KeyboardInterrupt if stops[0] == signal.SIGINT else Drained
+
+
+def main() -> None:
+    """Entry point of `ps-server`."""
+    run_app(app, "ps-server")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Who holds which rank. Pure: ranks, incarnations and fencing, nothing of connections.
+
+A rank is a worker's stable name; an incarnation is a number that grows with every join of a
+rank. The newest incarnation is the rank: an older process that still speaks is fenced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.errors import Reason, refusal
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank as held by one process."""
+
+    rank: int
+    incarnation: int
+
+
+class Membership:
+    """Ranks 0..num_workers-1, or any rank when `num_workers` is None."""
+
+    def __init__(self, num_workers: int | None) -> None:
+        self.num_workers = num_workers
+        self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
+        self._live: dict[int, Seat] = {}
+
+    def join(self, rank: int | None, previous: int) -> tuple[Seat, Seat | None]:
+        """Seat a process; also returns the seat it takes from an older process, if any.
+
+        `rank` None takes the lowest free one. `previous` is the incarnation this same process
+        had before a lost connection, 0 on its first join. Refuses RANK_OUT_OF_RANGE, RUN_FULL,
+        and REPLACED when a newer process holds the rank.
+        """
+        if rank is None:
+            rank = self._free_rank()
+        if self.num_workers is not None and rank >= self.num_workers:
+            raise refusal(
+                Reason.RANK_OUT_OF_RANGE,
+                f"no rank {rank}: the run has {self.num_workers} workers, ranks 0 to {self.num_workers - 1}",
+                fix=f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more",
+            )
+        newest = self.num_joins.get(rank, 0)
+        if previous and previous != newest:
+            raise replaced(rank, previous)
+        replaced_seat = self._live.get(rank)
+        seat = Seat(rank, newest + 1)
+        self.num_joins[rank] = seat.incarnation
+        self._live[rank] = seat
+        return seat, replaced_seat
+
+    def leave(self, seat: Seat) -> bool:
+        """Free the rank; False when a newer process holds it already."""
+        if self._live.get(seat.rank) != seat:
+            return False
+        del self._live[seat.rank]
+        return True
+
+    def is_current(self, seat: Seat) -> bool:
+        """True while this seat's process is the one that holds the rank."""
+        return self._live.get(seat.rank) == seat
+
+    @property
+    def live_ranks(self) -> list[int]:
+        return sorted(self._live)
+
+    def _free_rank(self) -> int:
+        rank = 0
+        while rank in self._live:
+            rank += 1
+        if self.num_workers is not None and rank >= self.num_workers:
+            raise refusal(
+                Reason.RUN_FULL,
+                f"all {self.num_workers} ranks of the run are taken",
+                fix=f"start ps-server with --workers {self.num_workers + 1} or more",
+            )
+        return rank
+
+
+def replaced(rank: int, incarnation: int) -> Exception:
+    """The refusal an older process of a rank gets."""
+    return refusal(
+        Reason.REPLACED,
+        f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
+        fix="give every worker its own --rank",
+    )

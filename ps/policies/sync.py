@@ -1,0 +1,16 @@
+"""sync: one optimizer step per round, on the mean gradient of all live workers.
+
+g = sum(n_i g_i) / sum(n_i) with n_i the number of samples, so that N workers equal one process
+with the union batch, also when their batches differ.
+"""
+
+from __future__ import annotations
+
+from .rounds import RoundPolicy
+
+
+class SyncPolicy(RoundPolicy):
+    contribution = "gradient"
+
+
+ENTRY = SyncPolicy

@@ -1,0 +1,72 @@
+"""Memory for uploads: a bounded number of bodies, lent in the order in which they are folded.
+
+An upload is copied into a body as it arrives and takes effect only when it is complete. Bodies
+are kept and lent again: touching 100 MB of new memory costs more than filling it. Who finds
+none free waits, and its bytes wait in HTTP/2 flow control, on the sender's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from ..common.layout import new_body
+
+
+class StagingPool:
+    """Lends up to `limit` bodies of `num_bytes`, to the waiter with the lowest position first.
+
+    A position is how many contributions are folded before the waiter's. Only positions below
+    `limit` are served: then whoever is folded next always finds a body, however the others come.
+    """
+
+    def __init__(self, limit: int, num_bytes: int) -> None:
+        self.limit = limit
+        self.num_bytes = num_bytes
+        self.num_lent = 0
+        self._free: list[torch.Tensor] = []
+        self._waiters: list[tuple[Callable[[], int], asyncio.Future[torch.Tensor]]] = []
+
+    async def borrow(self, position: Callable[[], int]) -> torch.Tensor:
+        """A body, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
+        if self.num_lent < self.limit and position() < self.limit:
+            return self._lend()
+        future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+        self._waiters.append((position, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_back(future.result())
+            raise
+        finally:
+            self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
+
+    def give_back(self, body: torch.Tensor) -> None:
+        """Return a body."""
+        self.num_lent -= 1
+        self._free.append(body)
+        self.look_again()
+
+    def donate(self) -> None:
+        """A lent body leaves the pool for a while: it has become the mean of a round."""
+        self.num_lent -= 1
+        self.look_again()
+
+    def reclaim(self, body: torch.Tensor) -> None:
+        """A donated body returns."""
+        self._free.append(body)
+
+    def look_again(self) -> None:
+        """Serve waiters whose position has become low enough; call when positions change."""
+        waiting = sorted((waiter for waiter in self._waiters if not waiter[1].done()), key=lambda waiter: waiter[0]())
+        for position, future in waiting:
+            if self.num_lent >= self.limit or position() >= self.limit:
+                return
+            future.set_result(self._lend())
+
+    def _lend(self) -> torch.Tensor:
+        self.num_lent += 1
+        return self._free.pop() if self._free else new_body(self.num_bytes)

@@ -1,0 +1,190 @@
+"""What every launch backend promises (launch/backends/base.py), with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paramserver.common.registry import BACKENDS
+from paramserver.launch.backends.base import Backend
+from paramserver.launch.events import parse_event
+from paramserver.launch.exits import CANNOT_START
+from paramserver.launch.plan import Child, ProcessSpec
+
+PROGRAMS = Path(__file__).parent / "programs"
+W0, W1 = Child("worker", 0), Child("worker", 1)
+DEADLINE_S = 15.0
+
+pytestmark = pytest.mark.parametrize("name", BACKENDS.names())
+
+
+class Reports:
+    """What a backend reported, and a way to wait for some of it."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[Child, str]] = []
+        self.codes: dict[Child, int] = {}
+        self._news = asyncio.Event()
+
+    def on_line(self, child: Child, line: str) -> None:
+        assert child not in self.codes, "a line after the end"
+        self.lines.append((child, line))
+        self._news.set()
+
+    def on_exit(self, child: Child, code: int) -> None:
+        assert child not in self.codes, "a second end"
+        self.codes[child] = code
+        self._news.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    def pid(self, event_name: str) -> int:
+        """The `pid` field of the event with this name."""
+        events = [parse_event(line) for _, line in self.lines]
+        return next(int(event.fields["pid"]) for event in events if event and event.name == event_name)
+
+    def has(self, word: str) -> bool:
+        return any(word in line for _, line in self.lines)
+
+
+def python(child: Child, *argv: str, **env: str) -> ProcessSpec:
+    return ProcessSpec(child, (sys.executable, *argv), env)
+
+
+def worker(child: Child, todo: str) -> ProcessSpec:
+    argv = (str(PROGRAMS / "fake_worker.py"), "--rank", str(child.rank), "--server", "none")
+    return python(child, *argv, FAKE_WORKER=todo)
+
+
+def use(name: str, story: Callable[[Backend, Reports], object]) -> Reports:
+    """Play a story against a backend inside a loop of its own."""
+
+    async def play() -> Reports:
+        reports = Reports()
+        backend = BACKENDS.load(name)(reports.on_line, reports.on_exit)
+        try:
+            await story(backend, reports)  # type: ignore[misc]
+        finally:
+            backend.close()
+        return reports
+
+    return asyncio.run(play())
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_every_line_comes_before_the_end(name: str) -> None:
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(python(W0, "-c", "for i in range(20000): print('line', i)\nprint('no end', end='')"))
+        backend.start(python(W1, "-c", "import sys; sys.exit(12)"))
+        await reports.wait(lambda: len(reports.codes) == 2)
+
+    reports = use(name, story)
+    assert [line for _, line in reports.lines] == [*(f"line {i}" for i in range(20000)), "no end"]
+    assert reports.codes == {W0: 0, W1: 12}
+
+
+def test_both_outputs_come_in_the_order_they_were_written(name: str) -> None:
+    code = "import sys\nfor i in range(50): print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True)"
+
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(python(W0, "-c", code))
+        await reports.wait(lambda: W0 in reports.codes)
+
+    assert [line for _, line in use(name, story).lines] == [str(i) for i in range(50)]
+
+
+def test_a_program_that_does_not_exist_ends_at_once(name: str) -> None:
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(ProcessSpec(W0, ("/no/such/program",), {}))
+        await reports.wait(lambda: W0 in reports.codes)
+
+    reports = use(name, story)
+    assert reports.codes == {W0: CANNOT_START}
+    assert reports.has("/no/such/program")
+
+
+def test_the_launchers_own_place_is_not_the_childs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID"):
+        monkeypatch.setenv(variable, "7")
+    monkeypatch.setenv("PS_RUN__SEED", "5")
+    names = ["RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID", "PS_RUN__SEED"]
+    code = f"import os, sys; print(*[os.environ.get(n) for n in {names}], sys.stdin.read())"
+
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(python(W0, "-c", code, RANK="1"))
+        await reports.wait(lambda: W0 in reports.codes)
+
+    assert use(name, story).lines == [(W0, "1 None None None 5 ")]
+
+
+def test_terminate_lets_a_process_end_in_good_order(name: str) -> None:
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(worker(W0, "hang"))
+        await reports.wait(lambda: reports.has("hanging"))
+        backend.terminate(W0)
+        await reports.wait(lambda: W0 in reports.codes)
+        backend.terminate(W0)
+        backend.kill(W0)
+
+    assert use(name, story).codes == {W0: 143}
+
+
+def test_kill_takes_what_the_process_has_started(name: str, wait_until) -> None:
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(worker(W0, "family"))
+        await reports.wait(lambda: reports.has("hanging"))
+        backend.kill(W0)
+        await reports.wait(lambda: W0 in reports.codes)
+        wait_until(lambda: is_gone(reports.pid("has_child")))
+
+    assert use(name, story).codes == {W0: -signal.SIGKILL}
+
+
+def test_a_process_that_ends_leaves_nothing_behind(name: str, wait_until) -> None:
+    """Its child holds the pipe open: the end is noticed all the same, and the child is killed."""
+
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(worker(W0, "orphan 3"))
+        await reports.wait(lambda: W0 in reports.codes)
+
+    reports = use(name, story)
+    assert reports.codes == {W0: 3}
+    wait_until(lambda: is_gone(reports.pid("has_child")))
+
+
+def test_close_leaves_nothing_behind(name: str, wait_until) -> None:
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(worker(W0, "family"))
+        await reports.wait(lambda: reports.has("hanging"))
+
+    reports = use(name, story)
+    assert reports.codes == {}
+    assert is_gone(reports.pid("joined"))
+    wait_until(lambda: is_gone(reports.pid("has_child")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_launcher(name: str, number: int, marked, wait_until, read_until) -> None:
+    owner = marked.start(str(PROGRAMS / "start_and_wait.py"), name)
+    read_until(owner.stdout, "hanging")
+    assert len(marked.left()) >= 3  # the owner, the worker and the worker's child
+    os.kill(owner.pid, number)
+    owner.communicate(timeout=DEADLINE_S)
+    wait_until(lambda: marked.left() == [], 5.0)

@@ -1,0 +1,131 @@
+"""The command line: mistakes stop before any process starts, in a second, with the way out."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.config_sources import load_config
+from paramserver.launch.options import fold_script_arguments
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_help_comes_at_once() -> None:
+    """In CPU time: what else the machine does is not the launcher's. Best of three."""
+    costs = []
+    for _ in range(3):
+        before = cpu_seconds()
+        run = subprocess.run([sys.executable, "-m", "paramserver.launch", "--help"], capture_output=True, text=True)
+        costs.append(cpu_seconds() - before)
+    assert min(costs) < 0.3
+    assert run.returncode == 0
+    assert "Examples" in run.stdout.split("Options")[0]
+    assert "--staleness" in run.stdout
+
+
+def test_the_launcher_never_loads_what_trains() -> None:
+    code = (
+        "import sys, paramserver.launch.main, paramserver.launch.job, paramserver.launch.backends.local;"
+        "import paramserver.common.report, paramserver.launch.outputs;"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'grpc', 'google', 'numpy')"
+        " or m.startswith(('paramserver.ps', 'paramserver.worker', 'paramserver.proto'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["no.yaml"], 2, ["cannot read the configuration no.yaml"]),
+        (["typo.yaml"], 2, ["typo.yaml:3: unknown key 'policy.stalenes'", "did you mean 'policy.staleness'"]),
+        (["value.yaml"], 2, ["value.yaml:2: run.steps", "0"]),
+        (["--steps", "none"], 2, ["--steps", "--help"]),
+        (["--stalness", "2"], 2, ["--stalness"]),
+        (["--mode", "asinc"], 2, ["flag --mode: unknown mode 'asinc'", "did you mean 'async'"]),
+        (["--mode", "sync,zzzz"], 2, ["unknown mode 'zzzz'", "single"]),
+        (["--mode", "sync,bsp"], 2, ["sync is named twice"]),
+        (["--set", "policy.backup_workers=2"], 2, ["must be below run.workers, 2"]),
+        (["--set", "launch.backend=locall"], 2, ["unknown backend 'locall'", "did you mean 'local'"]),
+        (["--script", "no.py"], 2, ["flag --script: no file no.py"]),
+        (["--script", "train.py", "--lr", "0.1"], 2, ["flag --lr", "the script owns the optimizer"]),
+        (["--script", "train.py", "--optimizer", "adam"], 2, ["flag --optimizer"]),
+        (["--", "--epochs", "3"], 2, ["arguments after --", "--script FILE.py -- ARGS"]),
+        (["--save", "weights.pt"], 2, ["flag --save", "safetensors"]),
+        (["--save", "no/w.safetensors"], 14, ["--save no/w.safetensors cannot be written", "mkdir -p no"]),
+        (["--summary", "/proc/s.json"], 14, ["--summary /proc/s.json cannot be written"]),
+        (["--summary", "."], 14, ["--summary . cannot be written"]),
+    ],
+)
+def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
+    (marked.folder / "typo.yaml").write_text("# a comment\npolicy:\n  stalenes: 2\n")
+    (marked.folder / "value.yaml").write_text("run:\n  steps: 0\n")
+    (marked.folder / "train.py").write_text("")
+    before = cpu_seconds()
+    run = marked.run(*argv)
+    assert cpu_seconds() - before < 1.0
+    assert run.returncode == code, run.stderr
+    for word in words:
+        assert word in run.stderr
+    assert run.stderr.startswith("ps-launch: ")
+    assert "Traceback" not in run.stderr
+    assert "starting" not in run.stderr + run.stdout
+    assert "[server]" not in run.stderr
+
+
+def test_a_try_of_the_outputs_leaves_no_trace(marked) -> None:
+    (marked.folder / "old.json").write_text("old results")
+    run = marked.run("--dry-run", "--summary", "old.json", "--save", "new.safetensors")
+    assert run.returncode == 0
+    assert (marked.folder / "old.json").read_text() == "old results"
+    assert not (marked.folder / "new.safetensors").exists()
+
+
+def test_dry_run_shows_the_commands(marked) -> None:
+    run = marked.run("--dry-run", "--mode", "single,ssp", "-n", "3", "--staleness", "1")
+    lines = run.stdout.splitlines()
+    assert [line.split("]")[0] for line in lines] == [
+        "# single: one worker alone, no server, 500 steps, batch 96, task digits",
+        "[worker 0",
+        "# ssp (staleness 1): a server and 3 workers, 500 steps, batch 32, task digits",
+        *("[server", "[worker 0", "[worker 1", "[worker 2"),
+    ]
+    assert "--server HOST:PORT --rank 2" in lines[-1]
+    assert run.stderr == ""
+
+
+def test_print_config_names_the_origin_of_every_value(marked) -> None:
+    environ = {"RANK": "9", "WORLD_SIZE": "3", "PS_SERVER": "elsewhere:1", "PS_RUN__SEED": "4"}
+    run = marked.run("--print-config", "--lr", "0.5", "--task", "xor", **environ)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in run.stdout.splitlines()[1:]}
+    assert rows["run.workers"] == "2 default of ps-launch"
+    assert rows["worker.server"] == "127.0.0.1:50051 default"
+    assert rows["worker.rank"] == "None default"
+    assert rows["run.seed"] == "4 environment PS_RUN__SEED"
+    assert rows["optimizer.lr"] == "0.5 flag --lr"
+    assert rows["task.name"] == "xor flag --task"
+
+
+def test_words_after_two_dashes_are_the_scripts() -> None:
+    assert fold_script_arguments(["a.yaml", "-n", "2"]) == ["a.yaml", "-n", "2"]
+    assert fold_script_arguments(["--script", "t.py", "--", "x", "--", "-n"]) == [
+        *("--script", "t.py", "--script-arg=x", "--script-arg=--", "--script-arg=-n")
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_ready_made_configuration_is_valid(path: Path) -> None:
+    config = load_config(str(path), {}, [], {}).config
+    assert config.run.workers is not None
+    json.dumps(config.model_dump())

@@ -1,0 +1,185 @@
+"""What people see: child lines, the status, the tables of results."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from paramserver.common.report import comparison_table, duration, figure, report_console, size, summary_table
+from paramserver.common.summary import Summary, WorkerSummary
+from paramserver.launch.events import LineSplitter, Status, parse_event, parse_status
+from paramserver.launch.plan import SERVER, Child
+from paramserver.launch.view import LastLines, child_line, status_line, status_panel
+
+WORKER_2 = Child("worker", 2)
+STATUS = {
+    "event": "status",
+    "level": "info",
+    "program": "ps-server",
+    "timestamp": 1.5,
+    "mode": "ssp",
+    "version": 472,
+    "elapsed_s": 3.2,
+    "step": 118,
+    "steps": 500,
+    "num_joined": 2,
+    "workers": [
+        {"rank": 0, "state": "waiting", "step": 121, "lead": 3, "loss": 0.3, "samples_per_s": 812.0,
+         "compute_share": 0.7, "transfer_share": 0.1, "wait_share": 0.2,
+         "waiting_for": "lead 3 of at most 3; slowest is rank 2 at step 118"},
+        {"rank": 2, "state": "computing", "step": 118, "lead": 0, "loss": None, "samples_per_s": 700.0,
+         "compute_share": 1.0, "transfer_share": 0.0, "wait_share": 0.0, "field_of_tomorrow": 1},
+    ],
+}  # fmt: skip
+
+
+def status(**changes: object) -> Status:
+    event = parse_event(json.dumps({**STATUS, **changes}))
+    assert event is not None
+    parsed = parse_status(event)
+    assert parsed is not None
+    return parsed
+
+
+def drawn(what: RenderableType, width: int = 100) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False).print(what)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ('{"event": "joined", "level": "info", "rank": 0}', "[worker 2] joined rank=0"),
+        (
+            '{"event": "refused", "level": "error", "why": "not yours", "x": 0.1234567891}',
+            "[worker 2] error: refused why='not yours' x=0.123457",
+        ),
+        (
+            '{"event": "oops", "level": "error", "exception": "Traceback:\\n  boom"}',
+            "[worker 2] error: oops\nTraceback:\n  boom",
+        ),
+        ("a [bold]print[/bold] of the user's {}", "[worker 2] a [bold]print[/bold] of the user's {}"),
+        ('{"loss": 0.1}', '[worker 2] {"loss": 0.1}'),
+        ('{"event": 3}', '[worker 2] {"event": 3}'),
+        ('{"event": "cut off', '[worker 2] {"event": "cut off'),
+        ("\x1b[31mred\x1b[0m", "[worker 2] red"),
+    ],
+)
+def test_a_line_of_a_child(line: str, shown: str) -> None:
+    assert child_line(WORKER_2, line, parse_event(line)).plain == shown
+
+
+def test_the_server_needs_no_rank() -> None:
+    assert child_line(SERVER, "x", None).plain == "[server] x"
+
+
+def test_status_in_one_line() -> None:
+    assert status_line(status()) == (
+        "step 118/500  version 472  loss 0.300  1,512 samples/s  eta 10 s"
+        "  waiting: worker 0: lead 3 of at most 3; slowest is rank 2 at step 118"
+    )
+    starting = status(step=0, version=0, workers=[], waiting="for 4 workers: 3 of 4 joined (missing rank 2)")
+    assert status_line(starting) == (
+        "step 0/500  version 0  waiting: for 4 workers: 3 of 4 joined (missing rank 2)"
+    )
+
+
+def test_status_as_a_table() -> None:
+    lines = drawn(status_panel(status()), 120).splitlines()
+    assert all(
+        word in lines[1] for word in ("ssp", "118/500", "version 472", "loss 0.300", "1,512 samples/s", "eta 10 s")
+    )
+    assert "waiting: worker 0: lead 3 of at most 3" in lines[2]
+    assert lines[4].split()[:9] == ["0", "waiting", "121/500", "3", "0.300", "812", "70%", "10%", "20%"]
+    assert lines[5].split() == ["2", "computing", "118/500", "0", "-", "700", "100%", "0%", "0%"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"workers": 5}, {"workers": [5]}, {"workers": [{}]}, {"step": "x"}, {"workers": [{"rank": "a"}]}, {"mode": 1}],
+)
+def test_a_status_of_someone_elses_making_is_not_understood(changes: dict[str, object]) -> None:
+    event = parse_event(json.dumps({**STATUS, **changes}))
+    assert event is not None
+    assert parse_status(event) is None
+
+
+def test_lines_come_whole_however_the_bytes_come() -> None:
+    splitter = LineSplitter()
+    data = "one\ntw\u00f6\r\n 10%\r 20%\nlast".encode()
+    lines = [line for index in range(len(data)) for line in splitter.feed(data[index : index + 1])]
+    assert lines + splitter.rest() == ["one", "tw\u00f6", " 20%", "last"]
+    assert splitter.rest() == []
+    assert sum(len(line) for line in splitter.feed(b"x" * 3_000_000)) == 3_000_000  # never kept for ever
+
+
+def test_last_lines_are_repeated_only_when_they_have_scrolled_away() -> None:
+    lines = LastLines()
+    for number in range(30):
+        lines.add(WORKER_2, Text(f"line {number}"))
+    assert lines.to_repeat(WORKER_2) == []
+    for _ in range(11):
+        lines.add(SERVER, Text("something else"))
+    assert [text.plain for text in lines.to_repeat(WORKER_2)] == [f"line {number}" for number in range(10, 30)]
+    assert lines.to_repeat(Child("worker", 7)) == []
+
+
+def summary(mode: str = "ssp", num_workers: int = 4, **changes: object) -> Summary:
+    workers = [
+        WorkerSummary(
+            rank=rank, steps=12_345, samples=395_040, staleness_mean=12.34, staleness_max=217, lead_max=12,
+            compute_s=1234.5, wait_s=1234.5, transfer_s=1234.5, bytes_sent=123_456_789_012,
+            bytes_received=123_456_789_012, restarts=rank,
+        )
+        for rank in range(num_workers)
+    ]  # fmt: skip
+    fields = {"updates": 49_380, "wall_s": 3725.0, "final": {"loss": 0.0821, "accuracy": 0.9722}, **changes}
+    return Summary(mode=mode, staleness_bound=3, workers=workers, **fields)  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_run_fits_100_columns() -> None:
+    text = drawn(summary_table(summary()))
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+    assert "ssp (staleness 3)   49,380 updates in 1 h 02 min" in text
+    assert "loss 0.082   accuracy 0.972" in text
+    assert "waiting 33%" in text
+    assert text.splitlines()[3].split() == [
+        *("worker", "steps", "samples", "s", "s", "s", "mean", "max", "max", "sent", "received", "restarts")
+    ]  # without dropped and rejected, which are 0 for everyone
+    assert text.count("123 GB") == 8
+
+
+def test_a_comparison_lines_up_what_runs_have_in_common() -> None:
+    alone = summary("single", 1, final={"loss": 0.5, "perplexity": 9.9})
+    text = drawn(comparison_table([("single", alone), ("localsgd", summary("localsgd"))]))
+    head, first, second = (line.rstrip() for line in text.splitlines())
+    assert head.split()[:5] == ["mode", "loss", "perplexity", "accuracy", "wall"]
+    assert first.split()[:4] == ["single", "0.500", "9.900", "-"]
+    assert second.split()[:4] == ["localsgd", "0.082", "-", "0.972"]
+    assert max(map(len, (head, first, second))) <= 100
+
+
+def test_nothing_is_cut_in_a_file() -> None:
+    file = io.StringIO()
+    many = {f"metric_number_{index}": 0.5 for index in range(5)}
+    report_console(file).print(comparison_table([("localsgd", summary("localsgd", final=many))]))
+    assert len(file.getvalue().splitlines()) == 2
+    assert "…" not in file.getvalue()
+
+
+def test_figures() -> None:
+    assert [figure(value) for value in (0.0, 0.5, 2.30258, 1e-5, 123_456.0)] == [
+        *("0.000", "0.500", "2.303", "1.00e-05", "1.23e+05")
+    ]
+    assert figure(float("nan")) == "nan"
+    assert [duration(value) for value in (0.04, 9.96, 59.2, 200, 3725)] == [
+        *("0.0 s", "10 s", "59 s", "3 min 20 s", "1 h 02 min")
+    ]
+    assert [size(value) for value in (0, 999, 1500, 123_456, 1e9, 2e15)] == [
+        *("0 B", "999 B", "1.5 kB", "123 kB", "1.0 GB", "2,000.0 TB")
+    ]

@@ -1,0 +1,237 @@
+"""A user's own training script, three lines changed.
+
+    session = paramserver.connect("10.0.0.1:50051", rank=0)
+    optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for batch in session.shard(dataset, batch_size=32):
+        ...; optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+Without a server (no address here, none in PS_SERVER) the same script trains alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ..common.config import Config
+from ..common.config_sources import load_config
+from ..common.errors import UsageError
+from ..common.optimizers import describe_optimizer
+from .data import num_samples_of, sharded_batches
+from .exchange import Exchange
+from .messages import Settings
+from .optimizer import ExchangeOptimizer
+from .slowdown import Slowdown
+from .transfer import ModelTensors
+
+
+class Session(Protocol):
+    """A worker's place in a run, or a run of its own."""
+
+    settings: Settings
+
+    @property
+    def rank(self) -> int:
+        """0..N-1."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers the data is divided among."""
+
+    @property
+    def is_done(self) -> bool:
+        """All steps of the run are taken."""
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+
+    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
+        """This worker's batches (samples that no other rank sees in the epoch), ending with the run."""
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        """Tell the run the loss of a step, and its samples where `shard` did not count them."""
+
+    def finish(self) -> bool:
+        """Wait for the others and take the final weights; True when this worker is to evaluate them."""
+
+    def averaged(self, model: nn.Module) -> bool:
+        """Write the run's Polyak average into `model`; False when the run keeps none."""
+
+    def report(self, **figures: float) -> None:
+        """Figures of the final evaluation, for the run's summary."""
+
+    def close(self) -> None:
+        """Leave the run in good order. Also called at the end of a `with` block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None: ...
+
+
+class RemoteSession:
+    """A session with a server."""
+
+    def __init__(self, config: Config) -> None:
+        self._exchange = Exchange(config.worker, config.worker.rank)
+        self._config = config
+        self._optimizer: ExchangeOptimizer | None = None
+        self._figures: dict[str, float] = {}
+        self.settings = self._exchange.settings
+
+    @property
+    def rank(self) -> int:
+        return self._exchange.progress.rank or 0
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, self._exchange.progress.num_workers)
+
+    @property
+    def is_done(self) -> bool:
+        return self._exchange.progress.is_done
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
+        tensors = ModelTensors(model)
+        self._exchange.start(tensors, describe_optimizer(optimizer, tensors.names))
+        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
+        self._optimizer = ExchangeOptimizer(optimizer, self._exchange, slowdown)
+        return self._optimizer
+
+    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
+        if self._optimizer is None:
+            raise UsageError(
+                "session.shard() before session.optimizer()",
+                fix="call session.optimizer(model, ...) first: it says where in the data this rank goes on",
+            )
+        progress = self._exchange.progress
+        batches = sharded_batches(
+            dataset,
+            batch_size or self.settings.batch_size,
+            self.settings.seed,
+            lambda: (progress.num_workers, progress.worker_index),
+            progress.training_steps,
+            **loader_options,
+        )
+        while not progress.is_done:
+            batch = next(batches)
+            self._optimizer.record(num_samples=num_samples_of(batch))
+            yield batch
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        assert self._optimizer is not None, "record() before optimizer()"
+        self._optimizer.record(num_samples, loss)
+
+    def finish(self) -> bool:
+        return self._exchange.finish(can_evaluate=True).evaluate
+
+    def averaged(self, model: nn.Module) -> bool:
+        if not self.settings.polyak:
+            return False
+        self._exchange.pull_averaged(ModelTensors(model))
+        return True
+
+    def report(self, **figures: float) -> None:
+        self._figures.update({name: float(value) for name, value in figures.items()})
+
+    def close(self) -> None:
+        self._exchange.leave(self._figures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit)):
+            self.close()
+        else:
+            self._exchange.drop()
+
+
+class AloneSession:
+    """The same session without a server: the given optimizer steps, the data is not divided."""
+
+    rank = 0
+    num_workers = 1
+
+    def __init__(self, config: Config) -> None:
+        self.settings = Settings(
+            mode="single",
+            source="weights",
+            num_workers=1,
+            steps=config.run.steps,
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            task=config.task.name,
+            task_args=config.task.args,
+            optimizer=config.optimizer.name,
+            optimizer_args=config.optimizer.arguments(),
+            polyak=0.0,
+        )
+        self.num_steps = 0
+        self.num_samples = 0
+        self.loss = float("nan")
+        self.figures: dict[str, float] = {}
+        self.started_at = time.perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_steps >= self.settings.steps
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.started_at = time.perf_counter()
+        return optimizer
+
+    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
+        size = batch_size or self.settings.batch_size
+        batches = sharded_batches(dataset, size, self.settings.seed, lambda: (1, 0), 0, **loader_options)
+        while not self.is_done:
+            batch = next(batches)
+            yield batch
+            self.num_steps += 1
+            self.num_samples += num_samples_of(batch)
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        self.num_samples += num_samples
+        if loss is not None:
+            self.loss = loss
+
+    def finish(self) -> bool:
+        return True
+
+    def averaged(self, model: nn.Module) -> bool:
+        return False
+
+    def report(self, **figures: float) -> None:
+        self.figures.update(figures)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        pass
+
+
+def connect(address: str | None = None, rank: int | None = None) -> Session:
+    """Join the run at `address` (or PS_SERVER) as `rank` (or RANK); without an address, train alone.
+
+    Waits for the server up to worker.give_up_s, then raises UnreachableError. Every setting can be
+    given as PS_SECTION__KEY in the environment.
+    """
+    resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
+    return open_session(resolved.config, alone=not resolved.was_set("worker.server"))
+
+
+def open_session(config: Config, alone: bool = False) -> Session:
+    """A session for a resolved configuration; `worker.server: none` trains alone too."""
+    if alone or config.worker.server == "none":
+        return AloneSession(config)
+    return RemoteSession(config)

@@ -1,0 +1,141 @@
+"""One stream to the server, seen from the worker: frames out, frames in, synchronous.
+
+Everything that can go wrong with a connection becomes `Lost`; everything the server refuses
+becomes the error of its reason.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+
+from ..common.errors import ParamServerError, Reason, refusal
+from ..common.protocol import SERVICE, refusal_from_status
+from ..common.wire import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
+from ..proto import parameter_server_pb2 as pb
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # keepalive alone notices a frozen peer after 61 s; with a ping timeout it takes 3 to 4 s.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gRPC's own back-off reaches two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Every worker process has its own connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+# Refusals after which the same process may simply join again.
+_JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY)
+
+
+class Lost(Exception):
+    """The connection is gone, or was never there; the text says what gRPC said."""
+
+
+class Client:
+    """A channel to one server, and on it one Exchange stream at a time."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._call: Any = None
+
+    def open(self, timeout_s: float) -> None:
+        """Connect and begin a stream; Lost when the server does not answer within `timeout_s`."""
+        self.close_stream()
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            raise Lost("connection refused or no answer") from None
+        self._outgoing = queue.SimpleQueue()
+        exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
+        self._call = exchange(_drain(self._outgoing))
+
+    def send(self, frames: Iterable[bytes]) -> None:
+        """Queue messages; a generator is drawn from only as fast as the connection takes them."""
+        self._outgoing.put(frames)
+
+    def receive(self) -> Frame:
+        """The next message. Raises Lost, or the refusal that ended the stream."""
+        try:
+            return parse(pb.ServerMessage, next(self._call))
+        except StopIteration:
+            raise Lost("the server ended the stream") from None
+        except grpc.RpcError as error:
+            raise _translate(error) from None
+
+    def receive_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> None:
+        """The body that `first` announces, handed to `write(offset, data)` piece by piece."""
+        reader = BodyReader(num_bytes, write)
+        reader.feed(first)
+        while not reader.is_complete:
+            piece = self.receive()
+            if piece.kind is not None:
+                raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a body")
+            reader.feed(piece)
+
+    def pull(self, averaged: bool, write_of: Callable[[Any], Callable[[int, memoryview], None]]) -> int:
+        """Fetch weights beside the stream; `write_of(snapshot)` gives the writer. Returns their version."""
+        call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
+            pb.PullRequest(averaged=averaged), timeout=300
+        )
+        try:
+            first = parse(pb.ServerMessage, next(call))
+            reader = BodyReader(first.header.body_bytes, write_of(first.header))
+            reader.feed(first)
+            while not reader.is_complete:
+                reader.feed(parse(pb.ServerMessage, next(call)))
+        except StopIteration:
+            raise Lost("the server ended the pull") from None
+        except grpc.RpcError as error:
+            raise _translate(error) from None
+        return int(first.header.version)
+
+    def end_stream(self, timeout_s: float) -> None:
+        """Half-close after what was sent, and wait for the server to agree; a lost server does not matter."""
+        if self._call is None:
+            return
+        self._outgoing.put(None)
+        hang_up = threading.Timer(timeout_s, self._call.cancel)
+        hang_up.start()
+        try:
+            for _ in self._call:
+                pass  # a sign of life on its way
+        except grpc.RpcError:
+            pass
+        finally:
+            hang_up.cancel()
+        self._call = None
+
+    def close_stream(self) -> None:
+        """Drop the stream at once; the server sees the worker leave."""
+        if self._call is not None:
+            self._outgoing.put(None)
+            self._call.cancel()
+            self._call = None
+
+    def close(self) -> None:
+        self.close_stream()
+        self._channel.close()
+
+
+def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None]) -> Iterator[bytes]:
+    while (frames := outgoing.get()) is not None:
+        yield from frames
+
+
+def _translate(error: grpc.RpcError) -> Exception:
+    refused: ParamServerError | None = refusal_from_status(error)
+    if refused is not None and refused.reason not in _JOIN_AGAIN:
+        return refused
+    return Lost(refused.message if refused is not None else f"{error.code().name}: {error.details()}")

@@ -1,0 +1,125 @@
+"""ps-worker: the command around the training loop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, make_app, resolve, run_app
+from ..common.config import Config
+from ..common.config_sources import Resolved
+from ..common.errors import UsageError
+from ..common.log import setup_logging
+
+if TYPE_CHECKING:
+    import torch
+
+    from .api import Session
+    from .tasks.base import Task
+
+_HELP = """Train a task on this machine, as one worker of a run.
+
+[bold]Examples[/bold]
+
+  ps-worker --rank 0                                    with ps-server on this machine
+  ps-worker --rank 1 --server 10.0.0.1:50051
+  ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
+  ps-worker --server none --task digits                 alone, without a server
+"""
+
+app = make_app(_HELP)
+
+
+@app.command()
+def work(
+    config: ConfigOption = None,
+    rank: Annotated[int | None, typer.Option(help="0..N-1; a free one if not given")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where ps-server listens; none: alone")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME|FILE.py:NAME", help="what to train")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="samples per step; the server's if not given")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:I")] = None,
+    steps: Annotated[int | None, typer.Option(help="training steps; only without a server")] = None,
+    save: Annotated[str | None, typer.Option(help="final weights; only without a server")] = None,
+    summary: Annotated[str | None, typer.Option(help="results as JSON; only without a server")] = None,
+    sets: SetOption = None,
+    print_config: PrintConfigOption = False,
+) -> None:
+    """Train a task on this machine, as one worker of a run."""
+    flags: dict[str, Any] = {
+        "worker.rank": rank, "worker.server": server, "task.name": task, "run.batch_size": batch_size,
+        "worker.device": device, "run.steps": steps, "output.save": save, "output.summary": summary,
+    }  # fmt: skip
+    resolved = resolve(config, flags, sets, print_config)
+    setup_logging(resolved.config.log, "ps-worker")
+    signal.signal(signal.SIGTERM, _on_term)
+    _work(resolved)
+
+
+def _on_term(number: int, _: Any) -> None:
+    # The first one leaves in good order; the second one means now.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Drained
+
+
+def _work(resolved: Resolved) -> None:
+    # torch and gRPC take seconds to load: only once the configuration has been found good.
+    import torch
+
+    from ..common.output import check_writable
+    from .alone import AloneReport
+    from .api import AloneSession, open_session
+    from .task_loader import UserCodeError, format_user_traceback
+    from .trainer import choose_device, train
+
+    config: Config = resolved.config
+    device = choose_device(config.worker.device)
+    if config.worker.threads is not None:
+        torch.set_num_threads(config.worker.threads)
+    for path in (config.output.save, config.output.summary):
+        if path is not None and config.worker.server == "none":
+            check_writable(path)
+    try:
+        session = open_session(config)
+        with session:
+            task = _load_task(resolved, session, device)
+            batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
+            if isinstance(session, AloneSession):
+                with AloneReport(session, config) as report:
+                    trained = train(session, task, batch_size, device)
+                report.write(trained.model.state_dict(), trained.wall_s)
+            else:
+                train(session, task, batch_size, device)
+    except UserCodeError as error:
+        sys.stderr.write(format_user_traceback(error))
+        raise SystemExit(1) from None
+
+
+def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Task:
+    """The worker's own task if it was given one, otherwise the built-in one the server names."""
+    from .task_loader import load_task
+
+    own, settings = resolved.config.task, session.settings
+    if resolved.was_set("task.name"):
+        name, args = own.name, own.args
+    elif settings.task:
+        name, args = settings.task, own.args if resolved.was_set("task.args") else settings.task_args or {}
+    else:
+        raise UsageError(
+            "the run's task is a file, and a file is never taken from a server",
+            fix="give it here: ps-worker --task FILE.py:NAME",
+        )
+    return load_task(name, args, seed=settings.seed, device=device)
+
+
+def main() -> None:
+    """Entry point of `ps-worker`."""
+    run_app(app, "ps-worker")
+
+
+if __name__ == "__main__":
+    main()

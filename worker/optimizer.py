@@ -1,0 +1,87 @@
+"""The optimizer a training loop steps: behind `step()` lies whatever the run's mode needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..common.optimizers import current_hyperparameters
+from .exchange import Exchange
+from .session import Progress
+from .slowdown import Slowdown
+
+
+class ExchangeOptimizer(torch.optim.Optimizer):
+    """Stands in for the optimizer it is made from, and shares its parameter groups and state.
+
+    Where gradients are contributed the server runs an optimizer of the same class and arguments,
+    and `step()` leaves its result in the parameters. Where weights are, the given optimizer runs
+    here. Schedulers work on it as on any other: the current hyperparameters go with every
+    contribution.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, exchange: Exchange, slowdown: Slowdown) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        # The same dicts, not copies: what a scheduler changes here, the inner optimizer sees.
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self._inner = inner
+        self._exchange = exchange
+        self._slowdown = slowdown
+        self._local_step = inner.step if exchange.settings.source == "weights" else _nothing
+        self._num_samples = 0
+        self._losses: list[float] = []
+        self._num_steps = exchange.progress.step
+        self._resumed_at = time.perf_counter()
+        self._compute_s = 0.0
+
+    @property
+    def progress(self) -> Progress:
+        return self._exchange.progress
+
+    def record(self, num_samples: int = 0, loss: float | None = None) -> None:
+        """Count samples, and a loss to show, towards the next contribution."""
+        self._num_samples += num_samples
+        if loss is not None:
+            self._losses.append(loss)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One training step. Blocks while the run's mode makes this worker wait.
+
+        Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._local_step()
+        self._num_steps += 1
+        self._slow_down()
+        if self.progress.took_step():
+            mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+            groups = [current_hyperparameters(group) for group in self.param_groups]
+            self._exchange.contribute(
+                self._exchange.settings.source, self._num_samples, mean_loss, self._compute_s, groups
+            )
+            self._num_samples, self._losses, self._compute_s = 0, [], 0.0
+        self._resumed_at = time.perf_counter()
+        return loss
+
+    def _slow_down(self) -> None:
+        """Add the configured delay, and count the whole step as compute."""
+        delay_s = self._slowdown.delay_s(self._num_steps, time.perf_counter() - self._resumed_at)
+        if delay_s > 0:
+            time.sleep(delay_s)
+        self._compute_s += time.perf_counter() - self._resumed_at
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_exchange"):
+            raise RuntimeError("the run's parameter groups are fixed once session.optimizer() has been called")
+        super().add_param_group(param_group)
+
+
+def _nothing() -> None:
+    """The server steps."""

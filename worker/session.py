@@ -1,0 +1,99 @@
+"""What a worker knows about its place in the run, and what it does when the connection is lost. Pure.
+
+    joining --welcomed--> joined --answered(START)--> computing --took_step--> exchanging
+       ^                                                  ^                        |
+       |                                                  +------- answered -------+
+       +----------------------------- lost --------------------------------------- (any)
+
+A contribution in flight when the connection is lost is not sent again: the server's answer to
+the new join says which step counts. If it was applied, nothing is missing; if not, nothing was
+taken, and the worker computes on the weights it is given. Either way it is applied at most once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..common.errors import UnreachableError
+
+# Back-off between attempts to reach the server: doubles from the first to the last.
+_FIRST_DELAY_S = 0.05
+_LAST_DELAY_S = 0.5
+
+
+@dataclass
+class Progress:
+    """One worker's place in the run. `version` is that of the weights it holds."""
+
+    run: str = ""
+    rank: int | None = None
+    incarnation: int = 0
+    step: int = 0  # contributions that count
+    version: int = 0
+    steps_left: int = 0  # local steps before the next contribution
+    num_workers: int = 1
+    worker_index: int = 0
+    training_steps: int = 0  # batches of this rank that count
+    is_done: bool = False
+    pull_every: int = 1
+
+    def welcomed(self, run: str, rank: int, incarnation: int, step: int) -> None:
+        """The server has seated this process."""
+        self.run, self.rank, self.incarnation, self.step = run, rank, incarnation, step
+
+    def answered(self, step: int, version: int, next_local_steps: int, has_weights: bool) -> None:
+        """The server lets the worker go on. Without weights it still holds those of its old version."""
+        self.step = step
+        if has_weights:
+            self.version = version
+        self.steps_left = next_local_steps
+        self.is_done = next_local_steps == 0
+
+    def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
+        """How the data is divided from here on, and where in it this rank is."""
+        self.num_workers, self.worker_index, self.training_steps = num_workers, worker_index, training_steps
+
+    def took_step(self) -> bool:
+        """One local step is done; True when it is time to contribute."""
+        self.steps_left -= 1
+        return self.steps_left <= 0
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the next contribution also fetches weights (policy.pull_every)."""
+        return (self.step + 1) % self.pull_every == 0
+
+
+@dataclass
+class Retry:
+    """Attempts to reach a server: when to try again, and when to give up. Seconds, monotonic."""
+
+    address: str
+    give_up_s: float
+    rank: int | None = None
+    _since: float | None = None
+    _attempts: int = field(default=0)
+
+    def reached(self) -> None:
+        """The server has answered: the next trouble starts afresh."""
+        self._since, self._attempts = None, 0
+
+    def failed(self, now: float, cause: str) -> float:
+        """An attempt failed: seconds until the next one. UnreachableError past the give-up time."""
+        if self._since is None:
+            self._since = now
+        waited_s = now - self._since
+        if waited_s >= self.give_up_s:
+            raise UnreachableError(
+                f"no server at {self.address} for {waited_s:.0f} s (worker.give_up_s is {self.give_up_s:g}): {cause}",
+                fix="start it (ps-server --listen HOST:PORT), or give the right address (--server HOST:PORT)",
+            )
+        delay_s = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._attempts, 10))
+        self._attempts += 1
+        # Workers that lost one server together come back one after another: ranks are spread evenly.
+        spread = ((self.rank or 0) * 0.618034) % 1.0
+        return min(delay_s * (0.5 + spread), max(0.0, self._since + self.give_up_s - now))
+
+    @property
+    def num_failures(self) -> int:
+        return self._attempts

@@ -1,0 +1,216 @@
+"""A small transformer that predicts text byte by byte: any text file will do, no tokenizer, no download.
+
+A model of some megabytes with a real loss curve, for measuring exchanges that are not tiny. By
+default it reads the Python standard library's own sources, which every machine with Python has
+(other versions of Python: slightly other bytes).
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from ...common.errors import UsageError
+from .base import check_whole, evaluating
+
+_VOCABULARY = 256  # byte values
+_HELD_OUT_FRACTION = 0.1  # the end of the text
+_EVAL_BATCH = 32  # windows per forward pass of an evaluation; bounds its memory
+_STDLIB_SKIPS = {"test", "idlelib", "lib2to3", "turtledemo"}  # packages that not every installation has
+
+
+class Gpt:
+    """Bytes of `text` (a file or a glob, `**` allowed) cut into windows of `context` bytes.
+
+    `max_bytes` caps what is read, in the order of the sorted paths. A step sees `context` predictions
+    per sample, which is what `tokens_per_sample` says.
+    """
+
+    def __init__(
+        self,
+        *,
+        text: str | None = None,
+        max_bytes: int = 4_000_000,
+        context: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        width: int = 128,
+        eval_bytes: int = 32_768,
+    ) -> None:
+        self.tokens_per_sample = check_whole("context", context, least=2)
+        self._num_layers = check_whole("num_layers", num_layers, least=1)
+        self._num_heads = check_whole("num_heads", num_heads, least=1)
+        self._width = check_whole("width", width, least=1)
+        if width % (2 * num_heads):  # rotary embeddings turn pairs of a head's channels
+            raise UsageError(
+                f"task.args.width is {width}: not a multiple of 2 * num_heads, {2 * num_heads}",
+                fix=f"e.g. width: {max(1, width // (2 * num_heads)) * 2 * num_heads}",
+            )
+        data = _read(text, check_whole("max_bytes", max_bytes, least=1))  # (N,) uint8
+        num_train = len(data) - int(len(data) * _HELD_OUT_FRACTION)
+        self._train = _windows(data[:num_train], context)
+        held_out = _windows(data[num_train:], context)
+        if min(len(self._train), len(held_out)) == 0:
+            raise UsageError(
+                f"task.args.text is {len(data)} bytes: too short for training and held-out windows"
+                f" of {context + 1} bytes, the last {_HELD_OUT_FRACTION:.0%} being held out",
+                fix="give more text, or a smaller task.args.context",
+            )
+        # Evenly spread, so that the figure stands for all of the held-out text.
+        num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
+        self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
+
+    def model(self) -> nn.Module:
+        return Transformer(num_layers=self._num_layers, num_heads=self._num_heads, width=self._width)
+
+    def train_data(self) -> Dataset[Any]:
+        """Samples: a window (context + 1,) uint8, the last byte of which is only predicted."""
+        return TensorDataset(self._train)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        (windows,) = batch  # (B, T + 1)
+        inputs, targets = windows[:, :-1].long(), windows[:, 1:].long()  # (B, T) each
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Held-out `loss` (nats per byte), `bits_per_byte`, and the yardstick `unigram_bits_per_byte`.
+
+        The yardstick is the entropy of the evaluated bytes' own frequencies, what no model that
+        ignores the context can beat.
+        """
+        total_loss = 0.0
+        with evaluating(model) as device:
+            for windows in self._eval.split(_EVAL_BATCH):
+                total_loss += self.loss(model, (windows.to(device),)).item() * len(windows)
+        loss = total_loss / len(self._eval)
+        counts = self._eval[:, 1:].flatten().bincount(minlength=_VOCABULARY)  # (256,)
+        unigram = torch.special.entr(counts / counts.sum()).sum().item()  # nats
+        nats_per_bit = math.log(2)
+        return {
+            "loss": loss,
+            "bits_per_byte": loss / nats_per_bit,
+            "unigram_bits_per_byte": unigram / nats_per_bit,
+        }
+
+
+class Transformer(nn.Module):
+    """Pre-norm decoder: rotary positions, norms without weights, squared ReLU. (B, T) -> logits (B, T, 256).
+
+    It has no buffers: those would travel with every exchange. Any T will do.
+    """
+
+    def __init__(self, *, num_layers: int, num_heads: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(num_heads=num_heads, width=width) for _ in range(num_layers))
+        self.head = nn.Linear(width, _VOCABULARY, bias=False)
+        nn.init.zeros_(self.head.weight)  # the first loss is that of a uniform guess, ln 256 = 5.55
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = _norm(self.embedding(tokens))  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(_norm(x))
+
+
+class Block(nn.Module):
+    """Attention, then a multi-layer perceptron, each added to its input: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, *, num_heads: int, width: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        # Each block starts as the identity, so depth costs nothing at first.
+        nn.init.zeros_(self.attention_out.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(_norm(x))
+        return x + self.down(F.relu(self.up(_norm(x))).square())
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        num_samples, num_tokens, width = x.shape  # B, T, C = H * D
+        heads = self.qkv(x).view(num_samples, num_tokens, 3, self.num_heads, width // self.num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        # Normalised queries and keys keep the logits small whatever the learning rate (Henry et al., 2020).
+        q, k = _rotate(_norm(q)), _rotate(_norm(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        return self.attention_out(y.transpose(1, 2).reshape(num_samples, num_tokens, width))
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the last axis becomes 1."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def _rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021) of (B, H, T, D): channel pairs turn by the position."""
+    num_tokens, num_pairs = x.shape[-2], x.shape[-1] // 2
+    position = torch.arange(num_tokens, device=x.device, dtype=x.dtype)
+    frequency = 10_000.0 ** (-torch.arange(num_pairs, device=x.device, dtype=x.dtype) / num_pairs)
+    angle = torch.outer(position, frequency)  # (T, D / 2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, dim=-1)  # (B, H, T, D / 2) each
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def _windows(data: torch.Tensor, context: int) -> torch.Tensor:
+    """(N,) -> (num_windows, context + 1), a view; neighbours share a byte, so each is predicted once."""
+    if len(data) <= context:
+        return data.new_empty(0, context + 1)
+    return data.unfold(0, context + 1, context)
+
+
+def _read(text: str | None, max_bytes: int) -> torch.Tensor:
+    """The first `max_bytes` bytes of the files of `text` joined, (N,) uint8; UsageError without files."""
+    content = bytearray()
+    num_files = 0
+    for path in _stdlib_sources() if text is None else _matching(text):
+        try:
+            with path.open("rb") as file:
+                content += file.read(max_bytes - len(content))
+        except OSError as error:
+            raise UsageError(
+                f"task.args.text: {path} cannot be read: {error.strerror}", fix="give files that can be read"
+            ) from error
+        num_files += 1
+        if len(content) == max_bytes:
+            break
+    if num_files == 0:
+        what = "this Python comes without its sources" if text is None else f"no file matches {text!r}"
+        raise UsageError(
+            f"task.args.text: {what}",
+            fix="text takes a file or a glob, absolute or relative to the working directory",
+        )
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _matching(text: Any) -> Iterator[Path]:
+    if not isinstance(text, str):
+        raise UsageError(f"task.args.text is {text!r}, not a path", fix="e.g. text: books/*.txt")
+    found = glob.glob(str(Path(text).expanduser()), recursive=True)
+    yield from (path for path in sorted(map(Path, found)) if path.is_file())
+
+
+def _stdlib_sources() -> Iterator[Path]:
+    """Python's own modules, then its packages, each sorted by name; packages are listed only if asked for."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    yield from sorted(root.glob("*.py"))
+    for package in sorted(path.parent for path in root.glob("*/__init__.py")):
+        if package.name not in _STDLIB_SKIPS:
+            yield from sorted(package.rglob("*.py"))
+
+
+ENTRY = Gpt

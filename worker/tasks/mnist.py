@@ -1,0 +1,151 @@
+"""MNIST, or any data set in its format (Fashion-MNIST, KMNIST): the four standard IDX files from a folder.
+
+Nothing is downloaded. The format: two zero bytes, the element type (8: unsigned byte), the number
+of dimensions, each dimension as 4 bytes big-endian, then the elements, the last dimension fastest.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from ...common.errors import UsageError
+from .base import check_whole
+from .digits import ConvNet, check_channels, evaluate_classifier
+
+_SIDE = 28  # pixels
+_NUM_CLASSES = 10
+_UNSIGNED_BYTE = 0x08
+_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+_FIX = "put the four files of the MNIST distribution there, gzipped (.gz) or not"
+
+
+class Mnist:
+    """28x28 images in ten classes and the CNN of the digits task. Images stay bytes until a batch is used."""
+
+    def __init__(
+        self, *, data_dir: str = "data/mnist", channels: Sequence[int] = (32, 64), hidden: int = 128
+    ) -> None:
+        self._channels = check_channels(channels, side=_SIDE)
+        self._hidden = check_whole("hidden", hidden, least=1)
+        paths = _find(data_dir)
+        self._train = _read_images_and_labels(paths, "train")
+        self._test = _read_images_and_labels(paths, "test")
+
+    def model(self) -> nn.Module:
+        """Takes images (B, 1, 28, 28) float32 in 0..1."""
+        return ConvNet(side=_SIDE, channels=self._channels, hidden=self._hidden, num_classes=_NUM_CLASSES)
+
+    def train_data(self) -> Dataset[Any]:
+        """Samples: image (1, 28, 28) uint8, label () uint8. As bytes: 47 MB instead of 188."""
+        return TensorDataset(*self._train)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch  # (B, 1, 28, 28), (B,)
+        return F.cross_entropy(model(_scaled(images)), labels.long())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """`loss` (nats per image) and `accuracy` (0..1) on the t10k files."""
+        images, labels = self._test
+        return evaluate_classifier(model, _scaled(images), labels.long())
+
+
+def _scaled(images: torch.Tensor) -> torch.Tensor:
+    """uint8 grey levels -> float32 in 0..1, on the same device."""
+    return images.float().div(255)
+
+
+def _find(data_dir: Any) -> dict[str, Path]:
+    """Path of each file by its plain name; one UsageError that lists all missing ones."""
+    if not isinstance(data_dir, str | Path):
+        raise UsageError(f"task.args.data_dir is {data_dir!r}, not a folder", fix="e.g. data_dir: data/mnist")
+    folder = Path(data_dir).expanduser()
+    found, missing = {}, []
+    for name in (name for pair in _FILES.values() for name in pair):
+        candidates = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+        if candidates:
+            found[name] = candidates[0]
+        else:
+            missing.append(name)
+    if missing:
+        raise UsageError(
+            f"task.args.data_dir {folder.absolute()} lacks {len(missing)} of 4 files: {', '.join(missing)}",
+            fix=_FIX,
+        )
+    return found
+
+
+def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (N, 1, 28, 28) and labels (N,), both uint8; UsageError where the two do not fit together."""
+    images_path, labels_path = (paths[name] for name in _FILES[part])
+    images, labels = read_idx(images_path, num_dims=3), read_idx(labels_path, num_dims=1)
+    if images.shape[1:] != (_SIDE, _SIDE):
+        height, width = images.shape[1:]
+        raise UsageError(f"{images_path}: images are {height}x{width} pixels, expected 28x28", fix=_FIX)
+    if len(images) == 0 or len(images) != len(labels):
+        raise UsageError(
+            f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels:"
+            " expected equal numbers, at least 1",
+            fix=_FIX,
+        )
+    if int(labels.max()) >= _NUM_CLASSES:
+        raise UsageError(
+            f"{labels_path}: label {int(labels.max())}, expected 0 to {_NUM_CLASSES - 1}", fix=_FIX
+        )
+    return images.unsqueeze(1), labels
+
+
+def read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
+    """The IDX file of unsigned bytes at `path`, gzipped if its name ends in .gz: uint8, `num_dims` axes.
+
+    A UsageError names the file, what was expected and what is there.
+    """
+    content = _content(path)
+    magic = bytes([0, 0, _UNSIGNED_BYTE, num_dims])
+    num_header_bytes = 4 + 4 * num_dims
+    if content[:4] != magic:
+        raise UsageError(
+            f"{path}: starts with {content[:4].hex() or 'nothing'}, expected the magic number {magic.hex()}"
+            f" (unsigned bytes, {num_dims} dimensions)",
+            fix=_FIX,
+        )
+    if len(content) < num_header_bytes:
+        raise UsageError(
+            f"{path}: is {len(content)} bytes, expected a header of {num_header_bytes}", fix=_FIX
+        )
+    shape = struct.unpack_from(f">{num_dims}I", content, 4)
+    expected = num_header_bytes + math.prod(shape)
+    if len(content) != expected:
+        raise UsageError(
+            f"{path}: is {len(content)} bytes uncompressed, expected {expected} for its dimensions"
+            f" {'x'.join(map(str, shape))}",
+            fix=_FIX,
+        )
+    elements = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return elements[num_header_bytes:].view(shape)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path}: expected a whole gzip file, but: {error}", fix=_FIX) from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}", fix="make the file readable") from error
+
+
+ENTRY = Mnist

@@ -1,0 +1,94 @@
+"""The training loop around a task. It is a user's own script (`worker/api.py`), and knows no mode."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.errors import DivergedError, UsageError
+from ..common.optimizers import build_optimizer
+from .api import Session
+from .data import to_device
+from .task_loader import user_code
+from .tasks.base import Task
+
+
+@dataclass
+class Trained:
+    """The model at the end, what its evaluation found (empty when another worker evaluated), seconds taken."""
+
+    model: nn.Module
+    figures: dict[str, float]
+    wall_s: float
+
+
+def train(session: Session, task: Task, batch_size: int, device: torch.device) -> Trained:
+    """Train `task` to the end of the run, with the optimizer the run's settings name."""
+    settings = session.settings
+    torch.manual_seed(settings.seed)
+    with user_code():
+        model = task.model().to(device)
+        data = task.train_data()
+    model.train()
+    groups = [{"params": list(model.parameters())}]
+    optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
+    started = time.perf_counter()
+    num_batches = 0
+    for batch in _checked(session.shard(data, batch_size)):
+        with user_code():
+            loss = task.loss(model, to_device(batch, device))
+            optimizer.zero_grad()
+            loss.backward()
+        session.record(loss=float(loss.detach()))
+        optimizer.step()
+        num_batches += 1
+    wall_s = time.perf_counter() - started
+    if not session.finish():
+        return Trained(model, {}, wall_s)
+    figures = _evaluate(session, task, model)
+    tokens = getattr(task, "tokens_per_sample", None)
+    if tokens and wall_s:
+        figures["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
+    session.report(**figures)
+    return Trained(model, figures, wall_s)
+
+
+def _checked(batches: Any) -> Any:
+    """The batches; an exception of the user's data set is the user's."""
+    while True:
+        with user_code():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
+
+
+def _evaluate(session: Session, task: Task, model: nn.Module) -> dict[str, float]:
+    """The task's figures on the final weights, and `averaged_*` on their Polyak average if one is kept."""
+    with user_code():
+        figures = {name: float(value) for name, value in task.evaluate(model).items()}
+    if session.averaged(model):
+        with user_code():
+            averaged = task.evaluate(model)
+        figures.update({f"averaged_{name}": float(value) for name, value in averaged.items()})
+    if math.isnan(figures.get("loss", 0.0)):
+        raise DivergedError("the final loss is NaN", fix="lower --lr")
+    return figures
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes CUDA when there is one. UsageError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count or (device.index or 0) >= count:
+            raise UsageError(f"--device {name}: this machine has {count} CUDA devices", fix="use --device auto or cpu")
+    return device
