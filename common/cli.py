@@ -41,6 +41,15 @@ def make_app(help_text: str) -> typer.Typer:
     )
 
 
+def before_torch() -> None:
+    """Call before torch is imported.
+
+    OpenMP threads that have nothing to do spin by default, and take the cores from the other
+    processes of the run: 2 workers and a server on 2 cores took 38 ms a step, 10 ms with this.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def resolve(config_path: str | None, flags: dict[str, Any], sets: list[str] | None, print_config: bool) -> Resolved:
     """Load the configuration from all sources; with `print_config` show it and exit 0."""
     from .config_sources import load_config
@@ -101,6 +110,7 @@ def _usage_exit(program: str, error: Exception) -> int:
 
 
 __all__ = [
+    "before_torch",
     "ConfigOption",
     "Drained",
     "PrintConfigOption",

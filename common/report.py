@@ -48,10 +48,17 @@ _RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], int]]] = [
 ]
 
 
+class PipeConsole(Console):
+    """rich ends the process where a pipe is broken; here that is the caller's to decide."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def report_console(file: IO[str] | None = None) -> Console:
     """A console on standard output (or `file`) that cuts nothing when nobody watches."""
     file = file or sys.stdout
-    return Console(file=file, highlight=False, width=None if file.isatty() else _FILE_WIDTH)
+    return PipeConsole(file=file, highlight=False, width=None if file.isatty() else _FILE_WIDTH)
 
 
 def summary_table(summary: Summary) -> RenderableType:

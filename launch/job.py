@@ -94,18 +94,18 @@ class Job:
 
     def _on_line(self, child: Child, line: str) -> None:
         event = parse_event(line)
-        if event is not None and child == self._plan.reporter and self._understood(child, line, event):
+        if event is not None and child == self._plan.reporter and self._understood(line, event):
             return
         if event is None or event.is_at_least(self._plan.config.log.level):
             self._screen.line(child, line, event)
         if event is not None and event.name == "listening" and child == SERVER:
             self._on_listening(event)
 
-    def _understood(self, child: Child, line: str, event: Event) -> bool:
+    def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
         status = parse_status(event)
         if status is not None:
-            self._screen.status(child, line, status)
+            self._screen.status(line, status, self._loop.time())
             return True
         if event.name != "summary":
             return False

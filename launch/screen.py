@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ..common.config import Config
+from ..common.report import PipeConsole
 from .events import Event, Status
 from .plan import Child
 from .supervise import Finish
 from .view import LastLines, child_line, status_line, status_panel
 
-_REFRESH_S = 0.2  # of the live table
+_MAX_LINES_HELD = 200
 
 
 class Screen(Protocol):
@@ -36,11 +36,11 @@ class Screen(Protocol):
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """A child wrote a line."""
 
-    def status(self, child: Child, line: str, status: Status) -> None:
+    def status(self, line: str, status: Status, now: float) -> None:
         """The run reported its status in a line."""
 
     def tick(self, now: float) -> None:
-        """A moment has passed: show what waited for it."""
+        """A moment has passed."""
 
     def failure(self, finish: Finish) -> None:
         """The last word about a job that failed."""
@@ -58,30 +58,27 @@ def make_screen(config: Config, on_lost: Callable[[], None]) -> Screen:
     return PlainScreen(on_lost, config.launch.status_interval_s)
 
 
-class _Console(Console):
-    """rich ends the process where a pipe is broken; here the children have to end first."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 class _Output:
     """Standard error until it is gone."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
-        self.console = _Console(stderr=True, highlight=False)
+        self._is_lost = False
+        self.console = PipeConsole(stderr=True, highlight=False)
 
-    def print(self, text: Text | str) -> None:
-        # Without a terminal there is no width: lines are passed on as they are. On one, the
-        # live table is drawn by the same call and must not run over the edge.
-        unlimited = not self.console.is_terminal
-        self.call(lambda: self.console.print(text, markup=False, soft_wrap=unlimited))
+    def print(self, text: Text) -> None:
+        if self.console.is_terminal:
+            self.call(lambda: self.console.print(text, markup=False))
+        else:  # no width, no colours: as it is, and a hundred times faster
+            self.call(lambda: print(text.plain, file=sys.stderr, flush=True))
 
     def call(self, show: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
         try:
             show()
         except OSError:  # EPIPE, or EIO from a terminal that was closed
+            self._is_lost = True
             discard_from_now_on(2)
             self._on_lost()
 
@@ -94,13 +91,12 @@ def discard_from_now_on(descriptor: int) -> None:
 
 
 class PlainScreen:
-    """Lines, and a status line every `interval_s` while there is news."""
+    """Lines, and a status line at most every `interval_s`."""
 
     def __init__(self, on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
         self._output = _Output(on_lost)
         self._last_lines = LastLines()
         self._interval_s = interval_s
-        self._status: Status | None = None  # not yet shown
         self._shown_at = float("-inf")
 
     def note(self, event: str, sentence: str, level: str = "info") -> None:
@@ -112,21 +108,20 @@ class PlainScreen:
         self._last_lines.add(child, text)
         self._output.print(text)
 
-    def status(self, child: Child, line: str, status: Status) -> None:
-        self._status = status
+    def status(self, line: str, status: Status, now: float) -> None:
+        # A tenth early is in time: the server's interval and this one have no common clock.
+        if now - self._shown_at >= 0.9 * self._interval_s:
+            self._output.print(Text(status_line(status)))
+            self._shown_at = now
 
     def tick(self, now: float) -> None:
-        if self._status is not None and now - self._shown_at >= self._interval_s:
-            self._output.print(status_line(self._status))
-            self._status, self._shown_at = None, now
+        pass
 
     def failure(self, finish: Finish) -> None:
         repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
         if repeated:
-            self._output.print(f"---- last lines of {finish.culprit} " + "-" * 40)
-            for text in repeated:
-                self._output.print(text)
-            self._output.print("-" * 60)
+            heading = Text(f"---- last lines of {finish.culprit} ".ljust(60, "-"))
+            self._output.print(Text("\n").join([heading, *repeated, Text("-" * 60)]))
         self.note("failed", finish.reason, "error")
 
     def close(self) -> None:
@@ -139,6 +134,8 @@ class LiveScreen(PlainScreen):
     def __init__(self, on_lost: Callable[[], None]) -> None:
         super().__init__(on_lost)
         self._latest: Status | None = None
+        self._is_drawn = True
+        self._lines: list[Text] = []  # not yet shown
         # Refreshed from `tick`: rich's own refreshing would be a second thread.
         self._live = Live(
             console=self._output.console,
@@ -150,20 +147,40 @@ class LiveScreen(PlainScreen):
         )
         self._output.call(self._live.start)
 
-    def status(self, child: Child, line: str, status: Status) -> None:
-        self._status = self._latest = status
+    def note(self, event: str, sentence: str, level: str = "info") -> None:
+        self._flush()
+        super().note(event, sentence, level)
+
+    def line(self, child: Child, line: str, event: Event | None) -> None:
+        # Drawing the table again for each line would make a chatty child wait.
+        text = child_line(child, line, event)
+        self._last_lines.add(child, text)
+        self._lines.append(text)
+        if len(self._lines) >= _MAX_LINES_HELD:
+            self._flush()
+
+    def status(self, line: str, status: Status, now: float) -> None:
+        self._latest, self._is_drawn = status, False
 
     def tick(self, now: float) -> None:
-        if self._status is not None and now - self._shown_at >= _REFRESH_S:
+        self._flush()
+        if not self._is_drawn:
             self._output.call(self._live.refresh)
-            self._status, self._shown_at = None, now
+            self._is_drawn = True
 
     def failure(self, finish: Finish) -> None:
         self.close()
         super().failure(finish)
 
     def close(self) -> None:
+        self._flush()
         self._output.call(self._live.stop)
+
+    def _flush(self) -> None:
+        if self._lines:
+            self._output.print(Text("\n").join(self._lines))  # draws the table again below them
+            self._lines.clear()
+            self._is_drawn = True
 
 
 class JsonScreen:
@@ -180,8 +197,8 @@ class JsonScreen:
         said = json.loads(line) if event is not None else {"event": "output", "line": line}
         self._write({**said, **place} if "rank" not in said else {**said, "role": child.role})
 
-    def status(self, child: Child, line: str, status: Status) -> None:
-        self._write({**json.loads(line), "role": child.role})
+    def status(self, line: str, status: Status, now: float) -> None:
+        self._write(json.loads(line))
 
     def tick(self, now: float) -> None:
         pass

@@ -66,17 +66,17 @@ def _figures(status: Status) -> list[str]:
 
 def status_panel(status: Status) -> RenderableType:
     """The live view. What must stay visible on a low terminal comes first."""
-    bar = Table.grid(padding=(0, 2))
-    progress = ProgressBar(total=max(1, status.steps), completed=status.step, width=40)
-    bar.add_row(
-        Text(status.mode, style="bold"),
-        progress,
-        f"step {status.step:,}/{status.steps:,}",
-        f"version {status.version:,}",
-        *_figures(status),
-    )
+    parts = [f"step {status.step:,}/{status.steps:,}", f"version {status.version:,}", *_figures(status)]
+    bar = Table.grid()  # by itself a bar does not end its line
+    bar.add_row(ProgressBar(total=max(1, status.steps), completed=status.step, width=60))
     waiting = status.waiting_reason()
-    return Group(Text(""), bar, Text(f"waiting: {waiting}" if waiting else "", style="yellow"), _workers(status))
+    return Group(
+        Text(""),
+        Text.assemble((status.mode, "bold"), "  ", "  ".join(parts)),
+        bar,
+        Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
+        _workers(status),
+    )
 
 
 def _workers(status: Status) -> Table:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, make_app, resolve, run_app
+from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, before_torch, make_app, resolve, run_app
 from ..common.config import Config
 from ..common.config_sources import Resolved
 from ..common.log import get_logger, setup_logging
@@ -62,6 +62,7 @@ def serve(
 
 async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load: only once the configuration has been found good.
+    before_torch()
     from .server import Server, check_before_start
 
     config: Config = resolved.config

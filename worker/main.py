@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, make_app, resolve, run_app
+from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, before_torch, make_app, resolve, run_app
 from ..common.config import Config
 from ..common.config_sources import Resolved
 from ..common.errors import UsageError
@@ -68,6 +68,7 @@ def _on_term(number: int, _: Any) -> None:
 
 def _work(resolved: Resolved) -> None:
     # torch and gRPC take seconds to load: only once the configuration has been found good.
+    before_torch()
     import torch
 
     from ..common.output import check_writable

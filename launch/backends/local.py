@@ -26,7 +26,7 @@ from ..plan import Child, ProcessSpec
 from .base import OnExit, OnLine
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MAX_READ_BYTES = 1 << 16
+_MAX_READ_BYTES = 1 << 14  # more would keep a signal waiting while a chatty child's lines are shown
 # Found before the fork: between fork and exec nothing may be loaded.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -118,7 +118,7 @@ class LocalBackend:
             del self._running[child]
             # Its number stays the group's as long as anything it started is alive.
             _kill_group(running.popen.pid)
-            for _ in range(64):  # more than a pipe holds; a daemon it left may write for ever
+            for _ in range(256):  # more than a pipe holds; a daemon it left may write for ever
                 if not self._read(running):
                     break
             for line in running.splitter.rest():

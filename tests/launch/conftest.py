@@ -21,6 +21,8 @@ DEADLINE_S = 15.0
 class Marked:
     """Processes that carry a mark in their environment, with everything they start."""
 
+    launcher = LAUNCHER
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
@@ -53,17 +55,14 @@ class Marked:
         found = []
         for process in psutil.process_iter():
             try:
-                if (
-                    process.status() != psutil.STATUS_ZOMBIE
-                    and process.environ().get("PS_TEST_MARK") == self.mark
-                ):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("PS_TEST_MARK") == self.mark:
                     found.append(" ".join(process.cmdline()))
             except psutil.Error:
                 continue
         return found
 
 
-@pytest.fixture()
+@pytest.fixture
 def marked(tmp_path: Path) -> Iterator[Marked]:
     marked = Marked(tmp_path)
     yield marked
@@ -75,7 +74,7 @@ def marked(tmp_path: Path) -> Iterator[Marked]:
             continue
 
 
-@pytest.fixture()
+@pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
     """Poll a condition; the test fails when it does not come true."""
 
@@ -88,7 +87,7 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
     return wait
 
 
-@pytest.fixture()
+@pytest.fixture
 def read_until() -> Callable[..., str]:
     """Read lines of a pipe up to the one that contains all words, which is returned."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Backend
 from paramserver.launch.events import parse_event

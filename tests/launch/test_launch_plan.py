@@ -6,11 +6,10 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import paramserver.launch.plan as plan_module
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import paramserver.launch.plan as plan_module
 from paramserver.common.config_sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch.plan import SERVER, Machine, Plan, Request, plan_runs, save_path
@@ -159,7 +158,7 @@ def test_a_script_gets_its_place_and_the_settings_as_variables(tmp_path: Path) -
 
 
 def test_a_script_owns_its_optimizer_and_arguments_need_a_script() -> None:
-    with pytest.raises(UsageError, match="flag --lr together with the script t.py"):
+    with pytest.raises(UsageError, match=r"flag --lr together with the script t\.py"):
         plan_of(resolve(launch__script="t.py", optimizer__lr=0.1))
     with pytest.raises(UsageError, match="belong to a script"):
         plan_of(resolve(), script_args=("--epochs",))

@@ -6,14 +6,13 @@ import io
 import json
 
 import pytest
-from rich.console import Console, RenderableType
-from rich.text import Text
-
 from paramserver.common.report import comparison_table, duration, figure, report_console, size, summary_table
 from paramserver.common.summary import Summary, WorkerSummary
 from paramserver.launch.events import LineSplitter, Status, parse_event, parse_status
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.view import LastLines, child_line, status_line, status_panel
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 WORKER_2 = Child("worker", 2)
 STATUS = {
@@ -84,9 +83,7 @@ def test_status_in_one_line() -> None:
         "  waiting: worker 0: lead 3 of at most 3; slowest is rank 2 at step 118"
     )
     starting = status(step=0, version=0, workers=[], waiting="for 4 workers: 3 of 4 joined (missing rank 2)")
-    assert status_line(starting) == (
-        "step 0/500  version 0  waiting: for 4 workers: 3 of 4 joined (missing rank 2)"
-    )
+    assert status_line(starting) == ("step 0/500  version 0  waiting: for 4 workers: 3 of 4 joined (missing rank 2)")
 
 
 def test_status_as_a_table() -> None:
@@ -94,9 +91,9 @@ def test_status_as_a_table() -> None:
     assert all(
         word in lines[1] for word in ("ssp", "118/500", "version 472", "loss 0.300", "1,512 samples/s", "eta 10 s")
     )
-    assert "waiting: worker 0: lead 3 of at most 3" in lines[2]
-    assert lines[4].split()[:9] == ["0", "waiting", "121/500", "3", "0.300", "812", "70%", "10%", "20%"]
-    assert lines[5].split() == ["2", "computing", "118/500", "0", "-", "700", "100%", "0%", "0%"]
+    assert "waiting: worker 0: lead 3 of at most 3" in lines[3]
+    assert lines[5].split()[:9] == ["0", "waiting", "121/500", "3", "0.300", "812", "70%", "10%", "20%"]
+    assert lines[6].split() == ["2", "computing", "118/500", "0", "-", "700", "100%", "0%", "0%"]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 from .base import check_number, check_whole, evaluating
 
 _NUM_PRODUCTS = 3  # x0^2, x1^2, x0*x1
-# The products are multiplied by this, so that the one weight that matters has a sixth of the way
-# to go while Adam moves all 203 by about lr per step. After 1,200 steps (Adam, lr 0.05, batch 32)
-# the held-out loss is 0.11 with it and 0.21 without.
-_PRODUCT_SCALE = 6.0
+# The products are multiplied by this, so that the one weight that matters has a tenth of the way to
+# go while Adam moves all 203 by about lr per step. After 1,200 steps (Adam, lr 0.05, batch 32) the
+# held-out loss is 0.10 with it and 0.21 without; with 40 it depends too much on the first weights.
+_PRODUCT_SCALE = 10.0
 _NUM_HELD_OUT = 10_000
 _EVAL_BATCH = 1024  # samples per forward pass of an evaluation; bounds its memory on the device
 
@@ -25,7 +25,8 @@ class Xor:
 
     The label is the sign of -x0*x1, so logistic regression separates it by the last weight alone:
     with d = 200 a model of 203 weights and a bias, small enough that a run measures the exchange
-    and not the arithmetic. `label_noise` is the fraction of training labels flipped; the held-out
+    and not the arithmetic. 1,200 updates of Adam with lr 0.05 and batches of 32 reach a loss of
+    0.10 to 0.13, in four asynchronous workers 0.11 to 0.15. `label_noise` is the fraction of training labels flipped; the held-out
     ones are never flipped. Samples follow from `seed` alone, so every worker makes the same data set.
     """
 

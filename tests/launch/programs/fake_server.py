@@ -1,6 +1,6 @@
 """Stands in for ps-server: a real process with a real port that says what ps-server says.
 
-It ends when all workers have come and gone. FAKE_SERVER in the environment makes it misbehave:
+It ends when all workers have come and gone. FAKE_SERVER_<mode> or FAKE_SERVER makes it misbehave:
 `exit CODE` (before it listens), `die CODE` (once all workers are there), `linger` (never ends by
 itself), `stubborn` (also ignores SIGTERM).
 """
@@ -36,7 +36,9 @@ def status(mode: str, step: int, num_workers: int, num_joined: int) -> None:
 
 
 def main() -> int:
-    todo, _, code = os.environ.get("FAKE_SERVER", "").partition(" ")
+    options = settings()
+    num_workers, mode = int(options["run.workers"]), options.get("run.mode", "sync")
+    todo, _, code = os.environ.get(f"FAKE_SERVER_{mode}", os.environ.get("FAKE_SERVER", "")).partition(" ")
     if todo == "exit":
         say("refused", why="told to")
         return int(code)
@@ -44,8 +46,6 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = settings()
-    num_workers, mode = int(options["run.workers"]), options.get("run.mode", "sync")
     host, _, port = options["server.listen"].rpartition(":")
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

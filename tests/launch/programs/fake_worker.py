@@ -2,7 +2,8 @@
 
 FAKE_WORKER_<rank> or FAKE_WORKER makes it misbehave, at once after it has connected:
 `exit CODE`, `crash` (uncaught exception), `hang` (drained by SIGTERM), `stubborn` (ignores
-SIGTERM), `family` (hangs, with a child process), `orphan CODE` (ends and leaves a child).
+SIGTERM), `family` (hangs, with a child process), `orphan CODE` (ends and leaves a child),
+`chatty` (prints for ever).
 """
 
 import json
@@ -37,6 +38,8 @@ def misbehave(todo: str, code: str) -> None:
         say("has_child", pid=child.pid)
     if todo == "orphan":
         sys.exit(int(code))
+    while todo == "chatty":
+        print("still here", flush=True)
     if todo in ("hang", "family", "stubborn"):
         say("hanging")
         while True:

@@ -1,0 +1,246 @@
+"""Whole jobs: a real launcher, real processes in place of ps-server and ps-worker, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paramserver.common.summary import Summary
+
+DEADLINE_S = 15.0
+WORKER = str(Path(__file__).parent / "programs" / "fake_worker.py")
+
+
+def test_a_run_from_start_to_end(marked) -> None:
+    run = marked.run("-n", "3", "--steps", "10", "--set", "launch.status_interval_s=0.001")
+    assert run.returncode == 0
+    said = run.stderr.splitlines()
+    assert said[0] == "ps-launch: sync: a server and 3 workers, 10 steps, batch 32, task digits"
+    assert re.fullmatch(r"\[server\] listening address=127\.0\.0\.1:\d+", said[1])
+    for rank in range(3):
+        assert any(line.startswith(f"[worker {rank}] hello from {rank}") for line in said)
+        assert any(line.startswith(f"[worker {rank}] joined rank={rank}") for line in said)
+    assert [line for line in said if line.startswith("step ")]
+    assert not [line for line in said if "summary" in line or "status" in line]
+    table = run.stdout.splitlines()
+    assert table[0].startswith("sync   10 updates in 1.2 s")
+    assert table[1] == "loss 0.125"
+    assert [row.split()[0] for row in table[-3:]] == ["0", "1", "2"]
+
+
+def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
+    run = marked.run("-n", "3", FAKE_WORKER="hang", FAKE_WORKER_1="exit 12")
+    assert run.returncode == 12
+    reason = "worker 1 failed: exit code 12 (model or run mismatch)"
+    assert f"ps-launch: {reason}; told to end: server, worker 0, worker 2" in run.stderr
+    assert run.stderr.splitlines()[-1] == f"ps-launch: {reason}"
+    assert run.stdout == ""
+
+
+def test_a_traceback_is_shown_once(marked) -> None:
+    run = marked.run("-n", "2", FAKE_WORKER="hang", FAKE_WORKER_0="crash")
+    assert run.returncode == 1
+    assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
+
+
+def test_a_killed_worker_is_named(marked, read_until) -> None:
+    launcher = marked.launch("-n", "2", FAKE_WORKER="hang")
+    joined = read_until(launcher.stderr, "[worker 1] joined")
+    os.kill(int(re.search(r"pid=(\d+)", joined)[1]), signal.SIGKILL)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "worker 1 failed: killed by SIGKILL" in err
+    assert marked.left() == []
+
+
+def test_a_port_that_is_taken_is_the_servers_exit_code(marked) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = marked.run("-n", "2", "--port", str(taken.getsockname()[1]))
+    assert run.returncode == 10
+    assert "[server] ps-server: cannot listen on 127.0.0.1" in run.stderr
+    assert "[worker" not in run.stderr
+
+
+def test_a_server_that_dies_ends_the_workers(marked) -> None:
+    run = marked.run("-n", "2", FAKE_SERVER="die 16", FAKE_WORKER="hang")
+    assert run.returncode == 16
+    assert "server failed: exit code 16 (diverged)" in run.stderr
+
+
+def test_a_server_that_stays_is_told_to_end(marked) -> None:
+    run = marked.run("-n", "1", "--set", "launch.grace_s=0.2", FAKE_SERVER="linger")
+    assert run.returncode == 0
+    assert "every worker is done, the server is still there after 0.2 s" in run.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_first_signal_drains(number: int, code: int, marked, read_until) -> None:
+    launcher = marked.launch("-n", "1", FAKE_WORKER="hang")
+    read_until(launcher.stderr, "hanging")
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == code
+    assert f"{signal.Signals(number).name}: the job ends; told to end: server, worker 0" in err
+    assert "killed" not in err
+    assert marked.left() == []
+
+
+def test_the_second_signal_kills(marked, read_until) -> None:
+    launcher = marked.launch("-n", "1", "--set", "launch.grace_s=60", FAKE_WORKER="stubborn")
+    read_until(launcher.stderr, "hanging")
+    launcher.send_signal(signal.SIGINT)
+    read_until(launcher.stderr, "told to end")
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert re.search("SIGINT while ending; killed: .*worker 0", err)
+    assert marked.left() == []
+
+
+def test_who_does_not_end_in_time_is_killed(marked, read_until) -> None:
+    launcher = marked.launch("-n", "1", "--set", "launch.grace_s=0.2", FAKE_WORKER="stubborn")
+    read_until(launcher.stderr, "hanging")
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 143
+    assert "still there after 0.2 s; killed: worker 0" in err
+    assert marked.left() == []
+
+
+def test_nothing_is_left_of_a_killed_launcher(marked, read_until, wait_until) -> None:
+    launcher = marked.launch("-n", "2", FAKE_WORKER="family", FAKE_SERVER="stubborn")
+    for _ in range(2):
+        read_until(launcher.stderr, "hanging")
+    assert len(marked.left()) >= 6  # launcher, server, two workers with a child each
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE_S)
+    wait_until(lambda: marked.left() == [], 5.0)
+
+
+def test_output_that_nobody_reads_ends_the_job(marked, read_until) -> None:
+    launcher = marked.launch("-n", "2", FAKE_WORKER="chatty")
+    read_until(launcher.stderr, "still here")
+    launcher.stderr.close()
+    assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
+    assert marked.left() == []
+
+
+def test_results_that_nobody_reads_are_no_traceback(marked) -> None:
+    launcher = marked.launch("-n", "2")
+    launcher.stdout.close()
+    err = launcher.stderr.read()
+    assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+    assert marked.left() == []
+
+
+def test_several_modes_are_compared(marked) -> None:
+    argv = ("-n", "2", "--mode", "single,bsp,ssp", "--save", "w.safetensors", "--summary", "all.json")
+    run = marked.run(*argv)
+    assert run.returncode == 0
+    rows = [line.split() for line in run.stdout.splitlines()]
+    assert [row[:3] for row in rows] == [
+        *(["mode", "loss", "wall"], ["single", "0.250", "2.5"], ["sync", "0.125", "1.2"], ["ssp", "0.125", "1.2"])
+    ]
+    heads = [line for line in run.stderr.splitlines() if line.startswith("ps-launch: ")]
+    assert "single: one worker alone, no server, 500 steps, batch 64" in heads[0]
+    assert "weights to w-sync.safetensors" in heads[1]
+    runs = json.loads((marked.folder / "all.json").read_text())["runs"]
+    assert [Summary.model_validate(summary).mode for summary in runs] == ["single", "sync", "ssp"]
+
+
+def test_a_failing_mode_ends_the_comparison_and_keeps_what_there_is(marked) -> None:
+    argv = ("-n", "2", "--mode", "sync,ssp,async", "--summary", "all.json")
+    run = marked.run(*argv, FAKE_SERVER_ssp="exit 13")
+    assert run.returncode == 13
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["mode", "sync"]
+    assert "async" not in run.stderr
+    assert len(json.loads((marked.folder / "all.json").read_text())["runs"]) == 1
+
+
+def test_a_script_of_ones_own(marked) -> None:
+    run = marked.run("-n", "2", "--script", WORKER, "--", "--epochs", "3")
+    assert run.returncode == 0
+    for rank in range(2):
+        assert f"[worker {rank}] hello from {rank}, arguments ['--epochs', '3']" in run.stderr
+
+
+def test_the_place_of_the_launcher_itself_means_nothing(marked) -> None:
+    run = marked.run("-n", "2", RANK="5", WORLD_SIZE="9", PS_SERVER="10.0.0.1:1", SLURM_PROCID="5")
+    assert run.returncode == 0
+    assert "[worker 1] joined rank=1" in run.stderr
+
+
+def test_as_json_every_line_is_an_object(marked) -> None:
+    run = marked.run("-n", "2", "--log-format", "json", FAKE_WORKER="hang", FAKE_WORKER_1="exit 12")
+    events = [json.loads(line) for line in run.stderr.splitlines()]
+    assert run.returncode == 12
+    assert {"starting", "listening", "status", "joined", "output", "draining", "failed"} <= {
+        event["event"] for event in events
+    }
+    assert [event["role"] for event in events if event["event"] == "listening"] == ["server"]
+    assert {event["rank"] for event in events if event["event"] == "output"} == {0, 1}
+    assert events[-1]["reason"] == "worker 1 failed: exit code 12 (model or run mismatch)"
+
+
+def test_a_quiet_run_still_understands_its_children(marked) -> None:
+    run = marked.run("-n", "1", "--set", "log.level=error")
+    assert run.returncode == 0
+    assert "listening" not in run.stderr
+    assert "loss 0.125" in run.stdout
+
+
+def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:
+    terminal, slave = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, marked.launcher, "-n", "2"],
+        env={**os.environ, "PS_TEST_MARK": marked.mark, "FAKE_WORKER": "hang", "TERM": "xterm", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        text=True,
+    )
+    os.close(slave)
+    shown = ""
+    while "computing" not in shown:
+        shown += os.read(terminal, 65536).decode()
+    assert "samples/s" in shown
+    assert "\x1b[" in shown
+    launcher.send_signal(signal.SIGINT)
+    while launcher.poll() is None:
+        try:
+            shown += os.read(terminal, 65536).decode()
+        except OSError:  # EIO: the other side is closed
+            break
+    os.close(terminal)
+    assert launcher.wait(timeout=DEADLINE_S) == 130
+    assert "interrupted by SIGINT" in shown
+    assert marked.left() == []
+
+
+def test_a_terminal_that_is_closed_ends_the_job(marked, wait_until) -> None:
+    terminal, slave = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, marked.launcher, "-n", "2"],
+        env={**os.environ, "PS_TEST_MARK": marked.mark, "FAKE_WORKER": "chatty", "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=slave,
+    )
+    os.close(slave)
+    while b"still here" not in os.read(terminal, 65536):
+        pass
+    os.close(terminal)
+    assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
+    assert marked.left() == []

@@ -1,0 +1,65 @@
+"""The xor task: labels, products, noise, and how fast the documented optimizer learns it."""
+
+from __future__ import annotations
+
+import torch
+from paramserver.worker.tasks.xor import Xor
+
+BATCH = 32
+
+
+def test_features_are_normal_with_three_products_and_labels_are_the_xor_of_two_signs():
+    features, labels = Xor(d=5, num_samples=20_000).train_data().tensors
+    assert features.shape == (20_000, 8)
+    x0, x1 = features[:, 0], features[:, 1]
+    assert torch.equal(labels.bool(), (x0 > 0) ^ (x1 > 0))
+    assert torch.allclose(features[:, :5].mean(dim=0), torch.zeros(5), atol=0.03)
+    assert torch.allclose(features[:, :5].std(dim=0), torch.ones(5), atol=0.03)
+    products = torch.stack([x0 * x0, x1 * x1, x0 * x1], dim=1)
+    assert torch.allclose(features[:, 5:] / products, (features[0, 5:] / products[0]).expand(20_000, 3))
+
+
+def test_the_sign_of_the_last_feature_separates_the_labels():
+    task = Xor()
+    model = task.model()
+    assert model.weight.numel() == 203
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[0, -1] = -1000.0
+        model.bias.zero_()
+    figures = task.evaluate(model)
+    assert figures["accuracy"] == 1.0
+    assert figures["loss"] < 0.01
+
+
+def test_1200_updates_of_adam_bring_the_held_out_loss_below_0_15():
+    task = Xor(num_samples=1200 * BATCH)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for batch in zip(*(tensor.split(BATCH) for tensor in task.train_data().tensors), strict=True):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    assert task.evaluate(model)["loss"] < 0.15
+
+
+def test_label_noise_flips_that_fraction_of_the_training_labels_and_nothing_else():
+    clean, noisy = Xor(d=2, num_samples=20_000), Xor(d=2, num_samples=20_000, label_noise=0.2)
+    (features, labels), (noisy_features, noisy_labels) = clean.train_data().tensors, noisy.train_data().tensors
+    assert torch.equal(features, noisy_features)
+    assert abs((labels != noisy_labels).float().mean().item() - 0.2) < 0.01
+    model = clean.model()
+    assert clean.evaluate(model) == noisy.evaluate(model)
+
+
+def test_another_seed_is_another_data_set_and_held_out_samples_are_new():
+    one, other = Xor(d=4, num_samples=10_000, seed=0), Xor(d=4, num_samples=10_000, seed=1)
+    rows = [{row.numpy().tobytes() for row in task.train_data().tensors[0]} for task in (one, other)]
+    held_out: set[bytes] = set()
+    model = one.model()
+    model.register_forward_pre_hook(lambda _, args: held_out.update(row.numpy().tobytes() for row in args[0]))
+    one.evaluate(model)
+    assert not rows[0] & rows[1]
+    assert len(held_out) == 10_000
+    assert not held_out & (rows[0] | rows[1])
