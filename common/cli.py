@@ -110,11 +110,11 @@ def _usage_exit(program: str, error: Exception) -> int:
 
 
 __all__ = [
-    "before_torch",
     "ConfigOption",
     "Drained",
     "PrintConfigOption",
     "SetOption",
+    "before_torch",
     "make_app",
     "report",
     "resolve",

@@ -44,7 +44,13 @@ STATUS_OF_REASON = {
 
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
     return [
-        pb.TensorSpec(name=spec.name, kind=pb.TensorSpec.Kind.Name(spec.kind.value), dtype=spec.dtype, shape=spec.shape, aliases=spec.aliases)
+        pb.TensorSpec(
+            name=spec.name,
+            kind=pb.TensorSpec.Kind.Name(spec.kind.value),
+            dtype=spec.dtype,
+            shape=spec.shape,
+            aliases=spec.aliases,
+        )
         for spec in layout.specs
     ]
 

@@ -34,6 +34,8 @@ from .tensor_thread import TensorThread
 
 log = get_logger()
 
+_SAY_WAITING_S = 1.0
+
 
 @dataclass(frozen=True)
 class SendWeights:
@@ -126,6 +128,7 @@ class Run:
         self._started_at: float | None = None
         self._ended_at: float | None = None
         self._done_sent = False
+        self._said_waiting_at = -math.inf
 
     # ---- a worker's way in ----------------------------------------------------------------
 
@@ -211,12 +214,13 @@ class Run:
 
     # ---- contributions --------------------------------------------------------------------
 
-    def check_contribution(self, worker: Worker) -> None:
-        """Refuse before a byte of the body is taken."""
+    def check_contribution(self, worker: Worker) -> Store:
+        """The store to stage for; refuses before a byte of the body is taken."""
         if not self.membership.is_current(worker.seat):
             raise replaced(worker.rank, worker.seat.incarnation)
         if worker.state != "computing" or self.store is None:
             raise refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
+        return self.store
 
     async def contribute(self, worker: Worker, contribution: Contribution, body: torch.Tensor, told: Measured) -> None:
         """Take a whole staged contribution; what comes of it arrives in the worker's outbox."""
@@ -396,6 +400,9 @@ class Run:
         now = self._now()
         if self.store is not None:
             self._perform(self.policy.tick(now))
+        if now - self._said_waiting_at < _SAY_WAITING_S:
+            return
+        self._said_waiting_at = now
         reasons = self.policy.waiting()
         for worker in self.workers.values():
             if worker.state in ("waiting", "finished") and worker.outbox.empty():

@@ -31,10 +31,12 @@ from ..common.wire import BodyReader, Frame, body_frames, frame, parse
 from ..proto import parameter_server_pb2 as pb
 from .policies.base import Contribution
 from .run import Done, Go, Measured, Refused, Run, SendWeights, Waiting, Worker
+from .staging import Body
 
 log = get_logger()
 
 _MAX_SAMPLES = 2**40
+_SAY_WAITING_S = 1.0
 
 
 class _Stream:
@@ -169,9 +171,7 @@ class ParameterServerService:
     async def _contribution(self, stream: _Stream, worker: Worker, first: Frame) -> bool:
         """Stage one contribution and hand it to the run; False when the stream ended in the middle."""
         run, header = self._run, first.header
-        run.check_contribution(worker)
-        layout = run.store.layout if run.store is not None else None
-        assert layout is not None
+        layout = run.check_contribution(worker).layout
         codec = _codec(header.codec)
         encoded_bytes = codec.encoded_bytes(layout)
         num_bytes = encoded_bytes + layout.exchange_bytes - layout.parameter_bytes
@@ -183,7 +183,7 @@ class ParameterServerService:
         if not 1 <= header.num_samples <= _MAX_SAMPLES:
             raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
         worker.state = "uploading"
-        body = await run.staging.borrow(lambda: run.policy.upload_position(worker.rank))
+        body = await self._borrow(stream, worker)
         whole = False
         try:
             staged = body if codec.name == "raw" else new_body(num_bytes)
@@ -204,6 +204,25 @@ class ParameterServerService:
         told = Measured(header.loss, header.compute_s, header.transfer_s)
         await run.contribute(worker, contribution, body, told)
         return True
+
+    async def _borrow(self, stream: _Stream, worker: Worker) -> Body:
+        """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
+        policy, staging = self._run.policy, self._run.staging
+
+        def position() -> int:
+            return policy.upload_position(worker.rank)
+
+        body = staging.try_borrow(position)
+        if body is not None:
+            return body
+        borrowing = asyncio.ensure_future(staging.borrow(position))
+        try:
+            while not (await asyncio.wait({borrowing}, timeout=_SAY_WAITING_S))[0]:
+                reason = f"memory for the upload; {position()} contributions are folded before it"
+                await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
+            return borrowing.result()
+        finally:
+            borrowing.cancel()
 
     # ---- what the run says to a worker ----------------------------------------------------------
 

@@ -14,6 +14,8 @@ import torch
 
 from ..common.layout import new_body
 
+Body = torch.Tensor  # uint8 [num_bytes]
+
 
 class StagingPool:
     """Lends up to `limit` bodies of `num_bytes`, to the waiter with the lowest position first.
@@ -26,14 +28,21 @@ class StagingPool:
         self.limit = limit
         self.num_bytes = num_bytes
         self.num_lent = 0
-        self._free: list[torch.Tensor] = []
-        self._waiters: list[tuple[Callable[[], int], asyncio.Future[torch.Tensor]]] = []
+        self._free: list[Body] = []
+        self._waiters: list[tuple[Callable[[], int], asyncio.Future[Body]]] = []
 
-    async def borrow(self, position: Callable[[], int]) -> torch.Tensor:
-        """A body, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
+    def try_borrow(self, position: Callable[[], int]) -> Body | None:
+        """A body if one can be had at once."""
         if self.num_lent < self.limit and position() < self.limit:
             return self._lend()
-        future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+        return None
+
+    async def borrow(self, position: Callable[[], int]) -> Body:
+        """A body, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
+        body = self.try_borrow(position)
+        if body is not None:
+            return body
+        future: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
         self._waiters.append((position, future))
         try:
             return await future
@@ -44,7 +53,7 @@ class StagingPool:
         finally:
             self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
 
-    def give_back(self, body: torch.Tensor) -> None:
+    def give_back(self, body: Body) -> None:
         """Return a body."""
         self.num_lent -= 1
         self._free.append(body)
@@ -55,7 +64,7 @@ class StagingPool:
         self.num_lent -= 1
         self.look_again()
 
-    def reclaim(self, body: torch.Tensor) -> None:
+    def reclaim(self, body: Body) -> None:
         """A donated body returns."""
         self._free.append(body)
 
@@ -67,6 +76,6 @@ class StagingPool:
                 return
             future.set_result(self._lend())
 
-    def _lend(self) -> torch.Tensor:
+    def _lend(self) -> Body:
         self.num_lent += 1
         return self._free.pop() if self._free else new_body(self.num_bytes)
