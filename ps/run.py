@@ -229,7 +229,11 @@ class Run:
         worker.stats.compute_s += told.compute_s
         worker.stats.transfer_s += told.transfer_s
         worker.waiting_since = self._now()
-        is_finite = await self.tensors.run(lambda: store.is_finite(body))
+        try:
+            is_finite = await self.tensors.run(lambda: store.is_finite(body))
+        except asyncio.CancelledError:  # the connection closed: as if the upload had not been whole
+            self.staging.give_back(body)
+            raise
         if not self.membership.is_current(worker.seat):
             self.staging.give_back(body)
             return
@@ -360,7 +364,7 @@ class Run:
         if not self.membership.leave(worker.seat):
             return
         del self.workers[worker.rank]
-        event = log.info if worker.state == "finished" else log.warning
+        event = log.info if reason == "said goodbye" else log.warning
         event("left", rank=worker.rank, incarnation=worker.seat.incarnation, reason=reason)
         if self._bringer is worker and self.store is None:
             self._bringer = None

@@ -92,8 +92,8 @@ class ParameterServerService:
         try:
             worker = await self._welcome(stream)
             if worker is not None and await self._send_outbox(stream, worker):
-                await self._contributions(stream, worker)
-                reason = "said goodbye" if worker.state == "finished" else "stream closed"
+                said_goodbye = await self._contributions(stream, worker)
+                reason = "said goodbye" if said_goodbye else reason
         except ParamServerError as error:
             reason = error.message
             await self._refuse(context, worker, error)
@@ -152,21 +152,22 @@ class ParameterServerService:
             polyak=config.store.polyak or 0.0,
         )
 
-    async def _contributions(self, stream: _Stream, worker: Worker) -> None:
+    async def _contributions(self, stream: _Stream, worker: Worker) -> bool:
+        """Exchange until the worker goes; True when it said goodbye."""
         while True:
             first = await stream.read("contribution", "finish", "leave")
             if first is None or first.kind == "leave":
-                return
+                return first is not None
             if first.kind == "finish":
                 self._run.finish(worker, first.header.transfer_s, first.header.can_evaluate)
                 if not await self._send_outbox(stream, worker):
-                    return
+                    return False
                 goodbye = await stream.read("leave")
                 if goodbye is not None:
                     self._run.report(worker, dict(goodbye.header.metrics))
-                return
+                return goodbye is not None
             if not await self._contribution(stream, worker, first) or not await self._send_outbox(stream, worker):
-                return
+                return False
 
     async def _contribution(self, stream: _Stream, worker: Worker, first: Frame) -> bool:
         """Stage one contribution and hand it to the run; False when the stream ended in the middle."""

@@ -127,11 +127,10 @@ class Policy(ABC):
     # ---- events ------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
-        """A worker is ready for weights. A rank new to a running job starts at the slowest live step,
-        so that it neither stalls the others nor repeats what they have done."""
-        floor = self.min_step if self.members else 0
-        step = max(self.last_step.get(rank, 0), floor)
-        self.last_step[rank] = step
+        """A worker is ready for weights. A rank that was here before goes on at its own step; one that is
+        new to a running job starts at the slowest live step, so that it neither stalls the others nor
+        repeats what they have done."""
+        step = self.last_step.setdefault(rank, self.min_step)
         self.members[rank] = Member(rank, step)
         return self._joined(rank) + self._settle(now)
 
