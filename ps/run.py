@@ -210,7 +210,9 @@ class Run:
     def _enter(self, worker: Worker) -> None:
         worker.state = "waiting"
         worker.waiting_since = self._now()
-        self._perform(self.policy.joined(worker.rank, self._now()))
+        decisions = self.policy.joined(worker.rank, self._now())
+        log.info("admitted", rank=worker.rank, step=self.policy.last_step[worker.rank])
+        self._perform(decisions)
 
     # ---- contributions --------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def test_a_replacement_goes_on_at_the_dead_workers_step(cluster):
     victim.wait()
     server.until(lambda: bool(server.events("left")), "departure")
     replacement = cluster.script(1, "onehot.py", str(STEPS))
-    server.until(lambda: len(server.events("joined")) == 3, "replacement")
+    server.until(lambda: len(server.events("admitted")) == 3, "replacement")
     (cluster.folder / "go").touch()
     assert [survivor.wait(), replacement.wait(), server.wait()] == [0, 0, 0]
     assert torch.equal(_applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
@@ -110,7 +110,7 @@ def test_a_late_worker_of_an_open_run_starts_at_the_slowest_step(cluster):
     first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "12")
     first.until(lambda: "at the gate" in first.output, "gate")
     second = cluster.script(1, "onehot.py", str(STEPS))
-    server.until(lambda: len(server.events("joined")) == 2, "second worker")
+    server.until(lambda: len(server.events("admitted")) == 2, "second worker")
     (cluster.folder / "go").touch()
     assert [first.wait(), second.wait(), server.wait()] == [0, 0, 0]
     applied = _applied(cluster.folder / "w.safetensors", 2)
