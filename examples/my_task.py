@@ -32,9 +32,7 @@ class MyTask:
     # Called once per worker; the first worker's weights become the run's.
     def model(self) -> nn.Module:
         width = self.hidden
-        return nn.Sequential(
-            nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
-        )
+        return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
     # Any map-style data set; each worker gets its share of the samples, shuffled anew every epoch.
     def train_data(self) -> Dataset:

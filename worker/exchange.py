@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,16 @@ class Sums:
     num_exchanges: int = 0
 
 
+class Moments(NamedTuple):
+    """Of one exchange, perf_counter seconds: what `ps-bench exchange` divides it by."""
+
+    begun: float
+    sent: float  # encoded and given to the connection
+    answered: float  # the answer has come, its weights have not
+    done: float
+    held_s: float  # as in Answer
+
+
 class Exchange:
     """One worker's membership in a run. Blocking; raises the errors of `common/errors.py`."""
 
@@ -65,6 +75,7 @@ class Exchange:
         self._retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank)
         self.sums = Sums()
+        self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
         self._transfer: Transfer | None = None
         self._optimizer: OptimizerSpec | None = None
@@ -141,6 +152,7 @@ class Exchange:
         started = time.perf_counter()
         changed = hyperparameters if hyperparameters != self._sent_hyperparameters else []
         pieces = self._encode(self._transfer.gather(source))
+        sent = time.perf_counter()
         try:
             self._client.send(
                 contribution_frames(
@@ -148,8 +160,11 @@ class Exchange:
                     (loss, compute_s, self._last_transfer_s),
                 )
             )  # fmt: skip
-            answer = self._take_answer(self._expect("answer"))
+            received = self._expect("answer")
+            answered = time.perf_counter()
+            answer = self._take_answer(received)
             self._sent_hyperparameters = hyperparameters
+            self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
         except Lost as lost:
             answer = self._rejoin(lost)
         elapsed_s = time.perf_counter() - started

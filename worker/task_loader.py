@@ -90,7 +90,7 @@ def _is_machinery(module: str) -> bool:
     """By module name, not by path: a user's file may well lie in a checkout of ours."""
     if module.startswith("paramserver.worker.tasks."):
         return False
-    return module.partition(".")[0] in {"paramserver", "importlib", "_frozen_importlib", "contextlib"}
+    return module.partition(".")[0] in {"paramserver", "importlib"}
 
 
 def _from_file(name: str) -> Callable[..., Any]:

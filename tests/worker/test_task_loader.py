@@ -18,7 +18,6 @@ from paramserver.worker.tasks.linear import Linear
 from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "my_task.py"
 
 GOOD = """
     class Good:
@@ -59,6 +58,13 @@ def call_as_paramserver(function: Callable[..., Any], *args: Any) -> Any:
     return namespace["call"](function, args)
 
 
+def run(path: Path) -> dict[str, Any]:
+    """What the file at `path` defines."""
+    names: dict[str, Any] = {"__name__": "their_task"}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return names
+
+
 # What loads
 
 
@@ -69,8 +75,10 @@ def test_a_built_in_task_gets_seed_and_device_and_task_args_win():
     assert torch.equal(load("linear", num_samples=10, seed=8).w_star, Linear(seed=8).w_star)
 
 
-def test_a_class_in_a_file_gets_its_arguments(write):
+def test_a_class_in_a_file_gets_its_arguments(write, monkeypatch):
     path = write(GOOD)
+    monkeypatch.chdir(path.parent)
+    assert load("their_task.py:Good").given == (64, 7, CPU)
     assert load(f"{path}:Good").given == (64, 7, CPU)
     assert load(f"{path}:Good", hidden=5, seed=1).given == (5, 1, CPU)
 
@@ -78,11 +86,6 @@ def test_a_class_in_a_file_gets_its_arguments(write):
 def test_a_function_that_returns_a_task_will_do(write):
     path = write(GOOD + "    def build(**anything):\n        return Good(anything['width'])\n")
     assert load(f"{path}:build", width=9).given == (9, None, None)
-
-
-def test_a_relative_path_is_taken_from_the_working_directory(write, monkeypatch):
-    monkeypatch.chdir(write(GOOD).parent)
-    assert load("their_task.py:Good").given == (64, 7, CPU)
 
 
 def test_the_file_may_import_its_neighbours(write):
@@ -120,20 +123,6 @@ def test_data_sets_of_the_file_travel_to_spawned_data_loader_workers(write):
     data = load(f"{path}:Task").train_data()
     loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="spawn")
     assert [batch.tolist() for batch in loader] == [[0, 1, 4, 9]]
-
-
-def test_the_example_learns_with_the_default_optimizer():
-    task = load_task(f"{EXAMPLE}:MyTask", {"hidden": 64}, seed=0, device=CPU)
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-    data = task.train_data()
-    for _ in range(600):
-        optimizer.zero_grad()
-        task.loss(model, data[torch.randint(len(data), (32,), generator=generator)]).backward()
-        optimizer.step()
-    assert task.evaluate(model)["accuracy"] > 0.97
 
 
 # Mistakes of the configuration
@@ -237,10 +226,8 @@ def test_a_file_that_failed_is_tried_again(write):
 
 def test_frames_of_torch_below_the_users_stay(write):
     path = write("import torch\nmodel = torch.nn.Linear(3, 1)\ndef loss():\n    return model(torch.ones(2, 5))\n")
-    module: dict[str, Any] = {"__name__": "their_task"}
-    exec(compile(path.read_text(), str(path), "exec"), module)
     with pytest.raises(UserCodeError, match="shapes cannot be multiplied") as caught:
-        call_as_paramserver(module["loss"])
+        call_as_paramserver(run(path)["loss"])
     shown = frames(format_user_traceback(caught.value))
     assert shown[0] == f'File "{path}", line 4, in loss'
     assert "torch" in shown[-1]
@@ -279,19 +266,9 @@ def test_an_error_in_a_built_in_task_shows_the_task():
 
 
 def test_the_cause_of_an_exception_is_shown_with_it(write):
-    path = write(
-        """
-        def loss():
-            try:
-                {}["weights"]
-            except KeyError as error:
-                raise RuntimeError("no weights") from error
-        """
-    )
-    module: dict[str, Any] = {"__name__": "their_task"}
-    exec(compile(path.read_text(), str(path), "exec"), module)
+    path = write("def loss():\n  try: {}['weights']\n  except KeyError as error: raise RuntimeError('no') from error\n")
     with pytest.raises(UserCodeError) as caught:
-        call_as_paramserver(module["loss"])
+        call_as_paramserver(run(path)["loss"])
     text = format_user_traceback(caught.value)
     assert "KeyError: 'weights'" in text
     assert "direct cause" in text

@@ -36,9 +36,7 @@ _FIX = "put the four files of the MNIST distribution there, gzipped (.gz) or not
 class Mnist:
     """28x28 images in ten classes and the CNN of the digits task. Images stay bytes until a batch is used."""
 
-    def __init__(
-        self, *, data_dir: str = "data/mnist", channels: Sequence[int] = (32, 64), hidden: int = 128
-    ) -> None:
+    def __init__(self, *, data_dir: str = "data/mnist", channels: Sequence[int] = (32, 64), hidden: int = 128) -> None:
         self._channels = check_channels(channels, side=_SIDE)
         self._hidden = check_whole("hidden", hidden, least=1)
         paths = _find(data_dir)
@@ -102,9 +100,7 @@ def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Te
             fix=_FIX,
         )
     if int(labels.max()) >= _NUM_CLASSES:
-        raise UsageError(
-            f"{labels_path}: label {int(labels.max())}, expected 0 to {_NUM_CLASSES - 1}", fix=_FIX
-        )
+        raise UsageError(f"{labels_path}: label {int(labels.max())}, expected 0 to {_NUM_CLASSES - 1}", fix=_FIX)
     return images.unsqueeze(1), labels
 
 
@@ -123,9 +119,7 @@ def read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
             fix=_FIX,
         )
     if len(content) < num_header_bytes:
-        raise UsageError(
-            f"{path}: is {len(content)} bytes, expected a header of {num_header_bytes}", fix=_FIX
-        )
+        raise UsageError(f"{path}: is {len(content)} bytes, expected a header of {num_header_bytes}", fix=_FIX)
     shape = struct.unpack_from(f">{num_dims}I", content, 4)
     expected = num_header_bytes + math.prod(shape)
     if len(content) != expected:
