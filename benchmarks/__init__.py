@@ -1,1 +1,1 @@
-"""ps-bench: measures the real programs over loopback."""
+"""ps-bench: the figures of the README, measured on the machine at hand with the real programs."""

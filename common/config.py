@@ -29,6 +29,8 @@ class TaskConfig(Section):
     @field_validator("name")
     @classmethod
     def _known_task(cls, value: str) -> str:
+        if value.endswith(".py"):
+            raise ValueError(f"'{value}' names a file: say which task in it, {value}:NAME")
         return value if ".py:" in value else TASKS.check(value)
 
 

@@ -97,7 +97,7 @@ class PlainScreen:
         self._output = _Output(on_lost)
         self._last_lines = LastLines()
         self._interval_s = interval_s
-        self._shown_at = float("-inf")
+        self._shown, self._shown_at = "", float("-inf")
 
     def note(self, event: str, sentence: str, level: str = "info") -> None:
         style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
@@ -110,9 +110,10 @@ class PlainScreen:
 
     def status(self, line: str, status: Status, now: float) -> None:
         # A tenth early is in time: the server's interval and this one have no common clock.
-        if now - self._shown_at >= 0.9 * self._interval_s:
-            self._output.print(Text(status_line(status)))
-            self._shown_at = now
+        text = status_line(status)
+        if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
+            self._output.print(Text(text))
+            self._shown, self._shown_at = text, now
 
     def tick(self, now: float) -> None:
         pass
@@ -178,9 +179,8 @@ class LiveScreen(PlainScreen):
 
     def _flush(self) -> None:
         if self._lines:
-            self._output.print(Text("\n").join(self._lines))  # draws the table again below them
+            self._output.print(Text("\n").join(self._lines))  # draws the table below them again, as it was
             self._lines.clear()
-            self._is_drawn = True
 
 
 class JsonScreen:

@@ -18,6 +18,11 @@ from enum import StrEnum
 from .exits import describe_exit, shell_code, signal_name
 from .plan import SERVER, Child
 
+# A server whose workers are all done has nothing left to do but to write its results. It is told
+# to end soon (a script may leave without a goodbye), and killed late: large weights take a while.
+_SERVER_END_S = 2.0
+_SERVER_WRITE_GRACES = 10  # times the grace time
+
 
 class Phase(StrEnum):
     STARTING = "starting"  # without a server this phase is skipped
@@ -112,7 +117,7 @@ class Supervisor:
         if child == SERVER and self.phase is Phase.STARTING:
             return self._failed(child, 1, now, "ended before it was listening")
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            self.phase, self.deadline = Phase.ENDING, now + self._grace_s
+            self.phase, self.deadline = Phase.ENDING, now + _SERVER_END_S
         return self._finish_when_empty()
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
@@ -129,15 +134,20 @@ class Supervisor:
         if self.deadline is None or now < self.deadline:
             return []
         self.deadline = None
-        late = f"still there after {self._grace_s:g} s"
-        if self.phase is Phase.ENDING and self._states[SERVER] is State.RUNNING:
-            self._states[SERVER] = State.STOPPING
-            self.deadline = now + self._grace_s
-            return [Terminate(SERVER, f"every worker is done, the server is {late}")]
         if self.phase is Phase.ENDING:
-            self.phase = Phase.DRAINING
-            self._outcome = Finish(1, f"the server did not end when told to: {late}", SERVER, -9)
-        return [Kill(child, late) for child in self._alive()]
+            return self._server_is_late(now)
+        return [Kill(child, f"still there after {self._grace_s:g} s") for child in self._alive()]
+
+    def _server_is_late(self, now: float) -> list[Decision]:
+        patience_s = _SERVER_WRITE_GRACES * self._grace_s
+        if self._states[SERVER] is State.RUNNING:
+            self._states[SERVER] = State.STOPPING
+            self.deadline = now + patience_s
+            return [Terminate(SERVER, "every worker is done")]
+        self.phase = Phase.DRAINING
+        reason = f"the server was told to end and was still there after {patience_s:g} s"
+        self._outcome = Finish(1, reason, SERVER, -9)
+        return [Kill(SERVER, reason)]
 
     def _failed(self, child: Child, code: int, now: float, what: str = "") -> list[Decision]:
         # A restart with back-off belongs here: while the budget lasts, answer with a later Start

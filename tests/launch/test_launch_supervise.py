@@ -90,17 +90,19 @@ TRANSCRIPTS = {
         listening                -> start worker 0, start worker 1 (the server is listening)
         exit worker 0 0 at 50    ->
         exit worker 1 0 at 50    ->
-        tick at 60               -> end server (every worker is done, the server is still there after 10 s)
-        exit server 143 at 61    -> finish 0 (every process ended with exit code 0)
+        tick at 51.9             ->
+        tick at 52               -> end server (every worker is done)
+        exit server 143 at 53    -> finish 0 (every process ended with exit code 0)
     """,
-    "and then killed": """
+    "and killed much later, since it may be writing large weights": """
         begin                    -> start server (the workers need its address)
         listening                -> start worker 0, start worker 1 (the server is listening)
         exit worker 0 0 at 50    ->
         exit worker 1 0 at 50    ->
-        tick at 60               -> end server (every worker is done, the server is still there after 10 s)
-        tick at 70               -> kill server (still there after 10 s)
-        exit server -9 at 70     -> finish 1 (the server did not end when told to: still there after 10 s)
+        tick at 52               -> end server (every worker is done)
+        tick at 151.9            ->
+        tick at 152              -> kill server (the server was told to end and was still there after 100 s)
+        exit server -9 at 152    -> finish 1 (the server was told to end and was still there after 100 s)
     """,
     "a server that fails while writing its results": """
         begin                    -> start server (the workers need its address)

@@ -75,6 +75,7 @@ class Cluster:
         self.folder = folder
         self.processes: list[Process] = []
         self.address = ""
+        self.scripts = SCRIPTS
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
         self._env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 

@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 import paramserver
+import torch
 
 MAX_WORKERS = 8
 

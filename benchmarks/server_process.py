@@ -1,0 +1,108 @@
+"""A real `ps-server` in a process of its own, for as long as a measurement takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..common.config_sources import LAUNCHER_ENV_NAMES
+from ..common.errors import ParamServerError
+
+_START_S = 60.0
+_STOP_S = 10.0
+
+
+class ServerProcess:
+    """A started server: its address, and the events it writes. Made by `running_server`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
+        self.events: list[dict[str, Any]] = []
+        self._process = process
+        self._said: list[str] = []  # lines that are no events: a message for a person
+        self._changed = threading.Condition()
+        self._has_ended = False
+        self._reader = threading.Thread(target=self._read, name="server-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def address(self) -> str:
+        return str(self.wait_for("listening", _START_S)["address"])
+
+    def wait_for(self, event: str, timeout_s: float) -> dict[str, Any]:
+        """The first event of this name. ParamServerError, with the server's own words, when it does not come."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                found = next((one for one in self.events if one.get("event") == event), None)
+                if found is not None:
+                    return found
+                left_s = deadline - time.monotonic()
+                if self._has_ended or left_s <= 0:
+                    what = "ended" if self._has_ended else f"said nothing for {timeout_s:g} s"
+                    said = "".join(f"\n{line}" for line in self._said[-20:])
+                    raise ParamServerError(f"ps-server {what} before '{event}'{said}")
+                self._changed.wait(left_s)
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            with self._changed:
+                if isinstance(event, dict):
+                    self.events.append(event)
+                else:
+                    self._said.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End it: asked first, killed by its id after a while."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_STOP_S)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[ServerProcess]:
+    """`ps-server` on a free loopback port with these flags, listening; stopped at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", *flags],
+        env={**clean_environment(), "PS_LOG__FORMAT": "json", "PS_SERVER__DRAIN_S": "0.5"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    server = ServerProcess(process)
+    try:
+        server.wait_for("listening", _START_S)
+        yield server
+    finally:
+        server.stop()
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without settings of ours: a benchmark's settings are its flags alone."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES
+    }

@@ -1,0 +1,11 @@
+"""The model of onehot.py with another optimizer."""
+
+import sys
+
+import paramserver
+import torch
+
+model = torch.nn.Module()
+model.seen = torch.nn.Parameter(torch.zeros(8 * int(sys.argv[1])))
+with paramserver.connect() as session:
+    session.optimizer(model, torch.optim.Adam(model.parameters(), lr=1.0))

@@ -1,0 +1,122 @@
+"""Every mode trains a real task through the real programs, and writes what it says it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from paramserver.common.registry import MODES
+from paramserver.worker.tasks.xor import ENTRY as Xor
+from safetensors.torch import load_file
+
+XOR = (
+    "--task",
+    "xor",
+    "--optimizer",
+    "adam",
+    "--lr",
+    "0.05",
+    "--batch-size",
+    "64",
+    "--set",
+    "task.args={num_samples: 20000}",
+)
+
+
+@pytest.mark.parametrize("mode", MODES.names())
+def test_mode_trains_saves_and_summarises(cluster, mode):
+    server = cluster.server(
+        "--mode", mode, "--workers", "2", "--steps", "303", "--save", "w.safetensors", "--summary", "s.json", *XOR
+    )
+    workers = [cluster.worker(rank) for rank in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
+    assert server.wait() == 0
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["mode"] == mode
+    assert summary["final"]["loss"] < 0.3
+    assert summary["version"] == summary["updates"]
+    assert all(row["bytes_sent"] > 0 and row["compute_s"] > 0 for row in summary["workers"])
+    # The saved weights load into the bare model and are the ones that were evaluated.
+    task = Xor(num_samples=1000)
+    model = task.model()
+    model.load_state_dict(load_file(cluster.folder / "w.safetensors"))
+    assert task.evaluate(model)["loss"] == pytest.approx(summary["final"]["loss"], rel=1e-4)
+
+
+def _bytes_sent(cluster, mode: str, *flags: str) -> int:
+    server = cluster.server("--mode", mode, "--workers", "2", "--steps", "50", "--summary", "s.json", *XOR, *flags)
+    workers = [cluster.worker(rank) for rank in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert server.wait() == 0
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["local_steps"] == (8 if mode == "localsgd" else 1)
+    assert summary["updates"] == (7 if mode == "localsgd" else 50)  # 8 does not divide 50: a last round of 2
+    return summary["workers"][0]["bytes_sent"]
+
+
+def test_localsgd_sends_a_kth_of_the_bytes_of_sync(cluster):
+    sync, local = _bytes_sent(cluster, "sync"), _bytes_sent(cluster, "localsgd", "--local-steps", "8")
+    # 7 contributions instead of 50. Beside the tensors there is the join, about 1 KB in both.
+    assert local == pytest.approx(sync * 7 / 50, abs=1500)
+
+
+def test_polyak_average_is_kept_evaluated_and_saved(cluster):
+    server = cluster.server(
+        "--mode", "sync", "--workers", "1", "--steps", "100", "--summary", "s.json", "--save", "w.safetensors",
+        "--set", "store.polyak=0.9", "--set", "output.save_averaged=true", *XOR,
+    )  # fmt: skip
+    worker = cluster.worker(0)
+    assert [worker.wait(), server.wait()] == [0, 0]
+    final = json.loads((cluster.folder / "s.json").read_text())["final"]
+    task = Xor(num_samples=1000)
+    model = task.model()
+    model.load_state_dict(load_file(cluster.folder / "w.safetensors"))
+    assert task.evaluate(model)["loss"] == pytest.approx(final["averaged_loss"], rel=1e-4)
+    assert final["averaged_loss"] != final["loss"]
+
+
+def test_bf16_codec_halves_the_upload(cluster):
+    server = cluster.server(
+        "--mode", "async", "--workers", "1", "--steps", "40", "--summary", "s.json", "--task", "digits"
+    )
+    worker = cluster.worker(0, "--set", "worker.codec=bf16")
+    assert [worker.wait(), server.wait()] == [0, 0]
+    row = json.loads((cluster.folder / "s.json").read_text())["workers"][0]
+    assert row["bytes_sent"] < 0.55 * row["bytes_received"]
+
+
+def test_batchnorm_statistics_are_averaged(cluster):
+    """Two ranks see data of different means; the statistics that end in the model lie between."""
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "30", "--save", "w.safetensors")
+    workers = [cluster.script(rank, "batchnorm.py") for rank in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
+    assert server.wait() == 0
+    saved = load_file(cluster.folder / "w.safetensors")
+    assert saved["0.running_mean"].mean().item() == pytest.approx(1.0, abs=0.1)  # of 0 and 2
+    assert saved["0.num_batches_tracked"].item() == 30
+    assert saved["0.num_batches_tracked"].dtype == torch.int64
+
+
+def test_schedulers_work_and_every_step_is_taken_under_its_own_rate(cluster):
+    """The server's learning rate is the schedule's: with a unit gradient the weight ends at minus its sum."""
+    server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "10", "--save", "w.safetensors")
+    script = cluster.script(0, "scheduled.py")
+    assert [script.wait(), server.wait()] == [0, 0], script.output
+    rates = [0.5 * 0.5 ** (step // 3) for step in range(10)]
+    assert load_file(cluster.folder / "w.safetensors")["weight"].item() == pytest.approx(-sum(rates), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["async", "localsgd"])
+def test_the_script_of_a_user_trains_alone_without_a_server(cluster, mode):
+    alone = cluster.start("alone", str(cluster.scripts / "scheduled.py"), PS_RUN__STEPS="10", PS_RUN__MODE=mode)
+    assert alone.wait() == 0, alone.output
+    rates = [0.5 * 0.5 ** (step // 3) for step in range(10)]
+    assert float(alone.output.split("weight")[1]) == pytest.approx(-sum(rates), rel=1e-6)
+
+
+def test_dataloader_workers_do_not_hang(cluster):
+    """gRPC and fork: loader processes are forked after the connection was made."""
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", "40")
+    script = cluster.script(0, "forking_loader.py")
+    assert [script.wait(), server.wait()] == [0, 0], script.output

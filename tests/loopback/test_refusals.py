@@ -1,0 +1,185 @@
+"""What a user does wrong, through the real programs: exit code, what happened, what to do, and nothing lost."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STEPS = 25
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("ps", "--mode", "ssb"), 2, ["unknown mode 'ssb'", "did you mean 'ssp'?"]),
+        (("ps", "--optimizer", "adm"), 2, ["unknown optimizer 'adm'", "'adam'"]),
+        (("ps", "--optimizer", "lbfgs"), 2, ["elementwise", "sgd"]),
+        (("ps", "--task", "digit"), 2, ["unknown task 'digit'", "'digits'"]),
+        (("ps", "--stalenes", "3"), 2, ["--stalenes", "--staleness"]),
+        (("ps", "--steps", "-5"), 2, ["flag --steps", "-5"]),
+        (("ps", "--mode", "ssp", "--staleness", "-1"), 2, ["flag --staleness", "-1"]),
+        (("ps", "--set", "run.stepz=3"), 2, ["unknown key 'run.stepz'", "'run.steps'"]),
+        (("ps", "--save", "missing/w.safetensors"), 14, ["no directory missing", "mkdir -p missing"]),
+        (("ps", "--save", "w.pt"), 2, [".safetensors"]),
+        (("ps", "--listen", "0.0.0.0:0"), 11, ["neither encrypted nor authenticated", "--insecure"]),
+        (("ps", "--listen", "here"), 2, ["'here' is not HOST:PORT"]),
+        (("worker", "--rank", "-1"), 2, ["flag --rank", "-1"]),
+        (("worker", "--batch-size", "0"), 2, ["flag --batch-size", "0"]),
+        (("worker", "--device", "cuda:99"), 2, ["cuda:99", "0 CUDA devices" if not torch.cuda.is_available() else "cuda"]),
+        (("worker", "--server", "127.0.0.1:1", "--set", "worker.give_up_s=0.5"), 15, ["127.0.0.1:1", "0.5", "ps-server"]),
+    ],
+)  # fmt: skip
+def test_mistake_gets_its_exit_code_and_a_way_out(cluster, argv, code, words):
+    result = cluster.command(*argv)
+    assert result.returncode == code, result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_mistake_in_yaml_is_named_by_file_and_line(cluster):
+    (cluster.folder / "run.yaml").write_text("run:\n  mode: ssp\n  stepz: 3\n")
+    result = cluster.command("ps", "--config", "run.yaml")
+    assert (result.returncode, "run.yaml:3" in result.stderr, "run.steps" in result.stderr) == (2, True, True)
+
+
+def test_port_in_use(cluster):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = cluster.command("ps", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert result.returncode == 10
+    assert "in use" in result.stderr
+
+
+def test_worker_waits_for_a_server_that_comes_later(cluster):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        cluster.address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = cluster.script(0, "onehot.py", "5")
+    script.event("waiting_for_server")
+    server = cluster.server("--steps", "5", "--workers", "1", "--listen", cluster.address)
+    assert [script.wait(), server.wait()] == [0, 0]
+
+
+def test_rank_beyond_the_workers_is_refused(cluster):
+    cluster.server("--workers", "2", "--steps", "5")
+    worker = cluster.worker(2)
+    assert worker.wait() == 13
+    assert "ranks 0 to 1" in worker.output
+    assert "Traceback" not in worker.output
+
+
+def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS), "--save", "w.safetensors")
+    older = cluster.worker(
+        0, "--task", "xor", "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.05"
+    )
+    server.event("training_started")
+    newer = cluster.worker(0, "--task", "xor", "--set", "task.args={num_samples: 1000}")
+    assert older.wait() == 13
+    assert "another process joined as rank 0" in older.output
+    assert "--rank" in older.output
+    assert "Traceback" not in older.output
+    assert [newer.wait(), server.wait()] == [0, 0]
+    assert server.event("summary")["workers"][0]["steps"] == STEPS
+
+
+def test_another_model_is_refused_with_the_first_differences(cluster):
+    server = cluster.server("--mode", "async", "--steps", "200", "--task", "digits", "--workers", "1")
+    first = cluster.worker(0, "--set", "slowdown.base_s=0.02")
+    server.event("training_started")
+    other = cluster.worker(0, "--set", "task.args={hidden: 64}")
+    assert other.wait() == 12
+    assert "expected classifier.1.weight float32[128, 256], got classifier.1.weight float32[64, 256]" in other.output
+    assert "Traceback" not in other.output
+    assert first.popen.poll() in (None, 13)  # its rank was taken: that is the second worker's doing, not the server's
+
+
+def test_another_optimizer_is_refused(cluster):
+    server = cluster.server("--mode", "async", "--workers", "2", "--steps", "10")
+    first = cluster.script(0, "onehot.py", "10")
+    server.event("admitted")
+    other = cluster.script(1, "other_optimizer.py", "10")
+    assert other.wait() != 0
+    assert "expected optimizer SGD, got Adam" in other.output
+    assert first.popen.poll() is None
+
+
+def test_nan_is_rejected_counted_and_ends_the_run_after_a_number_in_a_row(cluster):
+    server = cluster.server(
+        "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",
+        "--summary", "s.json", "--set", "store.max_nonfinite=4",
+    )  # fmt: skip
+    healthy = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "never"), "5")
+    sick = cluster.script(1, "nan.py", str(STEPS))
+    assert server.wait() == 16, server.output
+    assert "4 contributions with NaN or Inf in a row" in server.output
+    assert sick.wait() != 0
+    healthy.signal(signal.SIGKILL)
+    weights = load_file(cluster.folder / "w.safetensors")["seen"]
+    assert torch.isfinite(weights).all()
+    assert weights.view(-1, STEPS)[0, :5].tolist() == [-1.0] * 5
+    rows = {row["rank"]: row for row in server.event("summary")["workers"]}
+    assert (rows[1]["rejected"], rows[1]["steps"]) == (4, 0)
+
+
+def test_a_task_that_raises_shows_its_own_traceback_and_only_that(cluster):
+    (cluster.folder / "mine.py").write_text(
+        textwrap.dedent("""
+        import torch
+        class Mine:
+            def model(self): return torch.nn.Linear(2, 1)
+            def train_data(self): return torch.utils.data.TensorDataset(torch.zeros(100, 2))
+            def loss(self, model, batch): return self.helper(batch)
+            def helper(self, batch): raise RuntimeError("my own mistake")
+            def evaluate(self, model): return {"loss": 0.0}
+        """)
+    )
+    cluster.server("--steps", "5")
+    worker = cluster.worker(0, "--task", "mine.py:Mine")
+    assert worker.wait() == 1
+    text = worker.output[worker.output.index("Traceback") :]
+    assert "RuntimeError: my own mistake" in text
+    assert "mine.py" in text
+    assert "trainer.py" not in text
+
+
+def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "100", "--task", "xor")
+    stays = cluster.worker(0, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.01")
+    goes = cluster.worker(1, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.01")
+    server.event("training_started")
+    goes.signal(signal.SIGTERM)
+    assert goes.wait() == 143
+    assert [stays.wait(), server.wait()] == [0, 0]
+    left = [event for event in server.events("left") if event["rank"] == 1]
+    assert left[0]["reason"] == "said goodbye"
+    assert server.event("summary")["updates"] == 100
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_server_stopped_by_a_signal_writes_its_weights(cluster, number, code):
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", "100000", "--save", "w.safetensors")
+    script = cluster.script(0, "onehot.py", "100", str(cluster.folder / "never"), "7")
+    script.until(lambda: "at the gate" in script.output, "gate")
+    server.signal(number)
+    assert server.wait() == code, server.output
+    assert load_file(cluster.folder / "w.safetensors")["seen"].sum().item() == -7
+
+
+def test_worker_of_a_server_that_was_started_anew_says_so(cluster):
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")
+    script = cluster.script(0, "onehot.py", "1000", str(cluster.folder / "go"), "3")
+    script.until(lambda: "at the gate" in script.output, "gate")
+    server.signal(signal.SIGKILL)
+    server.wait()
+    cluster.server("--mode", "async", "--workers", "1", "--steps", "1000", "--listen", cluster.address)
+    (cluster.folder / "go").touch()
+    assert script.wait() != 0
+    assert "started anew" in script.output

@@ -1,0 +1,102 @@
+"""ssp bounds version staleness by (2s + 1)(N - 1): by simulation of arbitrary speeds, and reached exactly.
+
+Between two contributions of one worker each other one makes at most 2s + 1: it may begin s behind
+and end s + 1 ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.common.registry import MODES
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Options, Policy
+
+
+@dataclass
+class Simulation:
+    """N workers under ssp. Who contributes next is the caller's choice among those that compute."""
+
+    policy: Policy
+    bases: dict[int, int]  # version a computing worker computes on
+    max_staleness: int = 0
+
+    @classmethod
+    def of(cls, num_workers: int, staleness: int) -> Simulation:
+        policy = MODES.load("ssp")(Options(num_workers=num_workers, staleness=staleness))
+        simulation = cls(policy, {})
+        for rank in range(num_workers):
+            simulation.perform(policy.joined(rank, 0.0))
+        return simulation
+
+    def perform(self, decisions: list) -> None:
+        commits = [decision for decision in decisions if isinstance(decision, Commit)]
+        assert len(commits) <= 1
+        for decision in decisions:
+            if isinstance(decision, Answer):
+                assert self.policy.lead(decision.rank) <= self.policy.options.staleness
+                self.bases[decision.rank] = self.policy.version
+
+    def contribute(self, rank: int) -> int:
+        """The staleness of this contribution: the version it is applied to minus its base."""
+        base = self.bases.pop(rank)
+        staleness = self.policy.version - base
+        self.perform(self.policy.contributed(rank, Contribution(self.policy.last_step[rank] + 1, base), 0.0))
+        assert self.policy.lead(rank) <= self.policy.options.staleness + 1
+        self.max_staleness = max(self.max_staleness, staleness)
+        return staleness
+
+
+@given(
+    num_workers=st.integers(1, 6),
+    staleness=st.integers(0, 4),
+    choices=st.lists(st.integers(0, 1000), max_size=150),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_order_of_contributions_stays_within_the_bound(
+    num_workers: int, staleness: int, choices: list[int]
+) -> None:
+    simulation = Simulation.of(num_workers, staleness)
+    for choice in choices:
+        computing = sorted(simulation.bases)
+        assert computing, "everybody waits"
+        # One worker in three choices is the one with the oldest base: stragglers make staleness.
+        fresh = sorted(computing, key=lambda rank: -simulation.bases[rank])
+        simulation.contribute(fresh[0] if choice % 3 else computing[choice // 3 % len(computing)])
+        assert simulation.max_staleness <= (2 * staleness + 1) * (num_workers - 1)
+
+
+@given(
+    staleness=st.integers(0, 4),
+    step_times=st.lists(st.floats(0.01, 50.0), min_size=2, max_size=6),
+)
+@settings(max_examples=150, deadline=None)
+def test_workers_of_any_speed_stay_within_the_bound(staleness: int, step_times: list[float]) -> None:
+    simulation = Simulation.of(len(step_times), staleness)
+    due = dict(enumerate(step_times))
+    for _ in range(120):
+        now, rank = min((due[rank], rank) for rank in simulation.bases)
+        waited = set(due) - set(simulation.bases)
+        simulation.contribute(rank)
+        assert simulation.max_staleness <= (2 * staleness + 1) * (len(step_times) - 1)
+        for admitted in set(simulation.bases) & (waited | {rank}):
+            due[admitted] = now + step_times[admitted]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_bound_is_reached(num_workers: int, staleness: int) -> None:
+    """s = 0 is not sync SGD: one worker's gradient is N - 1 versions old."""
+    simulation = Simulation.of(num_workers, staleness)
+    # Rank 0 runs ahead as far as it may start a step; the others are s behind it, then s + 1 ahead.
+    for _ in range(staleness):
+        simulation.contribute(0)
+    others = range(1, num_workers)
+    for _ in range(2 * staleness + 1):
+        for rank in others:
+            simulation.contribute(rank)
+    assert not set(others) & set(simulation.bases), "the others could go on without rank 0"
+    assert simulation.contribute(0) == (2 * staleness + 1) * (num_workers - 1)
+    assert set(simulation.bases) == set(range(num_workers))

@@ -1,0 +1,151 @@
+"""Protocol behaviour as transcripts under version control: one file beside this one is one story.
+
+    mode sync                       which policy
+    option num_workers 2            its options, as ps/policies/base.py names them
+    # a comment; blank lines are kept
+
+    join w0            -> what the policy decides, in its own words
+    contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
+    contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples
+    left w0            -> rank 0 is gone
+    after 2.5 s        -> time passes
+
+PS_UPDATE_SCENARIOS=1 writes the right-hand sides anew; read the diff before you commit it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paramserver.common.registry import MODES
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
+
+STORIES = sorted(Path(__file__).parent.glob("*.txt"))
+_NAMES = {
+    Outcome.START: "",
+    Outcome.APPLIED: "",
+    Outcome.REPEATED: " (repeated: nothing folded)",
+    Outcome.DROPPED: " (dropped: nothing folded)",
+}
+_CONTRIBUTE = re.compile(r"contribute w(\d+) s(\d+)(?: on v(\d+))?(?: x(\d+))?")
+
+
+@dataclass
+class Teller:
+    """Feeds events to a policy and says what it decided."""
+
+    policy: Policy
+    now: float = 0.0
+    bases: dict[int, int] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # of the last contribution
+    folded: list[str] = field(default_factory=list)  # since the last commit, in the order of folding
+
+    def tell(self, event: str) -> str:
+        if match := _CONTRIBUTE.fullmatch(event):
+            rank, step = int(match[1]), int(match[2])
+            base = int(match[3]) if match[3] else self.bases.get(rank, 0)
+            contribution = Contribution(step, base, int(match[4] or 1))
+            self.staleness[rank] = self.policy.version - base
+            return self._say(self.policy.contributed(rank, contribution, self.now), rank)
+        if match := re.fullmatch(r"(join|left) w(\d+)", event):
+            rank = int(match[2])
+            if match[1] == "join":
+                return self._say(self.policy.joined(rank, self.now), rank)
+            return self._say(self.policy.left(rank, self.now), None)
+        if match := re.fullmatch(r"after (\d+(?:\.\d+)?) s", event):
+            self.now += float(match[1])
+            return self._say(self.policy.tick(self.now), None)
+        raise AssertionError(f"no such event: {event}")
+
+    def _say(self, decisions: list[Any], rank: int | None) -> str:
+        said: list[str] = []
+        answers: dict[str, list[int]] = {}
+        for decision in decisions:
+            match decision:
+                case Fold(folded, weight):
+                    self.folded.append(f"w{folded}" + (f"*{weight:g}" if weight != 1 else ""))
+                case Commit(ranks, reason):
+                    assert sorted(ranks) == sorted(int(re.match(r"w(\d+)", name)[1]) for name in self.folded)
+                    stale = max(self.staleness[rank] for rank in ranks)
+                    said.append(f"commit [{' '.join(self.folded)}] ({reason}{f'; staleness {stale}' if stale else ''})")
+                    self.folded = []
+                case Answer(answered, outcome, _):
+                    self.bases[answered] = self.policy.version
+                    answers.setdefault(self._going_on(answered) + _NAMES[outcome], []).append(answered)
+                case Refuse(refused, kind, reason):
+                    said.append(f"refuse w{refused} {kind} ({reason})")
+                case Discard():
+                    pass  # the answer or refusal says so
+        said += [f"answer {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in answers.items()]
+        if rank is not None and (reason := self.policy.waiting().get(rank)) is not None:
+            said.append(f"(w{rank} waits: {reason})")
+        return "; ".join(said) or "(nothing)"
+
+    def _going_on(self, rank: int) -> str:
+        steps = self.policy.next_local_steps(rank)
+        if steps == 0:
+            how = ", all steps done"
+        elif self.policy.local_steps > 1:
+            how = f", {steps} local step{'s' if steps > 1 else ''}"
+        else:
+            how = ""
+        return f"version {self.policy.version}{how}"
+
+
+def play(story: str) -> str:
+    """The story with its right-hand sides as the policy has them now."""
+    lines = story.splitlines()
+    mode, options = None, {}
+    width = max((len(line.split("->")[0].rstrip()) for line in lines if "->" in line), default=0)
+    teller: Teller | None = None
+    told: list[str] = []
+    for line in lines:
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            told.append(line)
+        elif words[0] == "mode":
+            mode = words[1]
+            told.append(line)
+        elif words[0] == "option":
+            value = words[2]
+            options[words[1]] = value if words[1] == "weighting" else float(value) if "." in value else int(value)
+            told.append(line)
+        else:
+            assert mode is not None, "a story begins with its mode"
+            teller = teller or Teller(MODES.load(mode)(Options(**options)))
+            event = " ".join(line.split("->")[0].split())
+            told.append(f"{line.split('->')[0].rstrip():<{width}} -> {teller.tell(event)}")
+    return "\n".join(told) + "\n"
+
+
+@pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
+def test_story(path: Path) -> None:
+    expected = path.read_text(encoding="utf-8")
+    told = play(expected)
+    if os.environ.get("PS_UPDATE_SCENARIOS") == "1":
+        path.write_text(told, encoding="utf-8")
+        return
+    diff = "\n".join(
+        difflib.unified_diff(expected.splitlines(), told.splitlines(), path.name, "what the policy decides", lineterm="")
+    )
+    assert told == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
+
+
+def test_every_mode_ships_with_a_story() -> None:
+    modes = {re.search(r"^mode (\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[1] for path in STORIES}
+    assert modes == set(MODES.names())
+
+
+def test_a_changed_decision_fails_with_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: a story that tells something else is not accepted."""
+    monkeypatch.delenv("PS_UPDATE_SCENARIOS", raising=False)
+    path = tmp_path / "wrong.txt"
+    path.write_text("mode async\n\njoin w0 -> answer w0 version 7\n")
+    with pytest.raises(AssertionError, match=r"-join w0 -> answer w0 version 7\n *\+join w0 -> answer w0 version 0"):
+        test_story(path)
