@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-import torch
-from safetensors.torch import save
+from typing import TYPE_CHECKING
 
 from .errors import OutputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_writable(path: str) -> None:
@@ -32,6 +33,8 @@ def check_writable(path: str) -> None:
 
 def write_weights(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write safetensors for `model.load_state_dict(load_file(path))`; the old file stays until the new is whole."""
+    from safetensors.torch import save  # loads torch, which the launcher does without
+
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

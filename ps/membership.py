@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.errors import Reason, refusal
+from ..common.errors import ParamServerError, Reason, refusal
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Membership:
         return rank
 
 
-def replaced(rank: int, incarnation: int) -> Exception:
+def replaced(rank: int, incarnation: int) -> ParamServerError:
     """The refusal an older process of a rank gets."""
     return refusal(
         Reason.REPLACED,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..common.config import Config
-from ..common.errors import DivergedError, NotAdmittedError, ParamServerError, Reason, refusal
+from ..common.errors import DivergedError, ParamServerError, Reason, refusal
 from ..common.layout import Layout
 from ..common.log import get_logger
 from ..common.optimizers import Hyperparameters, OptimizerSpec, find_optimizer
@@ -95,12 +95,27 @@ class Worker:
     waiting_since: float | None = None
     staleness: int = 0
     hyperparameters: list[Hyperparameters] | None = None
+    interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
     can_evaluate: bool = False
     wants_weights: bool = True
 
     @property
     def rank(self) -> int:
         return self.seat.rank
+
+    def refuse(self, error: ParamServerError) -> None:
+        """End the worker's call, also while the service waits for its next message."""
+        self.outbox.put_nowait(Refused(error))
+        if self.state in ("computing", "uploading"):
+            self.interrupt()
+
+    def pending_refusal(self) -> ParamServerError | None:
+        """The refusal in the outbox, if there is one."""
+        while not self.outbox.empty():
+            item = self.outbox.get_nowait()
+            if isinstance(item, Refused):
+                return item.error
+        return None
 
 
 class Run:
@@ -145,7 +160,7 @@ class Run:
         seat, old_seat = self.membership.join(rank, previous)
         if old_seat is not None:
             old = self.workers.pop(seat.rank)
-            old.outbox.put_nowait(Refused(_as_error(replaced(seat.rank, old_seat.incarnation))))
+            old.refuse(replaced(seat.rank, old_seat.incarnation))
             self._perform(self.policy.left(seat.rank, self._now()))
             log.warning("replaced", rank=seat.rank, incarnation=old_seat.incarnation, by=seat.incarnation)
         stats = self.stats.setdefault(seat.rank, WorkerStats(seat.rank))
@@ -292,7 +307,7 @@ class Run:
                     self.tensors.then(partial(self._go, self.workers[rank], outcome.name, reason))
                 case Refuse(rank, kind, reason):
                     if rank in self.workers:
-                        self.workers[rank].outbox.put_nowait(Refused(refusal(Reason[kind], reason)))
+                        self.workers[rank].refuse(refusal(Reason[kind], reason))
         if decisions and self.store is not None:
             self.staging.look_again()
 
@@ -374,15 +389,19 @@ class Run:
             if heirs:
                 self._ask_for_weights(heirs[0])
         self._perform(self.policy.left(worker.rank, self._now()))
-        if self._done_sent and not self.workers:
+        if not self.workers and (self._done_sent or self._is_any_rank_through()):
             self._resolve(None)
         self._end_if_all_finished()
+
+    def _is_any_rank_through(self) -> bool:
+        """Some rank has taken all its steps: a script may leave then without a word."""
+        return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.last_step)
 
     def fail(self, error: BaseException) -> None:
         """End the run with an error; every worker is told."""
         if isinstance(error, ParamServerError):
             for worker in self.workers.values():
-                worker.outbox.put_nowait(Refused(error))
+                worker.refuse(error)
         self._resolve(error)
 
     def _resolve(self, error: BaseException | None) -> None:
@@ -397,7 +416,7 @@ class Run:
         """The server stops: every worker is told, so that it need not find out."""
         error = refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")
         for worker in self.workers.values():
-            worker.outbox.put_nowait(Refused(error))
+            worker.refuse(error)
 
     # ---- time and reports -----------------------------------------------------------------
 
@@ -436,7 +455,8 @@ class Run:
         """Seconds from the first answer to the last contribution."""
         if self._started_at is None:
             return 0.0
-        end = self._ended_at if self._done_sent and self._ended_at is not None else self._now()
+        is_over = self._done_sent or not self.workers
+        end = self._ended_at if is_over and self._ended_at is not None else self._now()
         return end - self._started_at
 
     def status(self) -> dict[str, Any]:
@@ -463,15 +483,18 @@ class Run:
             "mode": self.config.run.mode,
             "version": self.policy.version,
             "elapsed_s": round(self.elapsed_s, 2),
-            "step": min((self.policy.steps_done(rank) for rank in live), default=0),
+            "step": min((self.policy.steps_done(rank) for rank in live or self.policy.last_step), default=0),
             "steps": self.config.run.steps,
             "num_joined": len(self.workers),
-            "waiting": self.policy.waiting_reason() if self.store is not None else self._waiting_for_model(),
+            "waiting": self._waiting_for_all(),
             "workers": rows,
         }
 
-    def _waiting_for_model(self) -> str:
-        return "a worker to join" if not self.workers else "the initial weights"
+    def _waiting_for_all(self) -> str:
+        """What everyone waits for; empty when somebody may compute, or the run is over."""
+        if not self.workers:
+            return "" if self._is_any_rank_through() else "a worker to join"
+        return self.policy.waiting_reason() if self.store is not None else "the initial weights"
 
     def summary(self) -> Summary:
         """The results so far."""
@@ -490,7 +513,3 @@ class Run:
             final=final,
             workers=[stats.summary() for _, stats in sorted(self.stats.items())],
         )
-
-
-def _as_error(error: Exception) -> ParamServerError:
-    return error if isinstance(error, ParamServerError) else NotAdmittedError(str(error))

@@ -91,12 +91,20 @@ class ParameterServerService:
         reason = "connection lost"
         try:
             worker = await self._welcome(stream)
+            if worker is not None and (task := asyncio.current_task()) is not None:
+                worker.interrupt = task.cancel
             if worker is not None and await self._send_outbox(stream, worker):
                 said_goodbye = await self._contributions(stream, worker)
                 reason = "said goodbye" if said_goodbye else reason
         except ParamServerError as error:
             reason = error.message
             await self._refuse(context, worker, error)
+        except asyncio.CancelledError:
+            # Either the connection is gone, or the run has something to say that cannot wait.
+            if worker is None or (refused := worker.pending_refusal()) is None:
+                raise
+            reason = refused.message
+            await self._refuse(context, worker, refused)
         finally:
             if worker is not None:
                 self._run.leave(worker, reason)

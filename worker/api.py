@@ -10,19 +10,24 @@ Without a server (no address here, none in PS_SERVER) the same script trains alo
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import structlog
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ..common.cli import report
 from ..common.config import Config
 from ..common.config_sources import load_config
-from ..common.errors import UsageError
+from ..common.errors import ParamServerError, UsageError
+from ..common.log import setup_logging
 from ..common.optimizers import describe_optimizer
 from .data import num_samples_of, sharded_batches
 from .exchange import Exchange
@@ -83,7 +88,9 @@ class RemoteSession:
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
         self._figures: dict[str, float] = {}
+        self._is_closed = False
         self.settings = self._exchange.settings
+        atexit.register(self.close)  # for scripts that just end
 
     @property
     def rank(self) -> int:
@@ -141,16 +148,23 @@ class RemoteSession:
         self._figures.update({name: float(value) for name, value in figures.items()})
 
     def close(self) -> None:
-        self._exchange.leave(self._figures)
+        if not self._is_closed:
+            self._is_closed = True
+            self._exchange.leave(self._figures)
+
+    def _drop(self) -> None:
+        self._is_closed = True
+        self._exchange.drop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
-        if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit)):
+        # Interrupted or asked to stop is leaving in good order; a failure is not.
+        if kind is None or not issubclass(kind, Exception):
             self.close()
         else:
-            self._exchange.drop()
+            self._drop()
 
 
 class AloneSession:
@@ -227,7 +241,21 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     given as PS_SECTION__KEY in the environment.
     """
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
+    if not structlog.is_configured():
+        setup_logging(resolved.config.log, "script")
+        sys.excepthook = _explain
     return open_session(resolved.config, alone=not resolved.was_set("worker.server"))
+
+
+def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """An error of ours that a script does not catch ends it like our programs: explained, with its exit code."""
+    if not isinstance(error, ParamServerError):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    code = report("paramserver", error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def open_session(config: Config, alone: bool = False) -> Session:

@@ -1,0 +1,420 @@
+"""Where a setting comes from, which source wins, and what a user's mistake looks like: never a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from paramserver.common.config import Config
+from paramserver.common.config_sources import LAUNCHER_ENV_NAMES, Resolved, load_config, scalar_text
+from paramserver.common.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(
+    path: Any = None,
+    flags: dict[str, Any] | None = None,
+    sets: list[str] | None = None,
+    environ: dict[str, str] | None = None,
+) -> Resolved:
+    return load_config(str(path) if path is not None else None, flags or {}, sets or [], environ or {})
+
+
+def mistake(call: Callable[[], Any]) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert caught.value.exit_code == 2
+    assert "pydantic" not in caught.value.message
+    return caught.value
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# ---- precedence -------------------------------------------------------------------------------
+
+
+# From the weakest to the strongest; `run.workers` is the one key that all of them can set.
+SOURCES = ["launcher", "yaml", "environment", "set", "flag"]
+
+
+@pytest.mark.parametrize("given", [c for n in range(6) for c in itertools.combinations(SOURCES, n)], ids="+".join)
+def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str], Path]) -> None:
+    path = write("# comment\nrun:\n  steps: 9\n  workers: 12\n") if "yaml" in given else None
+    environ = {}
+    if "launcher" in given:
+        environ["WORLD_SIZE"] = "11"
+    if "environment" in given:
+        environ["PS_RUN__WORKERS"] = "13"
+    resolved = load(
+        path,
+        flags={"run.workers": 15 if "flag" in given else None},
+        sets=["run.workers=14"] if "set" in given else [],
+        environ=environ,
+    )
+    expected = {
+        "launcher": (11, "environment WORLD_SIZE"),
+        "yaml": (12, f"{path}:4"),
+        "environment": (13, "environment PS_RUN__WORKERS"),
+        "set": (14, "--set run.workers"),
+        "flag": (15, "flag --workers"),
+    }
+    value, origin = expected[given[-1]] if given else (None, "default")
+    assert resolved.config.run.workers == value
+    assert dict((key, (text, where)) for key, text, where in resolved.rows())["run.workers"] == (str(value), origin)
+    assert resolved.was_set("run.workers") == bool(given)
+    assert resolved.config.run.steps == (9 if path else 500)
+
+
+def test_the_last_set_wins() -> None:
+    assert load(sets=["run.steps=1", "run.steps=2"]).config.run.steps == 2
+
+
+def test_a_wrong_value_in_a_weaker_source_is_not_looked_at(write: Callable[[str], Path]) -> None:
+    assert load(write("run: {steps: many}\n"), flags={"run.steps": 3}).config.run.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({"RANK": "3"}, 3),
+        ({"SLURM_PROCID": "4"}, 4),
+        ({"OMPI_COMM_WORLD_RANK": "5"}, 5),
+        ({"PMI_RANK": "6"}, 6),
+        ({"JOB_COMPLETION_INDEX": "7"}, 7),
+        ({"RANK": "3", "SLURM_PROCID": "4"}, 3),
+        ({"RANK": "", "SLURM_PROCID": "4"}, 4),
+        ({"RANK": "0"}, 0),
+        ({}, None),
+    ],
+)
+def test_launchers_say_the_rank(environ: dict[str, str], rank: int | None) -> None:
+    assert load(environ=environ).config.worker.rank == rank
+    assert set(environ) <= LAUNCHER_ENV_NAMES
+
+
+def test_the_server_may_come_from_the_environment() -> None:
+    resolved = load(environ={"PS_SERVER": "10.0.0.1:50051", "PS_SERVER__LISTEN": "0.0.0.0:1", "PATH": "/bin"})
+    assert (resolved.config.worker.server, resolved.config.server.listen) == ("10.0.0.1:50051", "0.0.0.0:1")
+
+
+def test_nested_values_are_merged_key_by_key(write: Callable[[str], Path]) -> None:
+    path = write("task:\n  name: linear\n  args: {hidden: 8, noise: 0.5}\n")
+    resolved = load(path, environ={"PS_TASK__ARGS__HIDDEN": "16"}, sets=["task.args.extra=[1, 2]"])
+    assert resolved.config.task.args == {"hidden": 16, "noise": 0.5, "extra": [1, 2]}
+    assert load(path, sets=["task.args={a: 1}"]).config.task.args == {"a": 1}
+
+
+def test_optimizer_arguments_are_free() -> None:
+    resolved = load(sets=["optimizer.weight_decay=1e-2", "optimizer.betas=[0.9, 1e-1]"], environ={"PS_OPTIMIZER__LR": "1"})
+    assert resolved.config.optimizer.arguments() == {"lr": 1.0, "weight_decay": 0.01, "betas": [0.9, 0.1]}
+    assert ("optimizer.weight_decay", "0.01", "--set optimizer.weight_decay") in resolved.rows()
+
+
+# ---- what is printed ---------------------------------------------------------------------------
+
+
+def test_every_setting_is_a_row_with_its_origin(write: Callable[[str], Path]) -> None:
+    path = write("run:\n\n  steps: 7\n")
+    rows = {key: (value, origin) for key, value, origin in load(path).rows()}
+    sections = {name: info.annotation for name, info in Config.model_fields.items()}
+    assert set(rows) == {f"{name}.{leaf}" for name, section in sections.items() for leaf in section.model_fields}
+    assert rows["run.steps"] == ("7", f"{path}:3")
+    assert rows["run.seed"] == ("0", "default")
+    assert {origin for key, (_, origin) in rows.items() if key != "run.steps"} == {"default"}
+
+
+def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
+    """Who set one key of task.args must be found in --print-config, not 'default'."""
+    resolved = load(sets=["task.args.hidden=3"], environ={"PS_POLICY__EXTRA__ALPHA": "2"})
+    rows = [row for row in resolved.rows() if row[0].startswith(("task.args", "policy.extra"))]
+    assert any("--set task.args.hidden" in origin for _, _, origin in rows), rows
+    assert any("PS_POLICY__EXTRA__ALPHA" in origin for _, _, origin in rows), rows
+
+
+# ---- mistakes name file:line and the nearest key -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says", "fix"),
+    [
+        ("run:\n  stepz: 3\n", 2, "unknown key 'run.stepz'", "did you mean 'run.steps'?"),
+        ("run:\n  staleness: 3\n", 2, "unknown key 'run.staleness'", "did you mean 'policy.staleness'?"),
+        ("rum:\n  steps: 3\n", 1, "unknown section 'rum'", "did you mean 'run'?"),
+        ("\n\nsteps: 3\n", 3, "unknown section 'steps'", "did you mean 'run.steps'?"),
+        ("run: 3\n", 1, "'run' is a section, not a value", ""),
+        ("run: [steps]\n", 1, "'run' is a section, not a value", ""),
+        ("- run\n", 1, "expected sections", "see configs/digits.yaml"),
+        ("run:\n  steps: many\n", 2, "run.steps: input should be a valid integer", ""),
+        ("run:\n  steps: 0\n", 2, "run.steps: input should be greater than or equal to 1, got 0", ""),
+        ("run:\n  steps: 2.5\n", 2, "run.steps: input should be a valid integer", ""),
+        ("run:\n  steps: [1]\n", 2, "run.steps: input should be a valid integer, got [1]", ""),
+        ("run:\n  steps: {a: 1}\n", 2, "run.steps: input should be a valid integer", ""),
+        ("run:\n  steps:\n", 2, "run.steps: input should be a valid integer, got None", ""),
+        ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
+        ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
+        ("task:\n  name: digits\nrun:\n  mode: digits\n", 4, "unknown mode 'digits'", ""),
+        ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
+        ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
+        ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),
+        ("optimizer:\n  lr: fast\n", 2, "optimizer.lr: input should be a valid number", ""),
+        ("optimizer:\n  lr: 0\n", 2, "optimizer.lr: input should be greater than 0, got 0", ""),
+        ("worker:\n  device: gpu\n", 2, "worker.device: string should match pattern", ""),
+        ("output:\n  save: w.pt\n", 2, "let the name end in .safetensors", ""),
+        ("run:\n  steps: 3\n bad: indent\n", 3, "not valid YAML", ""),
+        ("run:\n\tsteps: 3\n", 2, "not valid YAML", ""),
+        ("run: {steps: 3\n", 2, "not valid YAML", ""),
+        ("run:\n  steps: *nobody\n", 2, "not valid YAML", ""),
+        ("run: {}\n---\nrun: {}\n", 2, "not valid YAML", ""),
+    ],
+)
+def test_a_mistake_in_the_file(text: str, line: int, says: str, fix: str, write: Callable[[str], Path]) -> None:
+    path = write(text)
+    error = mistake(lambda: load(path))
+    assert error.message.startswith(f"{path}:{line}: "), error.message
+    assert says in error.message
+    assert error.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run:\n  steps: !!python/object:os.system {}\n", 2),
+        ("run:\n  steps: !mine 3\n", 2),
+        ("run:\n  steps: !!int abc\n", 2),
+        ("task:\n  args:\n    when: 2024-13-45\n", 3),
+        ("task:\n  args: &loop\n    again: *loop\n", 2),
+        ("task:\n  args: {[1, 2]: 3}\n", 2),
+    ],
+    ids=["python object", "own tag", "wrong tag", "no such day", "loop", "list as key"],
+)
+def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, line: int, write: Callable[[str], Path]) -> None:
+    """Valid YAML syntax, no value: the user sees file and line, not a traceback."""
+    path = write(text)
+    error = mistake(lambda: load(path))
+    assert re.match(rf"{re.escape(str(path))}:\d+: ", error.message), error.message
+
+
+def test_several_mistakes_are_told_at_once(write: Callable[[str], Path]) -> None:
+    path = write("run:\n  steps: 0\n  seed: -1\npolicy:\n  staleness: -3\n")
+    lines = mistake(lambda: load(path)).message.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:3", f"{path}:5"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "begins"),
+    [
+        ({"flags": {"run.steps": 0}}, "flag --steps: run.steps: "),
+        ({"flags": {"task.name": "digit"}}, "flag --task: unknown task 'digit'"),
+        ({"flags": {"log.format": "xml"}}, "flag --log-format: log.format: "),
+        ({"flags": {"policy.local_steps": 0}}, "flag --local-steps: policy.local_steps: "),
+        ({"sets": ["run.steps=0"]}, "--set run.steps: run.steps: "),
+        ({"sets": [" run.stepz = 3"]}, "--set run.stepz: unknown key 'run.stepz'"),
+        ({"environ": {"PS_RUN__STEPS": "x"}}, "environment PS_RUN__STEPS: run.steps: "),
+        ({"environ": {"PS_RUN__STEPZ": "3"}}, "environment PS_RUN__STEPZ: unknown key 'run.stepz'"),
+        ({"environ": {"PS_RUM__STEPS": "3"}}, "environment PS_RUM__STEPS: unknown section 'rum'"),
+        ({"environ": {"RANK": "first"}}, "environment RANK: worker.rank: "),
+        ({"environ": {"WORLD_SIZE": "0"}}, "environment WORLD_SIZE: run.workers: "),
+    ],
+)
+def test_a_mistake_elsewhere_names_its_source(sources: dict[str, Any], begins: str) -> None:
+    assert mistake(lambda: load(**sources)).message.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["run.workers=2", "policy.min_workers=3"], "policy.min_workers is 3, but run.workers is 2"),
+        (["run.workers=2", "policy.backup_workers=2"], "policy.backup_workers is 2: it must be below run.workers, 2"),
+        (["run.workers=2", "worker.rank=2"], "worker.rank is 2: with run.workers 2 it is 0..1"),
+        (["output.save_averaged=true"], "output.save_averaged needs store.polyak"),
+        (["slowdown.straggler_rank=1"], "straggler_rank and straggler_every go together"),
+    ],
+)
+def test_settings_that_do_not_go_together(sets: list[str], says: str) -> None:
+    assert says in mistake(lambda: load(sets=sets)).message
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: folder / "nothing.yaml", "cannot read the configuration"),
+        (lambda folder: folder, "cannot read the configuration"),
+        (lambda folder: folder / "latin.yaml", "is not UTF-8 text"),
+    ],
+    ids=["missing", "folder", "latin-1"],
+)
+def test_a_file_that_cannot_be_read(make: Callable[[Path], Path], says: str, tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    path = make(tmp_path)
+    error = mistake(lambda: load(path))
+    assert says in error.message
+    assert str(path) in error.message
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run: {}\n"])
+def test_a_file_without_settings_is_fine(text: str, write: Callable[[str], Path]) -> None:
+    assert load(write(text)).config == Config()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_we_ship_are_valid(path: Path) -> None:
+    assert load(path).origins
+
+
+# ---- --set ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "run.steps", "steps=3", "=3", "run"])
+def test_a_set_of_another_form(text: str) -> None:
+    error = mistake(lambda: load(sets=[text]))
+    assert "not of the form section.key=value" in error.message
+    assert error.fix == "e.g. --set policy.staleness=2"
+
+
+@pytest.mark.parametrize("text", [".steps=3", "run.=3", "run..steps=3", "..=3", "run.steps.=3"])
+def test_a_set_with_an_empty_part(text: str) -> None:
+    mistake(lambda: load(sets=[text]))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["run.steps=3", "run.steps.x=3"],
+        ["run.steps.x=3"],
+        ["run.steps.x=3", "run.steps=many"],
+        ["task.args=5", "task.args.hidden=3"],
+        ["task.args.a=1", "task.args.a.b=2"],
+    ],
+)
+def test_a_key_below_a_value(sets: list[str]) -> None:
+    mistake(lambda: load(sets=sets))
+
+
+def test_a_key_below_a_value_of_the_file(write: Callable[[str], Path]) -> None:
+    path = write("run:\n  steps: 3\n")
+    assert "run.steps" in mistake(lambda: load(path, environ={"PS_RUN__STEPS__X": "1"})).message
+
+
+def test_a_value_may_hold_equals_signs() -> None:
+    assert load(sets=["task.args.filter=a=b"]).config.task.args == {"filter": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E-3", 1e-3),
+        ("-1e3", -1000.0),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("3", 3),
+        ("-3", -3),
+        ("0.1", 0.1),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("[1e-3, 2]", [1e-3, 2]),
+        ("{a: 1e-3}", {"a": 1e-3}),
+        ("text", "text"),
+        ("1.2.3", "1.2.3"),
+        ("e3", "e3"),
+        ("1e", "1e"),
+        ("10.0.0.1:50051", "10.0.0.1:50051"),
+        ("'quoted'", "quoted"),
+        ("a: b: c", "a: b: c"),
+        ("[unclosed", "[unclosed"),
+        ("*alias", "*alias"),
+        ("!tag x", "!tag x"),
+        ("2024-13-45", "2024-13-45"),
+    ],
+)
+def test_values_are_what_people_mean(text: str, value: Any) -> None:
+    got = load(sets=[f"task.args.x={text}"]).config.task.args["x"]
+    assert got == value
+    assert type(got) is type(value)
+    assert load(environ={"PS_TASK__ARGS__X": text}).config.task.args["x"] == value
+
+
+@pytest.mark.parametrize("text", ["lr: 1e-3", "lr: 1E-3", "lr: 0.001", "lr: .001", "lr: !!float 1e-3"])
+def test_numbers_in_the_file(text: str, write: Callable[[str], Path]) -> None:
+    assert load(write(f"optimizer:\n  {text}\n  eps: [1e-8]\n")).config.optimizer.arguments() == {"lr": 1e-3, "eps": [1e-8]}
+
+
+@pytest.mark.parametrize("quoted", ['"1e3"', "'1e3'", '"1.5"', "'007.5'"])
+def test_what_is_quoted_is_text(quoted: str, write: Callable[[str], Path]) -> None:
+    value = quoted[1:-1]
+    assert load(write(f"task:\n  args:\n    tag: {quoted}\n")).config.task.args == {"tag": value}
+    assert load(sets=[f"task.args.tag={quoted}"]).config.task.args == {"tag": value}
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "true"])
+@pytest.mark.parametrize("key", ["run.steps", "run.workers", "optimizer.lr"])
+def test_a_switch_is_no_number(key: str, text: str) -> None:
+    """`steps: yes` is a mistake, not one step."""
+    mistake(lambda: load(sets=[f"{key}={text}"]))
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc_", min_size=1), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(value=json_like)
+@example(value="1e3")
+@example(value="yes")
+@example(value="2024-01-01")
+@example(value="a: b")
+@example(value=" padded ")
+@example(value="two\nlines")
+@example(value=["1e3"])
+@example(value={"a": "1.5"})
+@settings(max_examples=300, deadline=None)
+def test_scalar_text_is_read_back_as_the_value(value: Any) -> None:
+    """What the launcher writes for its children."""
+    text = scalar_text(value)
+    got = load(sets=[f"task.args.x={text}"]).config.task.args["x"]
+    assert got == value
+    assert isinstance(got, bool) == isinstance(value, bool)
+
+
+@given(name=st.text(max_size=30), value=st.text(max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_no_set_gives_a_traceback(name: str, value: str) -> None:
+    for text in (f"{name}={value}", f"run.{name}={value}", f"task.args.{name}={value}", f"run.steps={value}"):
+        try:
+            load(sets=[text])
+        except UsageError as error:
+            assert error.message
+
+
+@given(text=st.text(alphabet="runsteplr:{}[]&*!-'\"\n 019.,#|>%@?", max_size=60))
+@example(text="run: {steps: !x 3}")
+@example(text="? [a]\n: 3\n")
+@example(text="run:\n  ? [a]\n  : 3\n")
+@example(text="<<: {run: {}}")
+@settings(max_examples=400, deadline=None)
+def test_no_file_gives_a_traceback(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8")
+    try:
+        load(path)
+    except UsageError as error:
+        assert str(path) in error.message

@@ -1,0 +1,113 @@
+"""One live seat a rank, incarnations that only grow, and older processes that stay out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paramserver.common.errors import ParamServerError, Reason
+from paramserver.ps.membership import Membership, Seat, replaced
+
+
+def refused(call) -> ParamServerError:
+    with pytest.raises(ParamServerError) as caught:
+        call()
+    return caught.value
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    """Processes join with and without a rank, return after a lost connection, and leave, also long after."""
+
+    @initialize(num_workers=st.none() | st.integers(1, 4))
+    def start(self, num_workers: int | None) -> None:
+        self.membership = Membership(num_workers)
+        self.seats: list[Seat] = []  # all ever given
+        self.live: dict[int, Seat] = {}
+
+    def _seated(self, seat: Seat, old: Seat | None, rank: int) -> None:
+        assert seat.rank == rank
+        assert old == self.live.get(rank)
+        earlier = [one.incarnation for one in self.seats if one.rank == rank]
+        assert seat.incarnation == len(earlier) + 1 > max(earlier, default=0)
+        self.seats.append(seat)
+        self.live[rank] = seat
+
+    @rule(rank=st.integers(0, 5))
+    def a_process_joins_as(self, rank: int) -> None:
+        limit = self.membership.num_workers
+        if limit is not None and rank >= limit:
+            error = refused(lambda: self.membership.join(rank, 0))
+            assert error.reason is Reason.RANK_OUT_OF_RANGE
+            assert f"ranks 0 to {limit - 1}" in error.message
+        else:
+            self._seated(*self.membership.join(rank, 0), rank)
+
+    @rule()
+    def a_process_joins_anywhere(self) -> None:
+        limit = self.membership.num_workers
+        free = [rank for rank in range(50) if rank not in self.live and (limit is None or rank < limit)]
+        if free:
+            self._seated(*self.membership.join(None, 0), free[0])
+        else:
+            error = refused(lambda: self.membership.join(None, 0))
+            assert error.reason is Reason.RUN_FULL
+            assert f"all {limit} ranks" in error.message
+
+    @precondition(lambda self: self.seats)
+    @rule(pick=st.integers(0, 100))
+    def a_process_returns(self, pick: int) -> None:
+        """Only the newest process of a rank may; an older one is told so, and takes nobody's place."""
+        seat = self.seats[pick % len(self.seats)]
+        if seat.incarnation == self.membership.num_joins[seat.rank]:
+            self._seated(*self.membership.join(seat.rank, seat.incarnation), seat.rank)
+        else:
+            error = refused(lambda: self.membership.join(seat.rank, seat.incarnation))
+            assert error.reason is Reason.REPLACED
+            assert f"rank {seat.rank}" in error.message
+
+    @precondition(lambda self: self.seats)
+    @rule(pick=st.integers(0, 100))
+    def a_process_leaves(self, pick: int) -> None:
+        seat = self.seats[pick % len(self.seats)]
+        assert self.membership.leave(seat) == (self.live.get(seat.rank) == seat)
+        if self.live.get(seat.rank) == seat:
+            del self.live[seat.rank]
+        assert self.membership.leave(seat) is False, "nobody leaves twice"
+
+    @rule(rank=st.integers(0, 3), incarnation=st.integers(50, 60))
+    def a_process_claims_an_incarnation_that_never_was(self, rank: int, incarnation: int) -> None:
+        limit = self.membership.num_workers
+        if limit is None or rank < limit:
+            assert refused(lambda: self.membership.join(rank, incarnation)).reason is Reason.REPLACED
+        assert self.membership.leave(Seat(rank, incarnation)) is False
+
+    @invariant()
+    def exactly_the_live_seats_are_current(self) -> None:
+        assert self.membership.live_ranks == sorted(self.live)
+        for seat in self.seats:
+            assert self.membership.is_current(seat) == (self.live.get(seat.rank) == seat)
+
+
+TestMembership = MembershipMachine.TestCase
+TestMembership.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_newer_process_fences_the_older_one() -> None:
+    membership = Membership(2)
+    older, _ = membership.join(1, 0)
+    newer, fenced = membership.join(1, 0)
+    assert fenced == older
+    assert not membership.is_current(older)
+    assert membership.leave(older) is False
+    assert membership.is_current(newer)
+    error = refused(lambda: membership.join(1, older.incarnation))
+    assert (error.reason, error.exit_code) == (Reason.REPLACED, 13)
+    assert error.fix
+
+
+def test_refusals_say_what_to_do() -> None:
+    error = refused(lambda: Membership(2).join(5, 0))
+    assert error.message == "no rank 5: the run has 2 workers, ranks 0 to 1"
+    assert error.fix == "use --rank 0 to 1, or start ps-server with --workers 6 or more"
+    assert "incarnation 3" in str(replaced(0, 3))

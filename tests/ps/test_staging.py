@@ -1,0 +1,200 @@
+"""Bounded memory for uploads, lent in the order in which they are folded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.ps.staging import StagingPool
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    def run() -> None:
+        asyncio.run(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def turn() -> None:
+    """Let coroutines whose future was resolved run, and what they resolve in turn."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+def ask(pool: StagingPool, position: int | Callable[[], int]) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(pool.borrow(position if callable(position) else lambda: position))
+
+
+async def finished(awaitable: Awaitable[Any]) -> Any:
+    """The result of something that must not have to wait."""
+    task = asyncio.ensure_future(awaitable)
+    await turn()
+    assert task.done(), "it waits"
+    return task.result()
+
+
+@in_loop
+async def test_lends_up_to_the_limit_at_once() -> None:
+    pool = StagingPool(2, 16)
+    bodies = [await finished(pool.borrow(lambda: 0)) for _ in range(2)]
+    assert bodies[0] is not bodies[1]
+    assert [body.numel() for body in bodies] == [16, 16]
+    assert pool.num_lent == 2
+    waiting = ask(pool, 0)
+    await turn()
+    assert not waiting.done()
+    pool.give_back(bodies[0])
+    assert await finished(waiting) is bodies[0], "memory is used again"
+    assert pool.try_borrow(lambda: 0) is None
+
+
+@in_loop
+async def test_a_position_that_is_too_high_waits_though_memory_is_free() -> None:
+    """Or M stragglers-to-be fill the memory, and the one that is folded first finds none."""
+    pool = StagingPool(2, 16)
+    positions = {"late": 2}
+    late = ask(pool, lambda: positions["late"])
+    await turn()
+    assert not late.done()
+    assert pool.num_lent == 0
+    early = await finished(pool.borrow(lambda: 0))
+    positions["late"] = 1
+    pool.look_again()
+    await finished(late)
+    pool.give_back(early)
+
+
+@in_loop
+async def test_the_lowest_position_is_served_first() -> None:
+    pool = StagingPool(1, 16)
+    first = await finished(pool.borrow(lambda: 0))
+    order: list[str] = []
+    tasks = []
+    for name, position in (("c", 0), ("b", 0), ("a", 0)):
+        task = ask(pool, position)
+        task.add_done_callback(lambda _, name=name: order.append(name))
+        tasks.append(task)
+        await turn()
+    pool.give_back(first)
+    for task in tasks:
+        pool.give_back(await finished(task))
+    assert order == ["c", "b", "a"], "equal positions in the order in which they asked"
+
+
+@in_loop
+async def test_a_donated_body_makes_room_and_comes_back() -> None:
+    pool = StagingPool(1, 16)
+    mean = await finished(pool.borrow(lambda: 0))
+    waiting = ask(pool, 0)
+    await turn()
+    pool.donate()
+    other = await finished(waiting)
+    assert other is not mean
+    pool.reclaim(mean)
+    assert pool.num_lent == 1
+    pool.give_back(other)
+    again = {id(await finished(pool.borrow(lambda: 0)))}
+    assert again <= {id(mean), id(other)}
+
+
+@in_loop
+async def test_who_gives_up_waiting_takes_nothing() -> None:
+    pool = StagingPool(1, 16)
+    body = await finished(pool.borrow(lambda: 0))
+    quitter, next_one = ask(pool, 0), ask(pool, 0)
+    await turn()
+    quitter.cancel()
+    await turn()
+    assert quitter.cancelled()
+    pool.give_back(body)
+    assert await finished(next_one) is body
+    assert pool.num_lent == 1
+
+
+@in_loop
+async def test_who_gives_up_in_the_moment_of_getting_passes_it_on() -> None:
+    """Its future is resolved, its coroutine has not run: the body must not be lost."""
+    pool = StagingPool(1, 16)
+    body = await finished(pool.borrow(lambda: 0))
+    quitter, next_one = ask(pool, 0), ask(pool, 0)
+    await turn()
+    pool.give_back(body)
+    quitter.cancel()
+    await turn()
+    assert quitter.cancelled()
+    assert await finished(next_one) is body
+    assert pool.num_lent == 1
+    pool.give_back(body)
+    assert pool.num_lent == 0
+
+
+@given(limit=st.integers(1, 4), actions=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, int]]) -> None:
+    """Asks, cancels, returns, donations in any order: never more than the limit lent, none lent twice, none lost."""
+
+    async def play() -> None:
+        pool = StagingPool(limit, 8)
+        asking: list[asyncio.Task[Any]] = []
+        held: list[Any] = []
+        donated: list[Any] = []
+        created: set[int] = set()
+        for kind, pick in actions:
+            if kind == 0:
+                asking.append(ask(pool, pick % (limit + 1)))
+            elif kind == 1 and asking:
+                asking.pop(pick % len(asking)).cancel()
+            elif kind == 2 and held:
+                pool.give_back(held.pop(pick % len(held)))
+            elif kind == 3 and held and not donated:
+                donated.append(held.pop(pick % len(held)))
+                pool.donate()
+            elif kind == 3 and donated:
+                pool.reclaim(donated.pop())
+            if pick % 2:
+                await turn()  # or several things happen at once
+                for task in [task for task in asking if task.done()]:
+                    asking.remove(task)
+                    held.append(task.result())
+        await turn()
+        for task in [task for task in asking if task.done()]:
+            asking.remove(task)
+            held.append(task.result())
+        created = {id(body) for body in held + donated}
+        assert len(created) == len(held) + len(donated), "one body in two hands"
+        assert pool.num_lent == len(held) <= limit
+        # Who still waits does so for a reason: all is lent, or its position is not served.
+        for body in held:
+            pool.give_back(body)
+        await turn()
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for task in asking:
+            if not task.cancelled():
+                pool.give_back(task.result())
+        assert pool.num_lent == 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_memory_does_not_grow_with_rounds(limit: int) -> None:
+    async def play() -> None:
+        pool, seen = StagingPool(limit, 8), set()
+        for _ in range(20):
+            mean = await finished(pool.borrow(lambda: 0))
+            pool.donate()
+            others = [await finished(pool.borrow(lambda: 0)) for _ in range(limit)]
+            for body in others:
+                pool.give_back(body)
+            pool.reclaim(mean)
+            seen |= {id(body) for body in (mean, *others)}
+        assert len(seen) <= limit + 1
+
+    asyncio.run(play())

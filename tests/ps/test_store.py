@@ -1,0 +1,418 @@
+"""The store against plain torch: means, optimizer steps, buffers, the Polyak average, and whose memory is whose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, new_body
+from paramserver.common.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.ps.store import Store
+
+P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
+ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
+Values = dict[str, Any]
+
+# Parameters in an order that the layout changes, tensors of every awkward shape, and all kinds.
+SPECS = [
+    TensorSpec("frozen", F, "float32", (2, 2)),
+    TensorSpec("conv", P, "float32", (3, 2, 2), ("tied.conv",)),
+    TensorSpec("mean", B, "float32", (3,)),
+    TensorSpec("count", B, "int64", ()),
+    TensorSpec("scale", P, "float32", ()),
+    TensorSpec("nothing", P, "float32", (0, 4)),
+    TensorSpec("wide", P, "float64", (5,)),
+    TensorSpec("seen", B, "bool", (3,)),
+    TensorSpec("bias", P, "float32", (7,)),
+    TensorSpec("var", B, "float64", (2,)),
+]
+LAYOUT = Layout(SPECS)
+SGD = OptimizerSpec("SGD", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.5}),))
+
+
+def random_values(seed: int, layout: Layout = LAYOUT) -> Values:
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for spec in layout.specs:
+        dtype = DTYPES[spec.dtype]
+        if dtype.is_floating_point:
+            values[spec.name] = torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
+        else:
+            values[spec.name] = torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator).to(dtype)
+    return values
+
+
+def body_of(values: Values, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
+    """A body; gaps hold garbage, as they do in memory that is lent again."""
+    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(body):
+        if spec.name in values:
+            view.copy_(torch.as_tensor(values[spec.name]))
+    return body[: layout.exchange_bytes].clone() if is_contribution else body
+
+
+def store_of(values: Values, optimizer: OptimizerSpec | None = SGD, layout: Layout = LAYOUT, **options: Any) -> Store:
+    return Store(layout, body_of(values, layout, is_contribution=False), optimizer, **options)
+
+
+def apply(store: Store, contributions: list[tuple[Values, float, int]], layout: Layout = LAYOUT, **commit: Any) -> None:
+    for values, weight, rank in contributions:
+        store.fold(body_of(values, layout), weight, rank)
+    live = commit.pop("live", [rank for _, _, rank in contributions])
+    store.commit(len(live), min(live), commit.pop("hyperparameters", None))
+
+
+def assert_same(store: Store, expected: Values, names: list[str], **tolerance: float) -> None:
+    tensors = store.tensors()
+    for name in names:
+        torch.testing.assert_close(tensors[name], torch.as_tensor(expected[name]), **tolerance)
+
+
+PARAMETERS = [spec.name for spec in SPECS if spec.kind is P]
+
+
+# ---- the mean -------------------------------------------------------------------------------------
+
+
+@given(
+    weights=st.lists(st.integers(1, 1000).map(float), min_size=1, max_size=9),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_are_the_weighted_mean(weights: list[float], seed: int) -> None:
+    values = [random_values(seed + index) for index in range(len(weights))]
+    store = store_of(random_values(999), optimizer=None)
+    apply(store, [(value, weight, rank) for rank, (value, weight) in enumerate(zip(values, weights, strict=True))])
+    for name in PARAMETERS:
+        mean = sum(value[name].double() * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if values[0][name].dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(store.tensors()[name].double(), mean, **tolerance)
+    assert store.version == 1
+
+
+@given(count=st.integers(1, 12), seed=st.integers(0, 100), weight=st.integers(1, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_equal_contributions_give_exactly_themselves(count: int, seed: int, weight: int) -> None:
+    """To the last bit, however many: a mean of one value is that value."""
+    values = random_values(seed)
+    store = store_of(random_values(999), optimizer=None)
+    apply(store, [(values, float(weight + rank), rank) for rank in range(count)])
+    for name in PARAMETERS:
+        assert torch.equal(store.tensors()[name], values[name])
+
+
+def test_the_mean_is_of_the_gradients_not_of_the_steps() -> None:
+    start, gradients = random_values(0), [random_values(1), random_values(2)]
+    store = store_of(start, OptimizerSpec("Adam", (GroupSpec(("conv", "bias"), {"lr": 0.1}),)))
+    apply(store, [(gradients[0], 3.0, 0), (gradients[1], 1.0, 1)])
+    parameter = torch.nn.Parameter(start["bias"].clone())
+    parameter.grad = (3 * gradients[0]["bias"] + gradients[1]["bias"]) / 4
+    torch.optim.Adam([parameter], lr=0.1).step()
+    assert_same(store, {"bias": parameter.detach()}, ["bias"], rtol=1e-6, atol=1e-6)
+
+
+# ---- the optimizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_steps_on_flat_weights_are_torchs_steps_on_separate_tensors(name: str) -> None:
+    """Param groups that interleave in the layout, with their own learning rates; six steps, two dtypes."""
+    cls = known_optimizers()[name]
+    groups = [(("bias", "conv", "wide"), 0.05), (("scale", "nothing"), 0.002)]
+    spec = OptimizerSpec(cls.__name__, tuple(GroupSpec(names, {"lr": lr, "weight_decay": 0.01}) for names, lr in groups))
+    start = random_values(0)
+    store = store_of(start, spec)
+    parameters = {n: torch.nn.Parameter(start[n].clone()) for n in PARAMETERS}
+    theirs = cls([{"params": [parameters[n] for n in names], "lr": lr, "weight_decay": 0.01} for names, lr in groups])
+    for step in range(6):
+        gradients = random_values(10 + step)
+        apply(store, [(gradients, 1.0, 0)])
+        for n, parameter in parameters.items():
+            parameter.grad = gradients[n].clone()
+        theirs.step()
+    expected = {n: parameter.detach() for n, parameter in parameters.items()}
+    # A fused step may round its last bit differently from one tensor at a time.
+    assert_same(store, expected, PARAMETERS, rtol=2e-6, atol=2e-6)
+    assert not torch.equal(store.tensors()["bias"], start["bias"])
+    assert store.version == 6
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_a_schedule_reaches_the_step_it_belongs_to(name: str) -> None:
+    cls = getattr(torch.optim, name)
+    spec = OptimizerSpec(name, (GroupSpec(("bias",), {"lr": 0.1}), GroupSpec(("conv",), {"lr": 0.2})))
+    start = random_values(0)
+    store = store_of(start, spec)
+    parameters = {n: torch.nn.Parameter(start[n].clone()) for n in ("bias", "conv")}
+    theirs = cls([{"params": [parameters["bias"]], "lr": 0.1}, {"params": [parameters["conv"]], "lr": 0.2}])
+    for step, (first, second) in enumerate([(0.1, 0.2), (0.05, 0.4), (0.0, 0.1)]):
+        gradients = random_values(10 + step)
+        apply(store, [(gradients, 1.0, 0)], hyperparameters=[{"lr": first}, {"lr": second}])
+        for (n, parameter), group, lr in zip(parameters.items(), theirs.param_groups, (first, second), strict=True):
+            parameter.grad, group["lr"] = gradients[n].clone(), lr
+        theirs.step()
+    assert_same(store, {n: p.detach() for n, p in parameters.items()}, ["bias", "conv"], rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_of_no_group_and_frozen_ones_stay() -> None:
+    start = random_values(0)
+    store = store_of(start, OptimizerSpec("SGD", (GroupSpec(("bias",), {"lr": 0.5}),)))
+    apply(store, [(random_values(1), 1.0, 0)])
+    assert_same(store, start, ["conv", "scale", "wide", "frozen"], rtol=0, atol=0)
+    torch.testing.assert_close(store.tensors()["bias"], start["bias"] - 0.5 * random_values(1)["bias"])
+
+
+def test_gradients_of_one_commit_do_not_leak_into_the_next() -> None:
+    start, gradients = random_values(0), random_values(1)
+    store = store_of(start)
+    apply(store, [(gradients, 1.0, 0)])
+    zero = {name: torch.zeros_like(value) for name, value in gradients.items()}
+    before = store.tensors()
+    apply(store, [(zero, 1.0, 0)])
+    assert_same(store, before, PARAMETERS, rtol=0, atol=0)
+
+
+def test_one_parameter_is_enough() -> None:
+    layout = Layout([TensorSpec("w", P, "float32", ())])
+    store = store_of({"w": 1.0}, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), layout)
+    apply(store, [({"w": 0.25}, 1.0, 0)], layout)
+    assert store.tensors()["w"] == 0.75
+
+
+@pytest.mark.parametrize("after", [("int64", B), ("bool", B), ("int8", F), ("float64", P), ("float32", B)])
+@pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 32])
+def test_an_empty_parameter_where_the_next_run_begins(after: tuple[str, Kind], num_elements: int) -> None:
+    """16 float32 end at byte 64: an empty tensor behind them has the same offset as the run that follows."""
+    dtype, kind = after
+    layout = Layout([
+        TensorSpec("w", P, "float32", (num_elements,)),
+        TensorSpec("empty", P, "float32", (0,)),
+        TensorSpec("next", kind, dtype, (3,)),
+    ])  # fmt: skip
+    trained = tuple(spec.name for spec in layout.specs if spec.kind is P)
+    values = {"w": torch.ones(num_elements), "next": torch.ones(3)}
+    store = store_of(values, OptimizerSpec("SGD", (GroupSpec(trained, {"lr": 0.5}),)), layout)
+    apply(store, [({"w": torch.ones(num_elements), "next": torch.ones(3)}, 1.0, 0)], layout)
+    assert torch.equal(store.tensors()["w"], torch.full((num_elements,), 0.5))
+
+
+# ---- buffers --------------------------------------------------------------------------------------
+
+
+def two_contributions() -> list[tuple[Values, float, int]]:
+    return [(random_values(1), 3.0, 2), (random_values(2), 1.0, 1)]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, None], ids=["gradients", "weights"])
+def test_float_buffers_are_averaged_integers_come_from_the_lowest_rank(optimizer: OptimizerSpec | None) -> None:
+    store = store_of(random_values(0), optimizer)
+    apply(store, two_contributions())
+    one, two = random_values(1), random_values(2)
+    expected = {
+        "mean": (3 * one["mean"] + two["mean"]) / 4,
+        "var": (3 * one["var"] + two["var"]) / 4,
+        "count": two["count"],
+        "seen": two["seen"],
+    }
+    assert_same(store, expected, list(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_lowest_rank_takes_all_buffers_from_it() -> None:
+    store = store_of(random_values(0), buffers="lowest_rank")
+    apply(store, two_contributions())
+    assert_same(store, random_values(2), ["mean", "var", "count", "seen"], rtol=0, atol=0)
+
+
+def test_keep_leaves_buffers_alone() -> None:
+    store = store_of(random_values(0), buffers="keep")
+    apply(store, two_contributions())
+    assert_same(store, random_values(0), ["mean", "var", "count", "seen"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [2, 0, 1]])
+@pytest.mark.parametrize("buffers", ["average", "lowest_rank"])
+def test_the_lowest_rank_is_found_in_any_order(ranks: list[int], buffers: Any) -> None:
+    store = store_of(random_values(0), buffers=buffers)
+    apply(store, [(random_values(10 + rank), 1.0, rank) for rank in ranks])
+    assert_same(store, random_values(10), ["count", "seen"], rtol=0, atol=0)
+
+
+def test_one_workers_buffers_move_by_its_share() -> None:
+    """async: of four live workers each moves the statistics by a quarter; integers follow the lowest live rank."""
+    start, given_ = random_values(0), random_values(1)
+    store = store_of(start)
+    apply(store, [(given_, 5.0, 3)], live=[1, 2, 3, 7])
+    assert_same(store, {"mean": start["mean"] + (given_["mean"] - start["mean"]) / 4}, ["mean"], rtol=1e-6, atol=1e-6)
+    assert_same(store, start, ["count", "seen"], rtol=0, atol=0)
+    apply(store, [(random_values(2), 5.0, 1)], live=[1, 2, 3, 7])
+    assert_same(store, random_values(2), ["count", "seen"], rtol=0, atol=0)
+
+
+def test_a_departed_workers_contribution_still_counts() -> None:
+    """More were folded than are live: the share stays one. The departed rank is below every live one."""
+    store = store_of(random_values(0))
+    apply(store, [(random_values(1), 1.0, 0), (random_values(2), 1.0, 4)], live=[4])
+    one, two = random_values(1), random_values(2)
+    assert_same(store, {"mean": (one["mean"] + two["mean"]) / 2, "count": one["count"]}, ["mean", "count"])
+
+
+def test_nobody_is_live_any_more() -> None:
+    store = store_of(random_values(0))
+    store.fold(body_of(random_values(1)), 1.0, 0)
+    store.commit(0, 0, None)
+    assert_same(store, random_values(1), ["mean", "count"], rtol=0, atol=0)
+
+
+def test_a_second_mean_starts_from_nothing() -> None:
+    store = store_of(random_values(0), optimizer=None)
+    apply(store, [(random_values(1), 1000.0, 0)])
+    apply(store, [(random_values(2), 1.0, 5)], live=[5])
+    assert_same(store, random_values(2), [*PARAMETERS, "mean", "count"], rtol=0, atol=0)
+
+
+# ---- the Polyak average ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffers", ["average", "lowest_rank", "keep"])
+def test_the_polyak_average_follows_the_weights(buffers: Any) -> None:
+    decay = 0.9
+    start = random_values(0)
+    store = store_of(start, optimizer=None, polyak=decay, buffers=buffers)
+    expected = {name: start[name].double() for name in PARAMETERS}
+    for step in range(5):
+        values = random_values(10 + step)
+        apply(store, [(values, 1.0, 0)])
+        expected = {name: decay * expected[name] + (1 - decay) * values[name].double() for name in PARAMETERS}
+    averaged, plain = store.tensors(averaged=True), store.tensors()
+    for name in PARAMETERS:
+        torch.testing.assert_close(averaged[name].double(), expected[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(plain[name], random_values(14)[name])
+    # Statistics are not averaged over time: they belong to the newest weights.
+    for name in ("mean", "var", "count", "seen", "frozen"):
+        assert torch.equal(averaged[name], plain[name])
+
+
+def test_without_polyak_the_averaged_tensors_are_the_weights() -> None:
+    store = store_of(random_values(0))
+    assert store.averaged is None
+    assert_same(store, store.tensors(averaged=True), PARAMETERS, rtol=0, atol=0)
+
+
+# ---- finite ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["conv", "scale", "wide", "bias", "mean", "var"])
+def test_one_bad_value_anywhere_is_seen(name: str, bad: float) -> None:
+    store, values = store_of(random_values(0)), random_values(1)
+    assert store.is_finite(body_of(values))
+    flat = values[name].reshape(-1)
+    for at in {0, flat.numel() // 2, flat.numel() - 1}:
+        spoiled = dict(values)
+        changed = flat.clone()
+        changed[at] = bad
+        spoiled[name] = changed.view(values[name].shape)
+        assert not store.is_finite(body_of(spoiled))
+
+
+def test_integers_and_gaps_are_always_finite() -> None:
+    """-1 as bytes is NaN to a float; neither integer buffers nor the gaps between runs are looked at."""
+    store, values = store_of(random_values(0)), random_values(1)
+    values["count"] = torch.tensor(-1)
+    body = body_of(values)
+    assert (body == 0xFF).sum() > 8, "the gaps hold NaN patterns"
+    assert store.is_finite(body)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_a_sum_that_overflows_is_not_a_bad_value(dtype: str) -> None:
+    layout = Layout([TensorSpec("w", P, dtype, (64,))])
+    store = store_of({"w": torch.zeros(64)}, None, layout)
+    largest = torch.finfo(DTYPES[dtype]).max
+    assert store.is_finite(body_of({"w": torch.full((64,), largest, dtype=torch.float64)}, layout))
+    mixed = torch.full((64,), largest, dtype=torch.float64)
+    mixed[1::2] *= -1
+    assert store.is_finite(body_of({"w": mixed}, layout))
+    mixed[63] = math.inf
+    mixed[62] = -math.inf
+    assert not store.is_finite(body_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
+
+
+def test_an_empty_model_is_finite() -> None:
+    layout = Layout([TensorSpec("w", P, "float32", (0,))])
+    assert store_of({}, None, layout).is_finite(new_body(layout.exchange_bytes))
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def test_the_first_body_becomes_the_mean_the_others_come_back() -> None:
+    store = store_of(random_values(0))
+    bodies = [body_of(random_values(rank)) for rank in range(3)]
+    assert store.fold(bodies[0], 1.0, 0) is None
+    assert store.fold(bodies[1], 1.0, 1) is bodies[1]
+    assert store.fold(bodies[2], 1.0, 2) is bodies[2]
+    assert store.num_bytes["mean"] == LAYOUT.exchange_bytes
+    assert store.commit(3, 0, None) is bodies[0]
+    assert store.num_bytes["mean"] == 0
+
+
+@pytest.mark.parametrize("optimizer", [SGD, None], ids=["gradients", "weights"])
+@pytest.mark.parametrize("buffers", ["average", "lowest_rank", "keep"])
+def test_a_body_that_came_back_may_be_overwritten(optimizer: OptimizerSpec | None, buffers: Any) -> None:
+    """Nothing of the store may point into it: uploads write there while the next step runs."""
+    twins = [store_of(random_values(0), optimizer, buffers=buffers, polyak=0.5) for _ in range(2)]
+    for round_ in range(3):
+        for spoil, store in enumerate(twins):
+            for rank in range(2):
+                returned = store.fold(body_of(random_values(10 * round_ + rank)), 1.0, rank)
+                if returned is not None and spoil:
+                    returned.fill_(0xFF)
+            mean = store.commit(2, 0, None)
+            if spoil:
+                mean.fill_(0xFF)
+    assert torch.equal(twins[0].weights, twins[1].weights)
+    assert torch.equal(twins[0].averaged, twins[1].averaged)
+
+
+def test_folding_leaves_the_other_body_as_it_is() -> None:
+    store = store_of(random_values(0))
+    store.fold(body_of(random_values(1)), 1.0, 0)
+    body = body_of(random_values(2))
+    before = body.clone()
+    store.fold(body, 1.0, 1)
+    assert torch.equal(body, before)
+
+
+def test_the_weights_keep_their_place() -> None:
+    """Replies are made from this memory; a commit must not move it."""
+    store = store_of(random_values(0), OptimizerSpec("Adam", (GroupSpec(("bias", "conv"), {"lr": 0.1}),)))
+    address = store.weights.data_ptr()
+    for step in range(3):
+        apply(store, [(random_values(step), 1.0, 0)])
+    assert store.weights.data_ptr() == address
+    tensors = store.tensors()
+    tensors["bias"].fill_(7.0)
+    assert not torch.equal(store.tensors()["bias"], tensors["bias"]), "tensors() gives copies"
+
+
+def test_bytes_held_are_those_of_the_tensors() -> None:
+    names = ("conv", "scale", "wide", "bias")
+    elements = {spec.name: spec.num_elements for spec in SPECS}
+    store = store_of(random_values(0), OptimizerSpec("Adam", (GroupSpec(names, {"lr": 0.1}),)), polyak=0.9)
+    assert store.num_bytes == {
+        "weights": LAYOUT.total_bytes, "mean": 0, "optimizer": 0, "averaged": LAYOUT.total_bytes,
+    }  # fmt: skip
+    apply(store, [(random_values(1), 1.0, 0)])
+    moments = sum(2 * elements[name] * (8 if name == "wide" else 4) for name in names)
+    assert moments <= store.num_bytes["optimizer"] <= moments + 100, "two moments, and a few step counters"
+
+
+def test_tensors_carry_aliases() -> None:
+    tensors = store_of(random_values(0)).tensors()
+    assert torch.equal(tensors["tied.conv"], tensors["conv"])
+    assert set(tensors) == {spec.name for spec in SPECS} | {"tied.conv"}
