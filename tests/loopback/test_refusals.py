@@ -30,8 +30,8 @@ STEPS = 25
         (("ps", "--listen", "here"), 2, ["'here' is not HOST:PORT"]),
         (("worker", "--rank", "-1"), 2, ["flag --rank", "-1"]),
         (("worker", "--batch-size", "0"), 2, ["flag --batch-size", "0"]),
-        (("worker", "--device", "cuda:99"), 2, ["cuda:99", "0 CUDA devices" if not torch.cuda.is_available() else "cuda"]),
-        (("worker", "--server", "127.0.0.1:1", "--set", "worker.give_up_s=0.5"), 15, ["127.0.0.1:1", "0.5", "ps-server"]),
+        (("worker", "--device", "cuda:99"), 2, ["cuda:99", "CUDA devices"]),
+        (("worker", "--server", "127.0.0.1:1", "--set", "worker.give_up_s=0.5"), 15, ["127.0.0.1:1", "ps-server"]),
     ],
 )  # fmt: skip
 def test_mistake_gets_its_exit_code_and_a_way_out(cluster, argv, code, words):
