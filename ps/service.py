@@ -110,8 +110,12 @@ class ParameterServerService:
                 self._run.leave(worker, reason)
 
     async def _welcome(self, stream: _Stream) -> Worker | None:
-        async with asyncio.timeout(self._config.server.join_timeout_s):
-            first = await stream.read("join")
+        timeout_s = self._config.server.join_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                first = await stream.read("join")
+        except TimeoutError:
+            raise refusal(Reason.BAD_REQUEST, f"no Join within {timeout_s:g} s (server.join_timeout_s)") from None
         if first is None:
             return None
         join = first.header

@@ -17,6 +17,7 @@ from ..common.errors import ParamServerError, Reason, refusal
 from ..common.protocol import SERVICE, refusal_from_status
 from ..common.wire import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ..proto import parameter_server_pb2 as pb
+from .interrupts import uninterrupted
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -49,6 +50,7 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call: Any = None
+        self._is_reading = False
 
     def open(self, timeout_s: float) -> None:
         """Connect and begin a stream; Lost when the server does not answer within `timeout_s`."""
@@ -60,6 +62,7 @@ class Client:
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
         self._call = exchange(_drain(self._outgoing))
+        self._is_reading = False
 
     def send(self, frames: Iterable[bytes]) -> None:
         """Queue messages; a generator is drawn from only as fast as the connection takes them."""
@@ -67,12 +70,16 @@ class Client:
 
     def receive(self) -> Frame:
         """The next message. Raises Lost, or the refusal that ended the stream."""
-        try:
-            return parse(pb.ServerMessage, next(self._call))
-        except StopIteration:
-            raise Lost("the server ended the stream") from None
-        except grpc.RpcError as error:
-            raise _translate(error) from None
+        self._is_reading = True
+        with uninterrupted:
+            try:
+                raw = next(self._call)
+            except StopIteration:
+                raise Lost("the server ended the stream") from None
+            except grpc.RpcError as error:
+                raise _translate(error) from None
+            self._is_reading = False
+        return parse(pb.ServerMessage, raw)
 
     def receive_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> None:
         """The body that `first` announces, handed to `write(offset, data)` piece by piece."""
@@ -106,6 +113,9 @@ class Client:
         if self._call is None:
             return
         self._outgoing.put(None)
+        if self._is_reading:  # interrupted in the middle of an operation: the call is of no more use
+            self.close_stream()
+            return
         hang_up = threading.Timer(timeout_s, self._call.cancel)
         hang_up.start()
         try:

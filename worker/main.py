@@ -13,6 +13,7 @@ from ..common.config import Config
 from ..common.config_sources import Resolved
 from ..common.errors import UsageError
 from ..common.log import setup_logging
+from . import interrupts
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +57,8 @@ def work(
     }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config)
     setup_logging(resolved.config.log, "ps-worker")
-    signal.signal(signal.SIGTERM, _on_term)
+    interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
-
-
-def _on_term(number: int, _: Any) -> None:
-    # The first one leaves in good order; the second one means now.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Drained
 
 
 def _work(resolved: Resolved) -> None:

@@ -300,7 +300,7 @@ def test_a_connection_is_lost_in_the_moment_of_getting_memory(num_turns: int) ->
 # ---- contributions that are not taken -------------------------------------------------------------
 
 
-@served(max_staged=1, workers=2)
+@served(max_staged=2, workers=2)
 async def test_every_refused_upload_gives_its_memory_back(server: Server) -> None:
     wrong = [
         {"body_bytes": 2**40},

@@ -1,0 +1,243 @@
+"""The wire contract from outside: health, reflection, and a worker made only of generated code."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.struct_pb2 import Struct
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
+
+SERVICE = "paramserver.v1.ParameterServer"
+
+
+class ForeignWorker:
+    """Speaks the protocol with generated classes alone, as a program in another language would.
+
+    Trains one float32 parameter `w` of `size` elements with SGD at lr 1.
+    """
+
+    def __init__(self, channel: grpc.Channel, size: int) -> None:
+        self.size = size
+        self._requests: SimpleQueue[pb.WorkerMessage | None] = SimpleQueue()
+        self._replies = pb_grpc.ParameterServerStub(channel).Exchange(self._outgoing())
+
+    def _outgoing(self) -> Iterator[pb.WorkerMessage]:
+        while (message := self._requests.get()) is not None:
+            yield message
+
+    def send(self, **fields) -> None:
+        self._requests.put(pb.WorkerMessage(**fields))
+
+    def receive(self, kind: str) -> pb.ServerMessage:
+        for message in self._replies:
+            if message.WhichOneof("kind") != "waiting":
+                assert message.WhichOneof("kind") == kind
+                return message
+        raise AssertionError("the stream ended")
+
+    def body(self, message: pb.ServerMessage, num_bytes: int) -> list[float]:
+        data = bytearray(message.data)
+        while len(data) < num_bytes:
+            piece = next(self._replies)
+            assert piece.WhichOneof("kind") is None
+            assert piece.offset == len(data)
+            data += piece.data
+        return list(struct.unpack(f"<{self.size}f", data))
+
+    def join(self, rank: int = 0) -> pb.Welcome:
+        self.send(join=pb.Join(rank=rank))
+        return self.receive("welcome").welcome
+
+    def offer(self, **changes) -> None:
+        spec = {"name": "w", "kind": "PARAMETER", "dtype": "float32", "shape": [self.size]} | changes
+        line = f"{spec['kind']} {spec['name']} {spec['dtype']} {','.join(map(str, spec['shape']))}\n"
+        rates = Struct()
+        rates.update({"lr": 1.0})
+        optimizer = pb.Optimizer(name="SGD", groups=[pb.ParameterGroup(tensors=[spec["name"]], hyperparameters=rates)])
+        fingerprint = hashlib.sha256(line.encode()).hexdigest()
+        self.send(model=pb.Model(tensors=[pb.TensorSpec(**spec)], fingerprint=fingerprint, optimizer=optimizer))
+
+    def contribute(self, step: int, version: int, values: list[float], piece_bytes: int = 1000) -> None:
+        data = struct.pack(f"<{self.size}f", *values)
+        header = pb.Contribution(
+            step=step, base_version=version, num_samples=1, body_bytes=len(data), wants_weights=True
+        )
+        self.send(contribution=header)
+        for at in range(0, len(data), piece_bytes):
+            self.send(offset=at, data=data[at : at + piece_bytes])
+
+    def refusal(self) -> tuple[grpc.StatusCode, str, str]:
+        """(status, ps-reason, text) of a stream that the server ends."""
+        try:
+            for _ in self._replies:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), dict(error.trailing_metadata())["ps-reason"], error.details()
+        raise AssertionError("the stream ended without a refusal")
+
+    def close(self) -> None:
+        self._requests.put(None)
+
+
+@pytest.fixture
+def channel(cluster):
+    cluster.server("--mode", "async", "--steps", "4", "--workers", "1", "--set", "server.join_timeout_s=2")
+    with grpc.insecure_channel(cluster.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def shared_channel(tmp_path_factory):
+    """One server for tests that leave nothing behind."""
+    cluster = Cluster(tmp_path_factory.mktemp("shared"))
+    cluster.server("--mode", "async", "--steps", "1000", "--workers", "1")
+    with grpc.insecure_channel(cluster.address) as channel:
+        yield channel
+    cluster.stop()
+
+
+def test_health_and_reflection_are_served(channel):
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE):
+        status = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert SERVICE in database.get_services()
+    described = DescriptorPool(database).FindServiceByName(SERVICE)
+    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Status"]
+
+
+def test_a_whole_run_with_generated_code_alone(channel):
+    worker = ForeignWorker(channel, size=700)
+    welcome = worker.join()
+    assert (welcome.rank, welcome.incarnation, welcome.step, welcome.settings.mode) == (0, 1, 0, "async")
+    worker.offer()
+    worker.receive("send_weights")
+    start = [float(i) for i in range(700)]
+    worker.send(initial_weights=pb.InitialWeights(body_bytes=2800), offset=0, data=struct.pack("<700f", *start))
+    answer = worker.receive("answer")
+    assert (answer.answer.outcome, answer.answer.version, answer.answer.next_local_steps) == (pb.Answer.START, 0, 1)
+    assert worker.body(answer, answer.answer.body_bytes) == start
+    for step in range(1, 5):
+        worker.contribute(step, step - 1, [1.0] * 700)
+        answer = worker.receive("answer")
+        assert (answer.answer.outcome, answer.answer.step, answer.answer.version) == (pb.Answer.APPLIED, step, step)
+        assert worker.body(answer, 2800) == [value - step for value in start]
+    assert answer.answer.next_local_steps == 0
+    stub = pb_grpc.ParameterServerStub(channel)
+    status = stub.Status(pb.StatusRequest(), timeout=10)
+    assert (status.version, status.step, status.steps, status.workers[0].rank) == (4, 4, 4, 0)
+    pulled = list(stub.Pull(pb.PullRequest(), timeout=10))
+    assert (pulled[0].snapshot.version, pulled[0].snapshot.tensors[0].name) == (4, "w")
+    assert b"".join(message.data for message in pulled) == struct.pack("<700f", *(value - 4 for value in start))
+    worker.send(finish=pb.Finish(can_evaluate=True))
+    final = worker.receive("final")
+    assert final.final.evaluate
+    worker.body(final, final.final.body_bytes)
+    worker.send(leave=pb.Leave(metrics={"loss": 0.5}))
+    worker.close()
+    assert list(worker._replies) == []
+
+
+def _has_weights(channel) -> bool:
+    try:
+        next(pb_grpc.ParameterServerStub(channel).Pull(pb.PullRequest(), timeout=10))
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def _ready(channel, size: int = 8) -> ForeignWorker:
+    """A worker with weights to compute on; the first one of a run brings zeros."""
+    worker = ForeignWorker(channel, size)
+    worker.join()
+    worker.offer()
+    if not _has_weights(channel):
+        worker.receive("send_weights")
+        worker.send(initial_weights=pb.InitialWeights(body_bytes=4 * size), data=bytes(4 * size))
+    worker.body(worker.receive("answer"), 4 * size)
+    return worker
+
+
+def test_a_repeated_contribution_is_answered_and_not_applied(channel):
+    worker = _ready(channel)
+    for _ in range(2):
+        worker.contribute(1, 0, [1.0] * 8)
+        answer = worker.receive("answer")
+        assert worker.body(answer, 32) == [-1.0] * 8
+    assert (answer.answer.outcome, answer.answer.version, answer.answer.step) == (pb.Answer.REPEATED, 1, 1)
+
+
+def test_an_unfinished_upload_leaves_nothing_behind(channel):
+    worker = _ready(channel)
+    worker.send(contribution=pb.Contribution(step=1, num_samples=1, body_bytes=32, wants_weights=True))
+    worker.send(offset=0, data=bytes(16))
+    worker._replies.cancel()
+    second = ForeignWorker(channel, 8)
+    assert second.join().step == 0
+    second.offer()
+    answer = second.receive("answer")
+    assert answer.answer.version == 0
+    assert second.body(answer, 32) == [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 2**50}}], "32"),
+        ([{"contribution": {"step": 1, "num_samples": 0, "body_bytes": 32}}], "num_samples is 0"),
+        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
+        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}, {"offset": 4, "data": bytes(8)}], "at 4"),
+        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}, {"data": bytes(33)}], "33 bytes"),
+        ([{"data": bytes(8)}], "a piece of a body"),
+        ([{"join": {"rank": 0}}], "got join"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_with_a_reason(shared_channel, fields, words):
+    worker = _ready(shared_channel)
+    for message in fields:
+        worker.send(**{key: _message(key, value) for key, value in message.items()})
+    code, reason, text = worker.refusal()
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST")
+    assert words in text
+
+
+def _message(kind: str, value):
+    return {"contribution": pb.Contribution, "join": pb.Join}[kind](**value) if isinstance(value, dict) else value
+
+
+def test_a_step_gap_is_refused_and_nothing_is_applied(channel):
+    worker = _ready(channel)
+    worker.contribute(3, 0, [1.0] * 8)
+    assert worker.refusal()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_GAP")
+    assert pb_grpc.ParameterServerStub(channel).Status(pb.StatusRequest(), timeout=10).version == 0
+
+
+def test_bytes_that_are_no_protobuf_are_refused(channel):
+    call = channel.stream_stream(f"/{SERVICE}/Exchange")(iter([b"\x0a\xff\xff\xff\xff\x0f"]))
+    with pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    assert dict(caught.value.trailing_metadata())["ps-reason"] == "BAD_REQUEST"
+
+
+def test_a_connection_that_does_not_join_is_closed(channel):
+    worker = ForeignWorker(channel, 8)
+    code, reason, text = worker.refusal()
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST")
+    assert "2 s" in text
+
+
+def test_pull_before_there_are_weights(channel):
+    with pytest.raises(grpc.RpcError) as caught:
+        list(pb_grpc.ParameterServerStub(channel).Pull(pb.PullRequest(), timeout=10))
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert dict(caught.value.trailing_metadata())["ps-reason"] == "NOT_READY"

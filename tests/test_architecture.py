@@ -1,0 +1,248 @@
+"""Who may import whom: the table of docs/architecture.md, read from the sources.
+
+Imports inside functions count; those under TYPE_CHECKING do not, they never run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paramserver.common.registry import MODE_ALIASES, MODES
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("proto", "common", "ps", "worker", "launch", "benchmarks")
+GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
+
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+    if path.relative_to(ROOT).as_posix() not in GENERATED
+) + ["__init__.py"]
+
+# Time, chance, threads and output come in as arguments or go out as values.
+PURE = ["ps/policies/*", "ps/membership.py", "worker/session.py", "launch/plan.py", "launch/supervise.py"]
+IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
+
+TENSOR_WORK = [
+    "ps/store.py",
+    "common/codecs/*",
+    "common/layout.py",
+    "common/optimizers.py",
+    "worker/tasks/*",
+    "worker/task_loader.py",
+    "worker/trainer.py",
+    "worker/transfer.py",
+    "worker/data.py",
+    "worker/optimizer.py",
+]
+WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserver.proto"}
+
+# The only files that know gRPC or the messages.
+WIRE_USERS = {
+    "ps/service.py",
+    "ps/server.py",
+    "worker/client.py",
+    "worker/messages.py",
+    "common/wire.py",
+    "common/protocol.py",
+}
+
+
+def matching(patterns: list[str]) -> list[str]:
+    return [name for name in FILES if any(Path(name).match(pattern) for pattern in patterns)]
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that can run: all but the bodies of `if TYPE_CHECKING`."""
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        yield node
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            stack.extend(node.orelse)
+        else:
+            stack.extend(ast.iter_child_nodes(node))
+
+
+def imports_of(name: str, source: str | None = None) -> set[str]:
+    """Absolute names of everything a file imports, also one by one from a package, also by importlib."""
+    package = ["paramserver", *Path(name).parent.parts]
+    found: set[str] = set()
+    tree = ast.parse(source if source is not None else (ROOT / name).read_text(encoding="utf-8"))
+    for node in running_nodes(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant):
+                found.add(str(argument.value))
+    return found
+
+
+def forbidden_in(name: str, roots: set[str], source: str | None = None) -> list[str]:
+    return sorted(
+        imported
+        for imported in imports_of(name, source)
+        if any(imported == root or imported.startswith(root + ".") for root in roots)
+    )
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", matching(PURE))
+def test_pure_code_has_no_clock_no_chance_no_threads_no_wire(name: str) -> None:
+    assert forbidden_in(name, IMPURE | WIRE) == []
+
+
+@pytest.mark.parametrize("name", matching(TENSOR_WORK))
+def test_tensor_work_knows_no_wire(name: str) -> None:
+    assert forbidden_in(name, WIRE | {"asyncio"}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in WIRE_USERS])
+def test_only_a_few_files_know_grpc_and_the_messages(name: str) -> None:
+    roots = {"paramserver.proto"} if name.startswith("benchmarks/") else WIRE
+    assert forbidden_in(name, roots) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
+def test_the_server_knows_no_worker_and_no_launcher(name: str) -> None:
+    assert forbidden_in(name, {"paramserver.worker", "paramserver.launch", "paramserver.benchmarks"}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("worker/")])
+def test_the_worker_knows_no_server_and_no_launcher(name: str) -> None:
+    assert forbidden_in(name, {"paramserver.ps", "paramserver.launch", "paramserver.benchmarks"}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("launch/")])
+def test_the_launcher_loads_nothing_heavy(name: str) -> None:
+    roots = {"torch", "numpy", "safetensors", "paramserver.ps", "paramserver.worker", "paramserver.benchmarks"}
+    assert forbidden_in(name, WIRE | roots) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("common/")])
+def test_common_code_belongs_to_nobody(name: str) -> None:
+    roots = {f"paramserver.{package}" for package in ("ps", "worker", "launch", "benchmarks")}
+    assert forbidden_in(name, roots) == []
+
+
+@pytest.mark.parametrize("name", ["ps/service.py", "worker/client.py"])
+def test_translators_know_no_policy(name: str) -> None:
+    """They may name the facts of a contribution, not look into a mode."""
+    allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}
+    assert set(forbidden_in(name, {"paramserver.ps.policies"})) <= allowed
+
+
+@pytest.mark.parametrize("name", matching(["ps/policies/*"]))
+def test_a_mode_imports_modes_and_errors_only(name: str) -> None:
+    """One file in this folder is a mode: whoever writes one needs nothing else of ours."""
+    ours = forbidden_in(name, {"paramserver"})
+    assert [imported for imported in ours if not imported.startswith("paramserver.ps.policies")] == []
+
+
+# ---- what is nowhere -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_pickled(name: str) -> None:
+    """No pickle and no torch.load or torch.save, which are pickle too: nobody's bytes run code here."""
+    assert forbidden_in(name, {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}) == []
+    calls = {
+        ast.unparse(node.func)
+        for node in running_nodes(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    }
+    names = {"torch.load", "torch.save", "torch.hub.load", "eval", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    assert calls & names == set()
+
+
+MODE_NAMES = {*MODES.names(), *MODE_ALIASES}
+
+
+def mode_comparisons(source: str) -> list[str]:
+    """Comparisons and match cases against the name of a mode."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides: list[ast.AST] = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            sides = list(node.args)
+        else:
+            continue
+        constants = [inner for side in sides for inner in ast.walk(side) if isinstance(inner, ast.Constant)]
+        if any(constant.value in MODE_NAMES for constant in constants if isinstance(constant.value, str)):
+            found.append(f"line {node.lineno if hasattr(node, 'lineno') else '?'}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("ps/policies/")])
+def test_no_code_asks_which_mode_it_is(name: str) -> None:
+    """The mode lives in its one file; everything else asks the policy what it wants."""
+    assert mode_comparisons((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+# ---- the reader itself -------------------------------------------------------------------------------
+
+
+def test_the_table_names_files_that_exist() -> None:
+    assert set(FILES) >= WIRE_USERS
+    for pattern in PURE + TENSOR_WORK:
+        assert matching([pattern]), f"{pattern} matches nothing"
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import time", ["time"]),
+        ("import time as t, json", ["time"]),
+        ("from time import monotonic", ["time", "time.monotonic"]),
+        ("def f():\n    import time", ["time"]),
+        ("class A:\n    def f(self):\n        from time import sleep", ["time", "time.sleep"]),
+        ("import timeit", []),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import time", []),
+        ("import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    import time", ["time"]),
+        ("import importlib\nimportlib.import_module('time')", ["time"]),
+        ("__import__('time')", ["time"]),
+        ("from ..proto import parameter_server_pb2", ["paramserver.proto", "paramserver.proto.parameter_server_pb2"]),
+        ("from .. import proto", ["paramserver.proto"]),
+        ("from paramserver.proto import parameter_server_pb2 as pb", ["paramserver.proto", "paramserver.proto.parameter_server_pb2"]),
+        ("from google.protobuf import struct_pb2", ["google.protobuf", "google.protobuf.struct_pb2"]),
+    ],
+)  # fmt: skip
+def test_imports_are_found_wherever_they_are(source: str, expected: list[str]) -> None:
+    assert forbidden_in("ps/anything.py", {"time", "paramserver.proto", "google.protobuf"}, source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("if mode == 'ssp': pass", 1),
+        ("if 'async' != config.run.mode: pass", 1),
+        ("if mode in ('sync', 'x'): pass", 1),
+        ("match mode:\n    case 'localsgd': pass", 1),
+        ("x = 1 if mode == 'bsp' else 2", 1),
+        ("mode.startswith('local')", 0),
+        ("if mode == other: pass", 0),
+        ("print('sync')", 0),
+    ],
+)
+def test_comparisons_with_a_mode_are_found(source: str, count: int) -> None:
+    assert len(mode_comparisons(source)) == count
