@@ -122,3 +122,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
     yield cluster
     cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests of a module, for those that leave nothing behind."""
+    cluster = Cluster(tmp_path_factory.mktemp("shared"))
+    yield cluster
+    cluster.stop()

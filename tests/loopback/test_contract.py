@@ -96,13 +96,11 @@ def channel(cluster):
 
 
 @pytest.fixture(scope="module")
-def shared_channel(tmp_path_factory):
+def shared_channel(shared_cluster):
     """One server for tests that leave nothing behind."""
-    cluster = Cluster(tmp_path_factory.mktemp("shared"))
-    cluster.server("--mode", "async", "--steps", "1000", "--workers", "1")
-    with grpc.insecure_channel(cluster.address) as channel:
+    shared_cluster.server("--mode", "async", "--steps", "1000", "--workers", "1")
+    with grpc.insecure_channel(shared_cluster.address) as channel:
         yield channel
-    cluster.stop()
 
 
 def test_health_and_reflection_are_served(channel):
