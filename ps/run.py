@@ -12,7 +12,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from ..common.config import Config
 from ..common.errors import DivergedError, ParamServerError, Reason, refusal
 from ..common.layout import Layout
 from ..common.log import get_logger
-from ..common.optimizers import Hyperparameters, OptimizerSpec, find_optimizer
-from ..common.summary import Summary
-from .membership import Membership, Seat, replaced
+from ..common.optimizers import OptimizerSpec, find_optimizer
+from .connected import Done, Go, Measured, SendWeights, Waiting, Worker
+from .membership import Membership, replaced
 from .policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Policy, Refuse
 from .replies import Replies
 from .staging import StagingPool
@@ -35,87 +34,6 @@ from .tensor_thread import TensorThread
 log = get_logger()
 
 _SAY_WAITING_S = 1.0
-
-
-@dataclass(frozen=True)
-class SendWeights:
-    """To a worker: bring the initial weights."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """To a worker: nothing yet, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Go:
-    """To a worker: go on with weights of at least `min_version`."""
-
-    outcome: str  # START, APPLIED, REPEATED, DROPPED, REJECTED
-    min_version: int
-    staleness: int
-    held_s: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class Done:
-    """To a worker that has finished: the run is over, these weights are final."""
-
-    min_version: int
-    evaluate: bool
-
-
-@dataclass(frozen=True)
-class Refused:
-    """To a worker: its call ends with this error."""
-
-    error: ParamServerError
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a worker says with a contribution about itself; seconds, and the mean training loss."""
-
-    loss: float = math.nan
-    compute_s: float = 0.0
-    transfer_s: float = 0.0
-
-
-@dataclass(eq=False)
-class Worker:
-    """One connected process. `outbox` holds what the service is to send to it."""
-
-    seat: Seat
-    stats: WorkerStats
-    outbox: asyncio.Queue[SendWeights | Waiting | Go | Done | Refused] = field(default_factory=asyncio.Queue)
-    state: str = "joining"
-    waiting_since: float | None = None
-    staleness: int = 0
-    hyperparameters: list[Hyperparameters] | None = None
-    interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
-    can_evaluate: bool = False
-    wants_weights: bool = True
-
-    @property
-    def rank(self) -> int:
-        return self.seat.rank
-
-    def refuse(self, error: ParamServerError) -> None:
-        """End the worker's call, also while the service waits for its next message."""
-        self.outbox.put_nowait(Refused(error))
-        if self.state in ("computing", "uploading"):
-            self.interrupt()
-
-    def pending_refusal(self) -> ParamServerError | None:
-        """The refusal in the outbox, if there is one."""
-        while not self.outbox.empty():
-            item = self.outbox.get_nowait()
-            if isinstance(item, Refused):
-                return item.error
-        return None
 
 
 class Run:
@@ -389,11 +307,11 @@ class Run:
             if heirs:
                 self._ask_for_weights(heirs[0])
         self._perform(self.policy.left(worker.rank, self._now()))
-        if not self.workers and (self._done_sent or self._is_any_rank_through()):
+        if not self.workers and (self._done_sent or self.is_any_rank_through()):
             self._resolve(None)
         self._end_if_all_finished()
 
-    def _is_any_rank_through(self) -> bool:
+    def is_any_rank_through(self) -> bool:
         """Some rank has taken all its steps: a script may leave then without a word."""
         return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.last_step)
 
@@ -418,7 +336,7 @@ class Run:
         for worker in self.workers.values():
             worker.refuse(error)
 
-    # ---- time and reports -----------------------------------------------------------------
+    # ---- time -----------------------------------------------------------------
 
     def tick(self) -> None:
         """Called every fraction of a second: time-outs, and a sign of life to those who wait."""
@@ -431,9 +349,9 @@ class Run:
         reasons = self.policy.waiting()
         for worker in self.workers.values():
             if worker.state in ("waiting", "finished") and worker.outbox.empty():
-                worker.outbox.put_nowait(Waiting(self._waiting_for(worker, reasons)))
+                worker.outbox.put_nowait(Waiting(self.waiting_for(worker, reasons)))
 
-    def _waiting_for(self, worker: Worker, reasons: dict[int, str]) -> str:
+    def waiting_for(self, worker: Worker, reasons: dict[int, str]) -> str:
         if worker.state == "finished":
             busy = sorted(other.rank for other in self.workers.values() if other.state != "finished")
             return f"rank {', '.join(map(str, busy))} to finish" if busy else ""
@@ -458,58 +376,3 @@ class Run:
         is_over = self._done_sent or not self.workers
         end = self._ended_at if is_over and self._ended_at is not None else self._now()
         return end - self._started_at
-
-    def status(self) -> dict[str, Any]:
-        """Where the run stands, for the live view and the Status call."""
-        reasons = self.policy.waiting()
-        live = self.policy.members
-        rows = []
-        for rank, stats in sorted(self.stats.items()):
-            worker = self.workers.get(rank)
-            compute, transfer, wait = stats.shares
-            rows.append({
-                "rank": rank,
-                "state": worker.state if worker else "gone",
-                "step": self.policy.steps_done(rank),
-                "lead": self.policy.lead(rank) if rank in live else 0,
-                "loss": stats.loss if math.isfinite(stats.loss) else None,
-                "samples_per_s": round(stats.samples_per_s, 1),
-                "compute_share": round(compute, 3),
-                "transfer_share": round(transfer, 3),
-                "wait_share": round(wait, 3),
-                "waiting_for": self._waiting_for(worker, reasons) if worker else "",
-            })  # fmt: skip
-        return {
-            "mode": self.config.run.mode,
-            "version": self.policy.version,
-            "elapsed_s": round(self.elapsed_s, 2),
-            "step": min((self.policy.steps_done(rank) for rank in live or self.policy.last_step), default=0),
-            "steps": self.config.run.steps,
-            "num_joined": len(self.workers),
-            "waiting": self._waiting_for_all(),
-            "workers": rows,
-        }
-
-    def _waiting_for_all(self) -> str:
-        """What everyone waits for; empty when somebody may compute, or the run is over."""
-        if not self.workers:
-            return "" if self._is_any_rank_through() else "a worker to join"
-        return self.policy.waiting_reason() if self.store is not None else "the initial weights"
-
-    def summary(self) -> Summary:
-        """The results so far."""
-        final = dict(self.final)
-        if "loss" not in final:
-            losses = [stats.loss for stats in self.stats.values() if math.isfinite(stats.loss)]
-            if losses:
-                final["train_loss"] = sum(losses) / len(losses)
-        return Summary(
-            mode=self.config.run.mode,
-            staleness_bound=self.policy.staleness_bound,
-            local_steps=self.policy.local_steps,
-            updates=self.policy.version,
-            version=self.policy.version,
-            wall_s=round(self.elapsed_s, 3),
-            final=final,
-            workers=[stats.summary() for _, stats in sorted(self.stats.items())],
-        )

@@ -21,6 +21,7 @@ from ..common.output import check_writable, write_weights
 from ..common.protocol import SERVICE
 from ..common.registry import MODES
 from ..common.wire import MAX_MESSAGE_BYTES
+from . import reports
 from .policies.base import Options, Policy
 from .run import Run
 from .service import ParameterServerService
@@ -162,7 +163,7 @@ class Server:
         interval_s = self._config.server.status_interval_s if as_json else _TEXT_STATUS_S
         while True:
             await asyncio.sleep(interval_s)
-            status = self.run.status()
+            status = reports.status(self.run)
             if as_json:
                 log.info("status", **status)
             elif status["workers"] or status["waiting"]:
@@ -177,7 +178,7 @@ class Server:
     def _write_results(self) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""
         output, store = self._config.output, self.run.store
-        summary = self.run.summary()
+        summary = reports.summary(self.run)
         if store is None:
             return
         try:

@@ -27,52 +27,19 @@ from ..common.protocol import (
     struct,
 )
 from ..common.registry import CODECS
-from ..common.wire import BodyReader, Frame, body_frames, frame, parse
+from ..common.wire import Frame, body_frames, frame
 from ..proto import parameter_server_pb2 as pb
+from . import reports
+from .connected import Done, Go, Measured, Refused, SendWeights, Waiting, Worker
 from .policies.base import Contribution
-from .run import Done, Go, Measured, Refused, Run, SendWeights, Waiting, Worker
+from .run import Run
 from .staging import Body
+from .stream import Stream
 
 log = get_logger()
 
 _MAX_SAMPLES = 2**40
 _SAY_WAITING_S = 1.0
-
-
-class _Stream:
-    """One worker's stream: whole messages in and out, bytes counted."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self.num_received = 0
-        self.num_sent = 0
-
-    async def read(self, *kinds: str) -> Frame | None:
-        """The next frame, which must be one of `kinds` ("" is a bare piece of a body); None at the end."""
-        raw = await self._context.read()
-        if raw is grpc.aio.EOF:
-            return None
-        self.num_received += len(raw)
-        received = parse(pb.WorkerMessage, raw)
-        if (received.kind or "") not in kinds:
-            expected = " or ".join(kind or "a piece of a body" for kind in kinds)
-            raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a body'}, expected {expected}")
-        return received
-
-    async def read_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> bool:
-        """The body announced by `first`; False when the stream ended before it was whole."""
-        reader = BodyReader(num_bytes, write)
-        reader.feed(first)
-        while not reader.is_complete:
-            piece = await self.read("")
-            if piece is None:
-                return False
-            reader.feed(piece)
-        return True
-
-    async def write(self, raw: bytes) -> None:
-        self.num_sent += len(raw)
-        await self._context.write(raw)
 
 
 class ParameterServerService:
@@ -86,7 +53,7 @@ class ParameterServerService:
 
     async def exchange(self, _: AsyncIterator[bytes], context: Any) -> None:
         """A worker's whole life in the run."""
-        stream = _Stream(context)
+        stream = Stream(context)
         worker: Worker | None = None
         reason = "connection lost"
         try:
@@ -109,7 +76,7 @@ class ParameterServerService:
             if worker is not None:
                 self._run.leave(worker, reason)
 
-    async def _welcome(self, stream: _Stream) -> Worker | None:
+    async def _welcome(self, stream: Stream) -> Worker | None:
         timeout_s = self._config.server.join_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -164,7 +131,7 @@ class ParameterServerService:
             polyak=config.store.polyak or 0.0,
         )
 
-    async def _contributions(self, stream: _Stream, worker: Worker) -> bool:
+    async def _contributions(self, stream: Stream, worker: Worker) -> bool:
         """Exchange until the worker goes; True when it said goodbye."""
         while True:
             first = await stream.read("contribution", "finish", "leave")
@@ -181,7 +148,7 @@ class ParameterServerService:
             if not await self._contribution(stream, worker, first) or not await self._send_outbox(stream, worker):
                 return False
 
-    async def _contribution(self, stream: _Stream, worker: Worker, first: Frame) -> bool:
+    async def _contribution(self, stream: Stream, worker: Worker, first: Frame) -> bool:
         """Stage one contribution and hand it to the run; False when the stream ended in the middle."""
         run, header = self._run, first.header
         layout = run.check_contribution(worker).layout
@@ -218,7 +185,7 @@ class ParameterServerService:
         await run.contribute(worker, contribution, body, told)
         return True
 
-    async def _borrow(self, stream: _Stream, worker: Worker) -> Body:
+    async def _borrow(self, stream: Stream, worker: Worker) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
         policy, staging = self._run.policy, self._run.staging
 
@@ -239,7 +206,7 @@ class ParameterServerService:
 
     # ---- what the run says to a worker ----------------------------------------------------------
 
-    async def _send_outbox(self, stream: _Stream, worker: Worker) -> bool:
+    async def _send_outbox(self, stream: Stream, worker: Worker) -> bool:
         """Send until the worker may go on; False when its stream ended instead."""
         while True:
             item = await worker.outbox.get()
@@ -258,7 +225,7 @@ class ParameterServerService:
                     await self._final(stream, item)
                     return True
 
-    async def _take_initial_weights(self, stream: _Stream, worker: Worker) -> bool:
+    async def _take_initial_weights(self, stream: Stream, worker: Worker) -> bool:
         await stream.write(frame(pb.ServerMessage(send_weights=pb.SendWeights())))
         first = await stream.read("initial_weights")
         if first is None:
@@ -276,7 +243,7 @@ class ParameterServerService:
         self._run.initialise(worker, weights)
         return True
 
-    async def _answer(self, stream: _Stream, worker: Worker, go: Go) -> None:
+    async def _answer(self, stream: Stream, worker: Worker, go: Go) -> None:
         is_start = go.outcome == "START"
         wants_weights = worker.wants_weights or go.outcome != "APPLIED"
         reply = await self._run.replies.get(go.min_version) if wants_weights else None
@@ -296,13 +263,13 @@ class ParameterServerService:
         await self._send_body(stream, lambda size: _with_size(pb.ServerMessage(answer=answer), size), reply, is_start)
         worker.stats.bytes_received, stream.num_sent = worker.stats.bytes_received + stream.num_sent, 0
 
-    async def _final(self, stream: _Stream, done: Done) -> None:
+    async def _final(self, stream: Stream, done: Done) -> None:
         reply = await self._run.replies.get(done.min_version)
         final = pb.Final(version=reply.version, evaluate=done.evaluate)
         await self._send_body(stream, lambda size: _with_size(pb.ServerMessage(final=final), size), reply, False)
 
     async def _send_body(
-        self, stream: _Stream, header: Callable[[int], pb.ServerMessage], reply: Any, with_frozen: bool
+        self, stream: Stream, header: Callable[[int], pb.ServerMessage], reply: Any, with_frozen: bool
     ) -> None:
         """`header` with the size of the body, then the shared frames of `reply`, then what never changes."""
         if reply is None:
@@ -351,7 +318,7 @@ class ParameterServerService:
             yield raw
 
     async def status(self, _: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        status = self._run.status()
+        status = reports.status(self._run)
         workers = [
             pb.WorkerStatus(**{**row, "loss": row["loss"] if row["loss"] is not None else float("nan")})
             for row in status.pop("workers")

@@ -6,6 +6,8 @@ Imports inside functions count; those under TYPE_CHECKING do not, they never run
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,10 @@ WIRE_USERS = {
     "common/wire.py",
     "common/protocol.py",
 }
+
+
+# Of those, the ones that know gRPC itself; the others know messages only.
+GRPC_USERS = WIRE_USERS - {"worker/messages.py", "common/wire.py"}
 
 
 def matching(patterns: list[str]) -> list[str]:
@@ -119,6 +125,11 @@ def test_only_a_few_files_know_grpc_and_the_messages(name: str) -> None:
     assert forbidden_in(name, roots) == []
 
 
+@pytest.mark.parametrize("name", sorted(WIRE_USERS - GRPC_USERS))
+def test_messages_are_independent_of_the_transport(name: str) -> None:
+    assert forbidden_in(name, {"grpc", "asyncio", "threading", "time"}) == []
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
 def test_the_server_knows_no_worker_and_no_launcher(name: str) -> None:
     assert forbidden_in(name, {"paramserver.worker", "paramserver.launch", "paramserver.benchmarks"}) == []
@@ -133,6 +144,14 @@ def test_the_worker_knows_no_server_and_no_launcher(name: str) -> None:
 def test_the_launcher_loads_nothing_heavy(name: str) -> None:
     roots = {"torch", "numpy", "safetensors", "paramserver.ps", "paramserver.worker", "paramserver.benchmarks"}
     assert forbidden_in(name, WIRE | roots) == []
+
+
+def test_the_launcher_starts_without_torch_and_grpc() -> None:
+    """Also through what it imports from common: `ps-launch --help` answers at once."""
+    heavy = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "asyncio")
+    code = f"import sys, paramserver.launch.main; print([name for name in {heavy} if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("common/")])

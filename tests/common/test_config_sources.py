@@ -120,7 +120,9 @@ def test_nested_values_are_merged_key_by_key(write: Callable[[str], Path]) -> No
 
 
 def test_optimizer_arguments_are_free() -> None:
-    resolved = load(sets=["optimizer.weight_decay=1e-2", "optimizer.betas=[0.9, 1e-1]"], environ={"PS_OPTIMIZER__LR": "1"})
+    resolved = load(
+        sets=["optimizer.weight_decay=1e-2", "optimizer.betas=[0.9, 1e-1]"], environ={"PS_OPTIMIZER__LR": "1"}
+    )
     assert resolved.config.optimizer.arguments() == {"lr": 1.0, "weight_decay": 0.01, "betas": [0.9, 0.1]}
     assert ("optimizer.weight_decay", "0.01", "--set optimizer.weight_decay") in resolved.rows()
 
@@ -353,7 +355,10 @@ def test_values_are_what_people_mean(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("text", ["lr: 1e-3", "lr: 1E-3", "lr: 0.001", "lr: .001", "lr: !!float 1e-3"])
 def test_numbers_in_the_file(text: str, write: Callable[[str], Path]) -> None:
-    assert load(write(f"optimizer:\n  {text}\n  eps: [1e-8]\n")).config.optimizer.arguments() == {"lr": 1e-3, "eps": [1e-8]}
+    assert load(write(f"optimizer:\n  {text}\n  eps: [1e-8]\n")).config.optimizer.arguments() == {
+        "lr": 1e-3,
+        "eps": [1e-8],
+    }
 
 
 @pytest.mark.parametrize("quoted", ['"1e3"', "'1e3'", '"1.5"', "'007.5'"])
@@ -371,7 +376,11 @@ def test_a_switch_is_no_number(key: str, text: str) -> None:
 
 
 json_like = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc_", min_size=1), inner, max_size=4),
     max_leaves=8,
 )

@@ -150,7 +150,9 @@ def test_names_in_any_case(name: str) -> None:
     assert find_optimizer(name).__name__.lower() == name.lower()
 
 
-@pytest.mark.parametrize(("wrong", "fix"), [("adamm", "did you mean 'adam'?"), ("sdg", "did you mean 'sgd'?"), ("", "known:")])
+@pytest.mark.parametrize(
+    ("wrong", "fix"), [("adamm", "did you mean 'adam'?"), ("sdg", "did you mean 'sgd'?"), ("", "known:")]
+)
 def test_an_unknown_name(wrong: str, fix: str) -> None:
     with pytest.raises(UsageError) as caught:
         find_optimizer(wrong)
@@ -202,7 +204,9 @@ def test_the_nearest_argument_is_named() -> None:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_argument_a_class_has_may_be_given(name: str) -> None:
-    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in unusual_arguments(name).items()}
+    arguments = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in unusual_arguments(name).items()
+    }
     assert len(arguments) >= 3
     assert check_arguments(name, arguments) is known_optimizers()[name]
 
@@ -267,7 +271,9 @@ def test_a_tensor_that_is_no_parameter_of_the_model() -> None:
     stranger = torch.nn.Parameter(torch.zeros(2, 3))
     parameters, names = two_groups()
     optimizer = torch.optim.SGD([*parameters, stranger], lr=0.1)
-    with pytest.raises(UsageError, match=r"1 tensors that are not parameters of the model, the first of shape \(2, 3\)"):
+    with pytest.raises(
+        UsageError, match=r"1 tensors that are not parameters of the model, the first of shape \(2, 3\)"
+    ):
         describe_optimizer(optimizer, names)
 
 

@@ -87,7 +87,9 @@ class Worker:
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
         return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient"))), dtype=torch.uint8)
 
-    def weights_body(self, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    def weights_body(
+        self, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer
+    ) -> torch.Tensor:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
         optimizer.step()

@@ -42,7 +42,9 @@ def random_values(seed: int, layout: Layout = LAYOUT) -> Values:
         if dtype.is_floating_point:
             values[spec.name] = torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
         else:
-            values[spec.name] = torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator).to(dtype)
+            values[spec.name] = torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator).to(
+                dtype
+            )
     return values
 
 
@@ -89,7 +91,9 @@ def test_weights_are_the_weighted_mean(weights: list[float], seed: int) -> None:
     apply(store, [(value, weight, rank) for rank, (value, weight) in enumerate(zip(values, weights, strict=True))])
     for name in PARAMETERS:
         mean = sum(value[name].double() * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-        tolerance = {"rtol": 1e-5, "atol": 1e-6} if values[0][name].dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+        tolerance = (
+            {"rtol": 1e-5, "atol": 1e-6} if values[0][name].dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+        )
         torch.testing.assert_close(store.tensors()[name].double(), mean, **tolerance)
     assert store.version == 1
 
@@ -123,7 +127,9 @@ def test_steps_on_flat_weights_are_torchs_steps_on_separate_tensors(name: str) -
     """Param groups that interleave in the layout, with their own learning rates; six steps, two dtypes."""
     cls = known_optimizers()[name]
     groups = [(("bias", "conv", "wide"), 0.05), (("scale", "nothing"), 0.002)]
-    spec = OptimizerSpec(cls.__name__, tuple(GroupSpec(names, {"lr": lr, "weight_decay": 0.01}) for names, lr in groups))
+    spec = OptimizerSpec(
+        cls.__name__, tuple(GroupSpec(names, {"lr": lr, "weight_decay": 0.01}) for names, lr in groups)
+    )
     start = random_values(0)
     store = store_of(start, spec)
     parameters = {n: torch.nn.Parameter(start[n].clone()) for n in PARAMETERS}

@@ -80,9 +80,7 @@ class Worker:
             fingerprint=self.layout.fingerprint,
             optimizer=optimizer_to_proto(spec),
         )
-        self.stream.send(
-            frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model))
-        )
+        self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()
         if self.kinds[-1] == "send_weights":
             weights = new_body(self.layout.total_bytes)

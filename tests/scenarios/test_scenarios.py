@@ -132,7 +132,9 @@ def test_story(path: Path) -> None:
         path.write_text(told, encoding="utf-8")
         return
     diff = "\n".join(
-        difflib.unified_diff(expected.splitlines(), told.splitlines(), path.name, "what the policy decides", lineterm="")
+        difflib.unified_diff(
+            expected.splitlines(), told.splitlines(), path.name, "what the policy decides", lineterm=""
+        )
     )
     assert told == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
 

@@ -1,0 +1,97 @@
+"""A connected worker as the run sees it, and what the run may say to it.
+
+The service puts each of these into messages; nothing here knows how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..common.errors import ParamServerError
+from ..common.optimizers import Hyperparameters
+from .membership import Seat
+from .stats import WorkerStats
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """To a worker: bring the initial weights."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """To a worker: nothing yet, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Go:
+    """To a worker: go on with weights of at least `min_version`."""
+
+    outcome: str  # START, APPLIED, REPEATED, DROPPED, REJECTED
+    min_version: int
+    staleness: int
+    held_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """To a worker that has finished: the run is over, these weights are final."""
+
+    min_version: int
+    evaluate: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """To a worker: its call ends with this error."""
+
+    error: ParamServerError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a worker says with a contribution about itself; seconds, and the mean training loss."""
+
+    loss: float = math.nan
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """One connected process. `outbox` holds what the service is to send to it."""
+
+    seat: Seat
+    stats: WorkerStats
+    outbox: asyncio.Queue[SendWeights | Waiting | Go | Done | Refused] = field(default_factory=asyncio.Queue)
+    state: str = "joining"
+    waiting_since: float | None = None
+    staleness: int = 0
+    hyperparameters: list[Hyperparameters] | None = None
+    interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
+    can_evaluate: bool = False
+    wants_weights: bool = True
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
+
+    def refuse(self, error: ParamServerError) -> None:
+        """End the worker's call, also while the service waits for its next message."""
+        self.outbox.put_nowait(Refused(error))
+        if self.state in ("computing", "uploading"):
+            self.interrupt()
+
+    def pending_refusal(self) -> ParamServerError | None:
+        """The refusal in the outbox, if there is one."""
+        while not self.outbox.empty():
+            item = self.outbox.get_nowait()
+            if isinstance(item, Refused):
+                return item.error
+        return None

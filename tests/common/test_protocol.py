@@ -1,0 +1,207 @@
+"""What comes from the network becomes our own types, or a refusal that names the field; refusals survive the way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+import pytest
+import torch
+from paramserver.common.errors import (
+    DivergedError,
+    MismatchError,
+    NotAdmittedError,
+    ParamServerError,
+    Reason,
+    UnreachableError,
+    UsageError,
+    refusal,
+)
+from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec
+from paramserver.common.protocol import (
+    STATUS_OF_REASON,
+    from_struct,
+    layout_from_proto,
+    optimizer_from_proto,
+    refusal_from_status,
+    refusal_to_status,
+    struct,
+)
+from paramserver.proto import parameter_server_pb2 as pb
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(ParamServerError) as caught:
+        call()
+    assert caught.value.reason is Reason.BAD_REQUEST
+    return caught.value.message
+
+
+def tensor(name: str = "w", kind: int = 1, dtype: str = "float32", shape: tuple[int, ...] = (2,), **rest: Any) -> Any:
+    return pb.TensorSpec(name=name, kind=kind, dtype=dtype, shape=shape, **rest)
+
+
+# ---- models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ([], "a model of 0 tensors"),
+        ([tensor(kind=0)], "tensor 'w' has no kind"),
+        ([tensor(kind=9)], "tensor 'w' has no kind"),
+        ([tensor(dtype="")], "tensor 'w' has dtype ;"),
+        ([tensor(dtype="object")], "tensor 'w' has dtype object"),
+        ([tensor(), tensor()], "two tensors are named 'w'"),
+        ([tensor(shape=(2**63,))], "an impossible shape"),
+        ([tensor(shape=(2**32, 2**32))], "an impossible shape"),
+    ],
+)
+def test_impossible_models_are_refused(tensors: list[Any], says: str) -> None:
+    assert says in refused(lambda: layout_from_proto(tensors))
+
+
+@pytest.mark.parametrize("dtype", [name for name, dtype in DTYPES.items() if not dtype.is_floating_point])
+def test_a_trained_tensor_of_integers_is_refused(dtype: str) -> None:
+    """It has no gradient; the store could not build an optimizer over it."""
+    assert "'w'" in refused(lambda: layout_from_proto([tensor(dtype=dtype)]))
+    for kind in (Kind.BUFFER, Kind.FROZEN):
+        assert layout_from_proto([tensor(dtype=dtype, kind=kind)]).specs[0].dtype == dtype
+
+
+# ---- optimizers ---------------------------------------------------------------------------------------
+
+LAYOUT = Layout([
+    TensorSpec("w", Kind.PARAMETER, "float32", (2,), ("tied",)),
+    TensorSpec("b", Kind.PARAMETER, "float32", (2,)),
+    TensorSpec("mean", Kind.BUFFER, "float32", (2,)),
+    TensorSpec("frozen", Kind.FROZEN, "float32", (2,)),
+])  # fmt: skip
+
+
+def optimizer(*groups: list[str]) -> Any:
+    return pb.Optimizer(name="SGD", groups=[pb.ParameterGroup(tensors=names) for names in groups])
+
+
+@pytest.mark.parametrize(
+    ("groups", "wrong"),
+    [
+        ([["w", "nobody"]], "nobody"),
+        ([["mean"]], "mean"),
+        ([["frozen"]], "frozen"),
+        ([["tied"]], "tied"),
+        ([["w"], ["w"]], "w"),
+        ([["w", "w"]], "w"),
+        ([[""]], ""),
+    ],
+)
+def test_an_optimizers_tensors_are_parameters_in_one_group(groups: list[list[str]], wrong: str) -> None:
+    assert f"the optimizer's tensor '{wrong}'" in refused(lambda: optimizer_from_proto(optimizer(*groups), LAYOUT))
+
+
+def test_an_optimizer_may_leave_parameters_out() -> None:
+    assert [group.tensors for group in optimizer_from_proto(optimizer(["b"], []), LAYOUT).groups] == [("b",), ()]
+
+
+def test_structs_keep_the_kinds_of_values() -> None:
+    values = {"lr": 0.1, "nesterov": True, "betas": [0.9, 0.999], "name": "x", "whole": 3.0, "none": None}
+    received = from_struct(struct(values))
+    assert received == values
+    assert type(received["nesterov"]) is bool
+    assert type(received["whole"]) is float
+
+
+# ---- refusals ------------------------------------------------------------------------------------------
+
+
+class Failure(grpc.RpcError):
+    """What a client's call raises."""
+
+    def __init__(self, details: str, metadata: Any) -> None:
+        self._details, self._metadata = details, metadata
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
+
+
+CLASSES = {
+    Reason.BAD_REQUEST: ParamServerError,
+    Reason.RANK_OUT_OF_RANGE: NotAdmittedError,
+    Reason.RUN_FULL: NotAdmittedError,
+    Reason.REPLACED: NotAdmittedError,
+    Reason.NOT_JOINED: NotAdmittedError,
+    Reason.RUN_MISMATCH: MismatchError,
+    Reason.MODEL_MISMATCH: MismatchError,
+    Reason.OPTIMIZER_MISMATCH: MismatchError,
+    Reason.OPTIMIZER_UNSUPPORTED: UsageError,
+    Reason.STEP_GAP: ParamServerError,
+    Reason.DIVERGED: DivergedError,
+    Reason.DRAINING: UnreachableError,
+    Reason.NOT_READY: UnreachableError,
+}
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_a_refusal_is_the_same_error_on_both_sides(reason: Reason) -> None:
+    code, details, metadata = refusal_to_status(refusal(reason, "what happened", fix="what to do"))
+    assert code is STATUS_OF_REASON[reason]
+    assert code not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    error = refusal_from_status(Failure(details, metadata))
+    assert type(error) is CLASSES[reason]
+    assert (error.reason, error.message, error.fix) == (reason, "what happened", "what to do")
+
+
+def test_statuses_are_those_the_proto_documents() -> None:
+    """Each value's comment in the proto begins with its status."""
+    text = (Path(__file__).parents[2] / "proto/parameter_server.proto").read_text(encoding="utf-8")
+    documented, comment = {}, ""
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("//"):
+            comment += line.removeprefix("//")
+        elif match := re.match(r"REASON_(\w+) = \d+;", line):
+            documented[match[1]] = comment.split(".")[0].strip()
+            comment = ""
+        else:
+            comment = ""
+    del documented["UNSPECIFIED"]
+    assert documented == {reason.value: STATUS_OF_REASON[reason].name for reason in Reason}
+
+
+@pytest.mark.parametrize("text", ["naïve → é", "two\nlines", "x" * 100_000, "é" * 100_000, "🙂" * 9_000, ""])
+def test_texts_fit_into_metadata(text: str) -> None:
+    """gRPC takes printable ASCII in metadata, 8 KiB of it in all; anything else would kill the refusal itself."""
+    _, details, metadata = refusal_to_status(refusal(Reason.BAD_REQUEST, text, fix=text))
+    for _, value in metadata:
+        assert value.isascii()
+        assert value == "" or value.isprintable()
+    # The status message travels percent-encoded.
+    assert len(quote(details)) + sum(len(key) + len(value) for key, value in metadata) < 8000
+
+
+def test_a_failure_that_is_no_refusal() -> None:
+    assert refusal_from_status(Failure("connection reset", ())) is None
+    assert refusal_from_status(Failure("connection reset", None)) is None
+    assert refusal_from_status(Failure("connection reset", (("other", "x"),))) is None
+
+
+def test_a_reason_of_a_newer_server() -> None:
+    error = refusal_from_status(Failure("too new", (("ps-reason", "SOMETHING_NEW"),)))
+    assert type(error) is UnreachableError
+    assert "SOMETHING_NEW" in error.message
+    assert "too new" in error.message
+
+
+def test_errors_without_a_reason_are_bad_requests() -> None:
+    code, _, metadata = refusal_to_status(UsageError("unknown optimizer 'x'"))
+    assert (code, metadata[0]) == (grpc.StatusCode.INVALID_ARGUMENT, ("ps-reason", "BAD_REQUEST"))
+
+
+def test_dtype_names_are_torchs() -> None:
+    assert {name: getattr(torch, name) for name in DTYPES} == DTYPES

@@ -1,0 +1,207 @@
+"""A worker's share of the data: every sample, once an epoch, in another order each time, and from any position on."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.common.errors import ParamServerError
+from paramserver.worker.data import num_samples_of, sharded_batches, to_device
+from torch.utils.data import Dataset, TensorDataset
+
+
+def tensors_of(num_samples: int) -> TensorDataset:
+    """Inputs that are their own number, and targets of another dtype and shape."""
+    numbers = torch.arange(num_samples)
+    return TensorDataset(numbers.float().unsqueeze(1).repeat(1, 3), numbers)
+
+
+class Slow(Dataset):
+    """The same samples one by one, as any data set of a user gives them; counts what is loaded."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._inner = tensors_of(num_samples)
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.loaded.append(index)
+        return self._inner[index]
+
+
+def batches(
+    dataset: Dataset, count: int, batch_size: int = 4, workers: int = 1, index: int = 0, seed: int = 0, first: int = 0
+) -> list[list[torch.Tensor]]:
+    stream = sharded_batches(dataset, batch_size, seed, lambda: (workers, index), first)
+    return list(itertools.islice(stream, count))
+
+
+def numbers(found: list[list[torch.Tensor]]) -> list[int]:
+    return [int(number) for _, targets in found for number in targets]
+
+
+def epoch_of(num_samples: int, workers: int, batch_size: int) -> int:
+    """Batches of one worker in one epoch."""
+    return -(-(-(-num_samples // workers)) // batch_size)
+
+
+@given(num_samples=st.integers(1, 60), workers=st.integers(1, 7), batch_size=st.integers(1, 9), epoch=st.integers(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_over_all_ranks_every_sample_comes_once_an_epoch(
+    num_samples: int, workers: int, batch_size: int, epoch: int
+) -> None:
+    """Where the shares cannot be equal, as few samples as are missing come once more."""
+    per_epoch = epoch_of(num_samples, workers, batch_size)
+    seen: Counter[int] = Counter()
+    for rank in range(workers):
+        found = batches(tensors_of(num_samples), per_epoch * (epoch + 1), batch_size, workers, rank)[
+            per_epoch * epoch :
+        ]
+        assert all(len(targets) == batch_size for _, targets in found[:-1])
+        share = numbers(found)
+        assert len(share) == -(-num_samples // workers)
+        seen.update(share)
+    assert set(seen) == set(range(num_samples))
+    assert sum(seen.values()) - num_samples == -num_samples % workers
+    if num_samples >= workers:
+        assert max(seen.values()) <= 2
+
+
+def test_each_epoch_has_its_own_order() -> None:
+    found = numbers(batches(tensors_of(40), 30))
+    epochs = [found[start : start + 40] for start in (0, 40, 80)]
+    assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert found == numbers(batches(tensors_of(40), 30)), "the same seed, the same order"
+    assert found != numbers(batches(tensors_of(40), 30, seed=1))
+
+
+def test_inputs_stay_with_their_targets() -> None:
+    for inputs, targets in batches(tensors_of(23), 20, workers=3, index=1):
+        assert torch.equal(inputs, targets.float().unsqueeze(1).repeat(1, 3))
+
+
+def test_the_last_batch_of_an_epoch_is_what_is_left() -> None:
+    sizes = [len(targets) for _, targets in batches(tensors_of(21), 12, batch_size=4, workers=2)]
+    assert sizes == [4, 4, 3] * 4
+    assert sizes == [num_samples_of(batch) for batch in batches(tensors_of(21), 12, batch_size=4, workers=2)]
+
+
+@given(
+    num_samples=st.integers(1, 50),
+    workers=st.integers(1, 5),
+    batch_size=st.integers(1, 8),
+    first=st.integers(0, 40),
+    make=st.sampled_from([tensors_of, Slow]),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_worker_that_comes_back_goes_on_where_it_was(
+    num_samples: int, workers: int, batch_size: int, first: int, make: Callable[[int], Dataset]
+) -> None:
+    whole = batches(make(num_samples), first + 6, batch_size, workers)
+    resumed = batches(make(num_samples), 6, batch_size, workers, first=first)
+    assert numbers(resumed) == numbers(whole[first:])
+    assert [len(targets) for _, targets in resumed] == [len(targets) for _, targets in whole[first:]]
+
+
+def test_what_is_skipped_is_not_loaded() -> None:
+    dataset = Slow(40)
+    found = batches(dataset, 2, batch_size=4, first=1007)
+    assert dataset.loaded == numbers(found)
+    assert len(dataset.loaded) == 8
+
+
+@given(num_samples=st.integers(1, 40), workers=st.integers(1, 4), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_the_fast_path_gives_what_the_loader_gives(num_samples: int, workers: int, batch_size: int, seed: int) -> None:
+    fast = batches(tensors_of(num_samples), 8, batch_size, workers, seed=seed)
+    slow = batches(Slow(num_samples), 8, batch_size, workers, seed=seed)
+    for one, two in zip(fast, slow, strict=True):
+        assert type(one) is type(two) is list
+        for ours, theirs in zip(one, two, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.dtype == theirs.dtype
+
+
+def test_options_go_to_the_loader() -> None:
+    def collate(samples: list[Any]) -> str:
+        return f"{len(samples)} samples"
+
+    stream = sharded_batches(tensors_of(6), 4, 0, lambda: (1, 0), 0, collate_fn=collate)
+    assert list(itertools.islice(stream, 3)) == ["4 samples", "2 samples", "4 samples"]
+
+
+class Augmented(TensorDataset):
+    """A user's subclass that changes each sample: the usual way to augment data in memory."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        inputs, targets = super().__getitem__(index)
+        return -inputs, targets
+
+
+def test_a_subclass_with_its_own_samples_is_asked_for_them() -> None:
+    plain = tensors_of(8)
+    for inputs, targets in batches(Augmented(*plain.tensors), 2):
+        assert torch.equal(inputs, -targets.float().unsqueeze(1).repeat(1, 3)), "the augmentation was skipped"
+
+
+def test_an_empty_data_set_is_an_error_not_an_endless_loop() -> None:
+    def give_up(count: Iterator[int] = iter(range(100))) -> tuple[int, int]:
+        if next(count, None) is None:
+            pytest.fail("asked a hundred epochs for a batch")
+        return 1, 0
+
+    with pytest.raises(ParamServerError):
+        next(sharded_batches(TensorDataset(torch.zeros(0, 3)), 4, 0, give_up, 0))
+
+
+def test_the_division_is_asked_for_at_each_epoch() -> None:
+    """Workers may come and go while the number of workers is open."""
+    divisions = iter([(1, 0), (4, 2), (2, 1)])
+    stream = sharded_batches(tensors_of(16), 16, 0, lambda: next(divisions), 0)
+    assert [len(targets) for _, targets in itertools.islice(stream, 3)] == [16, 4, 8]
+
+
+# ---- batches of any form ---------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "inputs targets")  # noqa: PYI024
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(5, 2), 5),
+        (torch.tensor(3.0), 1),
+        ([torch.zeros(7), torch.zeros(2)], 7),
+        ({"ids": torch.zeros(6, 3), "mask": torch.zeros(6)}, 6),
+        (("text", torch.zeros(4)), 4),
+        ([["a", "b"], {"x": torch.zeros(3)}], 3),
+        (Pair(torch.zeros(2), torch.zeros(2)), 2),
+        (["a", "b"], 0),
+        (None, 0),
+        ({}, 0),
+    ],
+)
+def test_the_size_of_a_batch(batch: Any, count: int) -> None:
+    assert num_samples_of(batch) == count
+
+
+def test_every_tensor_goes_to_the_device_and_the_form_stays() -> None:
+    batch = {"x": [torch.zeros(2), (torch.ones(1), "text")], "pair": Pair(torch.zeros(1), 3), "none": None}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"][0].device.type == moved["x"][1][0].device.type == moved["pair"].inputs.device.type == "meta"
+    assert type(moved["pair"]) is Pair
+    assert type(moved["x"]) is list
+    assert type(moved["x"][1]) is tuple
+    assert (moved["x"][1][1], moved["pair"].targets, moved["none"]) == ("text", 3, None)
+    assert batch["x"][0].device.type == "cpu", "the batch itself is not changed"
+    same = torch.zeros(2)
+    assert to_device(same, torch.device("cpu")) is same

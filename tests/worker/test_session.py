@@ -1,0 +1,141 @@
+"""The worker's place in the run, and when it tries again: bounded, spread, and given up with a reason."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.common.errors import UnreachableError
+from paramserver.worker.session import Progress, Retry
+
+# ---- retry ----------------------------------------------------------------------------------------
+
+
+def delays(retry: Retry, count: int, start: float = 100.0) -> list[float]:
+    """The delays of `count` failures in a row, each attempt made exactly when it is due."""
+    now, found = start, []
+    for _ in range(count):
+        found.append(retry.failed(now, "refused"))
+        now += found[-1]
+    return found
+
+
+def test_delays_double_and_stay_near_half_a_second() -> None:
+    assert delays(Retry("a:1", 60.0, rank=0), 6) == pytest.approx([0.025, 0.05, 0.1, 0.2, 0.25, 0.25])
+
+
+@given(rank=st.none() | st.integers(0, 5000), give_up_s=st.floats(0.01, 1000), attempts=st.integers(1, 80))
+@settings(max_examples=200, deadline=None)
+def test_every_delay_is_bounded(rank: int | None, give_up_s: float, attempts: int) -> None:
+    """Never negative, never far above half a second, never past the give-up time; and it does end."""
+    retry, now, start = Retry("a:1", give_up_s, rank), 7.0, 7.0
+    for attempt in range(attempts):
+        try:
+            delay = retry.failed(now, "refused")
+        except UnreachableError:
+            assert now - start >= give_up_s
+            return
+        assert now - start < give_up_s
+        assert retry.num_failures == attempt + 1
+        assert 0 <= delay <= 0.75
+        # The last attempt comes at the give-up time, not after it; 1e-6 for the sum of floats.
+        assert now + delay - start <= give_up_s + 1e-6
+        now += delay + 1e-6
+
+
+def test_very_many_attempts_do_not_overflow() -> None:
+    retry = Retry("a:1", 1e9)
+    for attempt in range(3000):
+        assert 0 < retry.failed(float(attempt), "refused") <= 0.75
+
+
+def test_ranks_come_back_one_after_another() -> None:
+    """Two hundred workers that lost one server together do not return in one instant."""
+    settled = sorted(delays(Retry("a:1", 60.0, rank), 8)[-1] for rank in range(200))
+    gaps = [later - earlier for earlier, later in zip(settled, settled[1:], strict=False)]
+    assert min(gaps) > 0
+    assert max(gaps) < 0.01
+    assert settled[-1] - settled[0] > 0.45
+    assert delays(Retry("a:1", 60.0, 3), 8) == delays(Retry("a:1", 60.0, 3), 8), "and it is no chance"
+
+
+def test_giving_up_says_where_how_long_and_why() -> None:
+    retry = Retry("10.0.0.1:50051", 5.0)
+    retry.failed(100.0, "connection refused")
+    retry.failed(104.9, "connection refused")
+    with pytest.raises(UnreachableError) as caught:
+        retry.failed(105.0, "name not known")
+    assert caught.value.message == ("no server at 10.0.0.1:50051 for 5 s (worker.give_up_s is 5): name not known")
+    assert "ps-server --listen" in caught.value.fix
+    assert "--server" in caught.value.fix
+    assert caught.value.exit_code == 15
+
+
+def test_reaching_the_server_starts_afresh() -> None:
+    retry = Retry("a:1", 5.0)
+    first = delays(retry, 4, start=0.0)
+    retry.reached()
+    assert retry.num_failures == 0
+    assert delays(retry, 4, start=1000.0) == first
+    retry.failed(1004.0, "refused")
+    with pytest.raises(UnreachableError):
+        retry.failed(1005.0, "refused")
+
+
+# ---- progress ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_in_gradient_mode() -> None:
+    progress = Progress(rank=None)
+    progress.welcomed("run1", 3, 1, 0)
+    assert (progress.run, progress.rank, progress.incarnation, progress.step) == ("run1", 3, 1, 0)
+    progress.answered(step=0, version=7, next_local_steps=1, has_weights=True)
+    progress.divided(4, 3, 0)
+    assert (progress.version, progress.is_done) == (7, False)
+    assert progress.took_step()
+    progress.answered(step=1, version=8, next_local_steps=0, has_weights=True)
+    assert progress.is_done
+    assert (progress.num_workers, progress.worker_index, progress.training_steps) == (4, 3, 0)
+
+
+@given(local_steps=st.lists(st.integers(1, 9), min_size=1, max_size=10))
+def test_it_contributes_after_exactly_the_steps_it_was_given(local_steps: list[int]) -> None:
+    progress, taken = Progress(), 0
+    for number, steps in enumerate(local_steps):
+        progress.answered(number, number, steps, has_weights=True)
+        while True:
+            taken += 1
+            if progress.took_step():
+                break
+    assert taken == sum(local_steps)
+
+
+def test_without_weights_the_base_version_is_the_old_one() -> None:
+    """Staleness is counted from what the gradient was computed on, not from what the server said last."""
+    progress = Progress()
+    progress.answered(0, 5, 1, has_weights=True)
+    progress.answered(1, 9, 1, has_weights=False)
+    assert (progress.step, progress.version) == (1, 5)
+    progress.answered(2, 11, 1, has_weights=True)
+    assert progress.version == 11
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (3, [3, 6]), (10, [])])
+def test_weights_are_fetched_with_every_nth_contribution(every: int, wanted: list[int]) -> None:
+    progress, fetched = Progress(pull_every=every), []
+    for step in range(6):
+        progress.answered(step, 0, 1, has_weights=True)
+        if progress.wants_weights:
+            fetched.append(step + 1)
+    assert fetched == wanted
+
+
+def test_after_a_lost_connection_the_servers_word_counts() -> None:
+    """The contribution in flight was applied, or it was not: the new welcome says which."""
+    progress = Progress(rank=2)
+    progress.welcomed("run1", 2, 1, 0)
+    progress.answered(4, 10, 3, has_weights=True)
+    progress.took_step()
+    progress.welcomed("run1", 2, 2, 5)
+    progress.answered(step=5, version=12, next_local_steps=3, has_weights=True)
+    assert (progress.incarnation, progress.step, progress.version, progress.steps_left) == (2, 5, 12, 3)

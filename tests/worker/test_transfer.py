@@ -1,0 +1,311 @@
+"""Bodies out of and into a model: both ways of copying give the same bytes, whatever the tensors and the chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paramserver.common.errors import UsageError
+from paramserver.common.layout import Kind, as_bytes, new_body
+from paramserver.worker.transfer import DirectTransfer, ModelTensors, StagedTransfer, Transfer, make_transfer
+from torch import nn
+
+TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
+
+
+class Awkward(nn.Module):
+    """Every kind of tensor that takes part: tied, frozen, empty, scalar, of other dtypes, and statistics."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(7, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.randn(0, 5))
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(5).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("secret", torch.randn(2), persistent=False)
+
+    def set_gradients(self, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = gradient.to(parameter.dtype)
+
+
+def joined(pieces: list[memoryview]) -> bytes:
+    return b"".join(pieces)
+
+
+def tensors_in(model: ModelTensors, body: bytes) -> dict[str, torch.Tensor]:
+    memory = new_body(model.layout.total_bytes)
+    as_bytes(memory)[: len(body)] = body
+    return {spec.name: view.clone() for spec, view in model.layout.views(memory)}
+
+
+def write(transfer: Transfer, body: bytes, boundaries: list[int]) -> None:
+    """Hand over `body` in pieces that end at the boundaries."""
+    for start, end in zip([0, *boundaries], [*boundaries, len(body)], strict=True):
+        transfer.write(start, memoryview(body)[start:end])
+    transfer.finish_write()
+
+
+# ---- out -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_a_gradient_body_holds_gradients_and_the_buffers_values(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = Awkward()
+    module.set_gradients()
+    model = ModelTensors(module)
+    body = joined(make(model).gather("gradient"))
+    assert len(body) == model.layout.exchange_bytes
+    found = tensors_in(model, body)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(found[name], parameter.grad), name
+    for name, buffer in module.named_buffers():
+        if name != "secret":
+            assert torch.equal(found[name], buffer), name
+    assert "secret" not in found
+    assert "head.weight" not in found, "a tied tensor travels once"
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_a_weights_body_holds_values_and_no_frozen_ones(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = Awkward()
+    module.set_gradients()
+    model = ModelTensors(module)
+    body = joined(make(model).gather("weights"))
+    assert len(body) == model.layout.exchange_bytes < model.layout.total_bytes
+    found = tensors_in(model, body)
+    state = module.state_dict()
+    for spec in model.layout.specs:
+        if spec.kind is not Kind.FROZEN:
+            assert torch.equal(found[spec.name], state[spec.name]), spec.name
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_initial_weights_hold_everything(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = Awkward()
+    model = ModelTensors(module)
+    body = joined(make(model).gather_all())
+    assert len(body) == model.layout.total_bytes
+    state = module.state_dict()
+    for name, tensor in tensors_in(model, body).items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_both_ways_give_the_same_bytes() -> None:
+    module = Awkward()
+    module.set_gradients()
+    model = ModelTensors(module)
+    direct, staged = DirectTransfer(model), StagedTransfer(model)
+    for source in ("gradient", "weights"):
+        assert joined(direct.gather(source)) == joined(staged.gather(source))
+    assert joined(direct.gather_all()) == joined(staged.gather_all())
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
+    """Also after a step in which there was one: nothing of it may be sent again."""
+    module = Awkward()
+    module.set_gradients()
+    model = ModelTensors(module)
+    transfer = make(model)
+    transfer.gather("gradient")
+    module.embedding.weight.grad = None
+    module.wide.grad = None
+    found = tensors_in(model, joined(transfer.gather("gradient")))
+    assert not found["embedding.weight"].any()
+    assert not found["wide"].any()
+    assert found["narrow"].any()
+    for parameter in module.parameters():
+        parameter.grad = None
+    found = tensors_in(model, joined(transfer.gather("gradient")))
+    assert not any(found[spec.name].any() for spec in model.layout.specs if spec.kind is Kind.PARAMETER)
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_a_large_missing_gradient_is_zeros_too(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = nn.Linear(300, 100)
+    module.bias.grad = torch.ones(100)
+    model = ModelTensors(module)
+    found = tensors_in(model, joined(make(model).gather("gradient")))
+    assert not found["weight"].any()
+    assert (found["bias"] == 1).all()
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_tied_weights_send_the_sum_of_their_gradients(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = Awkward()
+    logits = module.head(module.embedding(torch.tensor([1, 2])))
+    logits.sum().backward()
+    model = ModelTensors(module)
+    found = tensors_in(model, joined(make(model).gather("gradient")))
+    assert torch.equal(found["embedding.weight"], module.embedding.weight.grad)
+    assert found["embedding.weight"][[1, 2]].any()
+    assert found["embedding.weight"][0].any(), "through the head every row has one"
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.arange(12.0).view(4, 3).t(),
+        torch.arange(24.0).view(3, 8)[:, ::2],
+        torch.arange(3.0).view(3, 1).expand(3, 4),
+        torch.arange(12.0).view(3, 4).to_sparse(),
+    ],
+    ids=["transposed", "strided", "expanded", "sparse"],
+)
+def test_gradients_in_other_memory_formats(make: Callable[[ModelTensors], Transfer], gradient: torch.Tensor) -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(3, 4))
+    module.w.grad = gradient
+    model = ModelTensors(module)
+    found = tensors_in(model, joined(make(model).gather("gradient")))
+    assert torch.equal(found["w"], gradient.to_dense())
+
+
+def test_direct_pieces_are_the_gradients_own_memory() -> None:
+    module = nn.Linear(8, 4)
+    module.weight.grad, module.bias.grad = torch.ones(4, 8), torch.ones(4)
+    pieces = DirectTransfer(ModelTensors(module)).gather("gradient")
+    module.weight.grad.fill_(2.0)
+    assert torch.frombuffer(bytearray(pieces[0]), dtype=torch.float32).tolist() == [2.0] * 32
+
+
+# ---- in --------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), make=st.sampled_from(TRANSFERS))
+@settings(max_examples=100, deadline=None)
+def test_any_boundaries_between_pieces_give_the_same_weights(
+    data: st.DataObject, make: Callable[[ModelTensors], Transfer]
+) -> None:
+    source, target = Awkward(seed=5), Awkward(seed=6)
+    body = joined(DirectTransfer(ModelTensors(source)).gather_all())
+    boundaries = sorted(data.draw(st.sets(st.integers(1, len(body) - 1), max_size=12)))
+    write(make(ModelTensors(target)), body, boundaries)
+    for (name, expected), got in zip(source.state_dict().items(), target.state_dict().values(), strict=True):
+        assert torch.equal(expected, got), name
+    assert not torch.equal(source.secret, target.secret)
+    assert target.head.weight is target.embedding.weight
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+@pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10_000])
+def test_a_body_without_frozen_tensors_leaves_those(make: Callable[[ModelTensors], Transfer], piece_bytes: int) -> None:
+    """START brings everything, later answers parameters and buffers only; also when a longer body came before."""
+    source, target = Awkward(seed=5), Awkward(seed=6)
+    model = ModelTensors(target)
+    transfer = make(model)
+    write(transfer, joined(DirectTransfer(ModelTensors(Awkward(seed=7))).gather_all()), [])
+    frozen = torch.full((4, 4), 9.0)
+    with torch.no_grad():
+        target.frozen.copy_(frozen)
+    body = joined(DirectTransfer(ModelTensors(source)).gather("weights"))
+    write(transfer, body, list(range(piece_bytes, len(body), piece_bytes)))
+    state = source.state_dict()
+    for name, got in target.state_dict().items():
+        assert torch.equal(got, frozen if name == "frozen" else state[name]), name
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_the_gaps_between_runs_hold_anything(make: Callable[[ModelTensors], Transfer]) -> None:
+    source, target = Awkward(seed=5), Awkward(seed=6)
+    model = ModelTensors(target)
+    body = bytearray(joined(DirectTransfer(ModelTensors(source)).gather_all()))
+    at = 0
+    for entry in model.layout.entries:
+        body[at : entry.offset] = b"\xff" * (entry.offset - at)
+        at = entry.end
+    write(make(model), bytes(body), random.Random(3).sample(range(1, len(body)), 1))
+    for name, got in target.state_dict().items():
+        assert torch.equal(got, source.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("make", TRANSFERS)
+def test_weights_arrive_in_the_tensors_the_optimizer_holds(make: Callable[[ModelTensors], Transfer]) -> None:
+    module = nn.Linear(3, 2)
+    before = [(parameter, parameter.data_ptr()) for parameter in module.parameters()]
+    model = ModelTensors(module)
+    write(make(model), bytes(model.layout.total_bytes), [])
+    assert [(parameter, parameter.data_ptr()) for parameter in module.parameters()] == before
+    assert not any(parameter.any() for parameter in module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    assert module.weight.grad is not None
+
+
+# ---- other memory formats ---------------------------------------------------------------------------
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(5, 3).t())
+
+
+def test_parameters_in_other_memory_formats_are_staged() -> None:
+    module, plain = ChannelsLast(), ChannelsLast()
+    model = ModelTensors(module)
+    transfer = make_transfer(model)
+    assert isinstance(transfer, StagedTransfer)
+    assert isinstance(make_transfer(ModelTensors(nn.Linear(2, 2))), DirectTransfer)
+    found = tensors_in(model, joined(transfer.gather_all()))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[name], value), name
+    strides = [parameter.stride() for parameter in module.parameters()]
+    doubled = {name: value * 2 for name, value in found.items()}
+    memory = new_body(model.layout.total_bytes)
+    for spec, view in model.layout.views(memory):
+        view.copy_(doubled[spec.name])
+    write(transfer, bytes(as_bytes(memory)), [])
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, doubled[name]), name
+    assert [parameter.stride() for parameter in module.parameters()] == strides
+
+
+# ---- what cannot take part ---------------------------------------------------------------------------
+
+
+def test_a_model_without_tensors() -> None:
+    with pytest.raises(UsageError, match="the model has no parameters"):
+        ModelTensors(nn.ReLU())
+
+
+def test_a_dtype_that_cannot_be_exchanged() -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match=r"tensor 'w' is torch\.complex64"):
+        ModelTensors(module)
+
+
+def test_extra_state_is_left_out() -> None:
+    class WithExtra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"anything": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+    assert {spec.name for spec in ModelTensors(WithExtra(2, 2)).layout.specs} == {"weight", "bias"}
+
+
+def test_names_are_those_of_the_optimizers_parameters() -> None:
+    module = Awkward()
+    names = ModelTensors(module).names
+    assert names[id(module.head.weight)] == "embedding.weight"
+    assert {names[id(parameter)] for parameter in module.parameters()} == {n for n, _ in module.named_parameters()}
