@@ -111,8 +111,8 @@ def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) ->
 
 def _plans(resolved: Resolved, request: Request) -> list[Plan]:
     """Plans whose files and backend exist. Raises UsageError and OutputError before anything starts."""
+    from ..common.output import check_writable
     from ..common.registry import BACKENDS
-    from .outputs import check_writable
     from .plan import Machine, plan_runs
 
     config = resolved.config
@@ -125,9 +125,9 @@ def _plans(resolved: Resolved, request: Request) -> list[Plan]:
     plans = plan_runs(resolved, request, machine)
     for plan in plans:
         if plan.save is not None:
-            check_writable(plan.save, "--save")
+            check_writable(plan.save)
     if config.output.summary is not None:
-        check_writable(config.output.summary, "--summary")
+        check_writable(config.output.summary)
     return plans
 
 

@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from rich.console import Console
 
 from ..common.config import Config
 from ..common.errors import AuthError, BindError, OutputError, UsageError
@@ -20,6 +19,7 @@ from ..common.optimizers import check_arguments
 from ..common.output import check_writable, write_weights
 from ..common.protocol import SERVICE
 from ..common.registry import MODES
+from ..common.report import report_console, summary_table
 from ..common.wire import MAX_MESSAGE_BYTES
 from . import reports
 from .policies.base import Options, Policy
@@ -193,6 +193,4 @@ class Server:
         if self._config.log.format == "json":
             log.info("summary", **summary.model_dump())
         else:
-            from ..common.report import summary_table
-
-            Console().print(summary_table(summary))
+            report_console(sys.stdout).print(summary_table(summary))

@@ -18,12 +18,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("proto", "common", "ps", "worker", "launch", "benchmarks")
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
-FILES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for package in PACKAGES
-    for path in (ROOT / package).rglob("*.py")
-    if path.relative_to(ROOT).as_posix() not in GENERATED
-) + ["__init__.py"]
+FILES = [
+    "__init__.py",
+    *sorted(
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.relative_to(ROOT).as_posix() not in GENERATED
+    ),
+]
 
 # Time, chance, threads and output come in as arguments or go out as values.
 PURE = ["ps/policies/*", "ps/membership.py", "worker/session.py", "launch/plan.py", "launch/supervise.py"]
@@ -240,12 +243,12 @@ def test_the_table_names_files_that_exist() -> None:
         ("import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    import time", ["time"]),
         ("import importlib\nimportlib.import_module('time')", ["time"]),
         ("__import__('time')", ["time"]),
-        ("from ..proto import parameter_server_pb2", ["paramserver.proto", "paramserver.proto.parameter_server_pb2"]),
+        ("from ..proto import x as pb", ["paramserver.proto", "paramserver.proto.x"]),
         ("from .. import proto", ["paramserver.proto"]),
-        ("from paramserver.proto import parameter_server_pb2 as pb", ["paramserver.proto", "paramserver.proto.parameter_server_pb2"]),
+        ("from paramserver.proto import x", ["paramserver.proto", "paramserver.proto.x"]),
         ("from google.protobuf import struct_pb2", ["google.protobuf", "google.protobuf.struct_pb2"]),
     ],
-)  # fmt: skip
+)
 def test_imports_are_found_wherever_they_are(source: str, expected: list[str]) -> None:
     assert forbidden_in("ps/anything.py", {"time", "paramserver.proto", "google.protobuf"}, source) == expected
 

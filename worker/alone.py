@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ..common.config import Config
 from ..common.errors import OutputError
 from ..common.log import get_logger
 from ..common.output import write_weights
+from ..common.report import report_console, summary_table
 from ..common.summary import Summary, WorkerSummary
 from .api import AloneSession
 
@@ -77,7 +78,5 @@ class AloneReport:
         if self._config.log.format == "json":
             log.info("summary", **summary.model_dump())
         else:
-            from ..common.report import summary_table
-
-            Console().print(summary_table(summary))
+            report_console(sys.stdout).print(summary_table(summary))
         return summary

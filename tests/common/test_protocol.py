@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.protocol import (
     STATUS_OF_REASON,
     from_struct,
+    hyperparameters_from_proto,
     layout_from_proto,
     optimizer_from_proto,
     refusal_from_status,
@@ -112,6 +114,14 @@ def test_structs_keep_the_kinds_of_values() -> None:
     assert received == values
     assert type(received["nesterov"]) is bool
     assert type(received["whole"]) is float
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_hyperparameters_are_finite(bad: float, in_list: bool) -> None:
+    """A broken schedule sends NaN: it is refused, the stream does not crash."""
+    values = {"betas": [0.9, bad]} if in_list else {"lr": bad}
+    assert next(iter(values)) in refused(lambda: hyperparameters_from_proto([struct(values)]))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_support_files_have_no_name(package: Path) -> None:
 
 
 def test_a_package_that_is_not_there() -> None:
-    with pytest.raises(ModuleNotFoundError, match="no package paramserver.nothing"):
+    with pytest.raises(ModuleNotFoundError, match=r"no package paramserver\.nothing"):
         Family("paramserver.nothing", "thing").names()
 
 

@@ -159,21 +159,14 @@ def raw_fields(draw: st.DrawFn) -> bytes:
     return tag(number, 2) + varint(len(payload)) + payload
 
 
-def check_against_protobuf(message_class: Any, raw: bytes) -> bool:
+def check_against_protobuf(message_class: Any, raw: bytes) -> None:
     """Ours reads what protobuf reads, to the same values, and refuses what protobuf refuses."""
     try:
         message = message_class.FromString(raw)
     except DecodeError:
-        message = None
-    try:
-        parsed = parse(message_class, raw)
-    except ParamServerError as error:
-        assert error.reason is Reason.BAD_REQUEST
-        assert message is None, f"protobuf reads {raw.hex()} as {message}"
-        return False
-    assert message is not None, f"protobuf refuses {raw.hex()}, we read {parsed}"
-    assert_same_as_protobuf(parsed, message)
-    return True
+        refused_as_bad_request(lambda: parse(message_class, raw))
+    else:
+        assert_same_as_protobuf(parse(message_class, raw), message)
 
 
 OFFSET_5, DATA_HI = tag(14, 0) + b"\x05", tag(15, 2) + b"\x02hi"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +54,7 @@ def test_very_many_attempts_do_not_overflow() -> None:
 def test_ranks_come_back_one_after_another() -> None:
     """Two hundred workers that lost one server together do not return in one instant."""
     settled = sorted(delays(Retry("a:1", 60.0, rank), 8)[-1] for rank in range(200))
-    gaps = [later - earlier for earlier, later in zip(settled, settled[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(settled)]
     assert min(gaps) > 0
     assert max(gaps) < 0.01
     assert settled[-1] - settled[0] > 0.45
