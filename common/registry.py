@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from functools import cached_property
 from typing import Any
 
 from .errors import UsageError, did_you_mean
@@ -27,6 +28,7 @@ class Family:
         self.what = what
         self._support = support
 
+    @cached_property
     def _modules(self) -> dict[str, str]:
         spec = importlib.util.find_spec(self.package)
         if spec is None or spec.submodule_search_locations is None:
@@ -36,17 +38,17 @@ class Family:
 
     def names(self) -> list[str]:
         """Every name in the family, sorted."""
-        return sorted(self._modules())
+        return sorted(self._modules)
 
     def check(self, name: str) -> str:
         """`name` itself, or a UsageError that names the nearest known one."""
-        if name not in self._modules():
+        if name not in self._modules:
             raise UsageError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, self.names()))
         return name
 
     def load(self, name: str) -> Any:
         """Import the file of `name` and return the class its `ENTRY` names."""
-        stem = self._modules()[self.check(name)]
+        stem = self._modules[self.check(name)]
         module = importlib.import_module(f"{self.package}.{stem}")
         return module.ENTRY
 

@@ -34,7 +34,7 @@ from .connected import Done, Go, Measured, Refused, SendWeights, Waiting, Worker
 from .policies.base import Contribution
 from .run import Run
 from .staging import Body
-from .stream import Stream
+from .stream import Stream, StreamLost
 
 log = get_logger()
 
@@ -63,6 +63,9 @@ class ParameterServerService:
             if worker is not None and await self._send_outbox(stream, worker):
                 said_goodbye = await self._contributions(stream, worker)
                 reason = "said goodbye" if said_goodbye else reason
+            await stream.flush()
+        except StreamLost:
+            pass
         except ParamServerError as error:
             reason = error.message
             await self._refuse(context, worker, error)
@@ -73,6 +76,7 @@ class ParameterServerService:
             reason = refused.message
             await self._refuse(context, worker, refused)
         finally:
+            stream.abandon()
             if worker is not None:
                 self._run.leave(worker, reason)
 

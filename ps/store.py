@@ -11,6 +11,7 @@ itself, without a copy, so memory is: weights, optimizer state, one mean, one Po
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,7 +104,7 @@ class Store:
             # overflows by itself needs the slow look.
             if run.is_float:
                 values = run.view(body)
-                if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+                if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
                     return False
         return True
 

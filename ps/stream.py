@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,16 @@ from ..common.wire import BodyReader, Frame, parse
 from ..proto import parameter_server_pb2 as pb
 
 
+class StreamLost(Exception):
+    """The worker's end of the stream is gone."""
+
+
 class Stream:
     """One worker's stream: whole messages in and out, bytes counted."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self._writing: asyncio.Future[None] | None = None
         self.num_received = 0
         self.num_sent = 0
 
@@ -44,5 +50,22 @@ class Stream:
         return True
 
     async def write(self, raw: bytes) -> None:
+        """Send a message. Returns when the one before it has been taken by the connection, so that the
+        next read, or the making of the next message, does not wait for this one."""
         self.num_sent += len(raw)
-        await self._context.write(raw)
+        await self.flush()
+        self._writing = asyncio.ensure_future(self._context.write(raw))
+
+    async def flush(self) -> None:
+        """Wait until everything written has been taken by the connection."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            try:
+                await writing
+            except Exception as error:  # gRPC raises several kinds, all meaning that the peer is gone
+                raise StreamLost from error
+
+    def abandon(self) -> None:
+        """Nobody waits for the last message any more."""
+        if self._writing is not None:
+            self._writing.add_done_callback(lambda writing: writing.cancelled() or writing.exception())
