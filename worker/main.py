@@ -56,6 +56,12 @@ def work(
         "worker.device": device, "run.steps": steps, "output.save": save, "output.summary": summary,
     }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config)
+    servers_own = [flag for flag, value in (("--steps", steps), ("--save", save), ("--summary", summary)) if value]
+    if servers_own and resolved.config.worker.server != "none":
+        raise UsageError(
+            f"{', '.join(servers_own)}: with a server this is the server's",
+            fix=f"ps-server {servers_own[0]} ..., or train alone with --server none",
+        )
     setup_logging(resolved.config.log, "ps-worker")
     interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
