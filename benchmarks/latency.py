@@ -42,8 +42,8 @@ def measure_latency(options: LatencyOptions) -> Report:
     flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--local-steps", "1")
     with (
         running_server(*flags) as server,
-        joined_worker(server.address, 0, options.floats, options.optimizer) as worker,
         echo_stream() as stream,
+        joined_worker(server.address, 0, options.floats, options.optimizer) as worker,
     ):
         payload = bytes(worker.sent_bytes)
         step, ping = worker.optimizer.step, lambda: stream.ping(payload)

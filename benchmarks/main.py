@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.cli import make_app, run_app
+from ..common.cli import Drained, make_app, run_app
 
 if TYPE_CHECKING:
     from .results import Report
@@ -39,7 +40,7 @@ JsonOption = Annotated[
 app = make_app(_HELP)
 
 
-@app.callback(help=_HELP, no_args_is_help=True)
+@app.callback(help=_HELP)
 def bench() -> None:
     pass
 
@@ -53,9 +54,10 @@ def exchange(
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
     json_path: JsonOption = None,
 ) -> None:
-    mode, optimizer = _check_run(mode, optimizer)
-    _check_codec(codec)
-    _check_json(json_path)
+    from ..common.registry import CODECS
+
+    CODECS.check(codec)
+    mode, optimizer = _checked(mode, optimizer, json_path)
     from .exchange import ExchangeOptions, measure_exchange
 
     _show(measure_exchange(ExchangeOptions(mb, runs, mode, optimizer, codec)), json_path)
@@ -69,8 +71,7 @@ def latency(
     optimizer: OptimizerOption = "sgd",
     json_path: JsonOption = None,
 ) -> None:
-    mode, optimizer = _check_run(mode, optimizer)
-    _check_json(json_path)
+    mode, optimizer = _checked(mode, optimizer, json_path)
     from .latency import LatencyOptions, measure_latency
 
     _show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer)), json_path)
@@ -82,44 +83,32 @@ def memory(
     workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 4,
     json_path: JsonOption = None,
 ) -> None:
-    _check_json(json_path)
-    _forget_settings()
+    _prepare(json_path)
     from .memory import MemoryOptions, measure_memory
 
     _show(measure_memory(MemoryOptions(mb, workers)), json_path)
 
 
-def _check_run(mode: str, optimizer: str) -> tuple[str, str]:
-    """Mode and optimizer by their own names; UsageError for unknown ones."""
+def _checked(mode: str, optimizer: str, json_path: str | None) -> tuple[str, str]:
+    """Mode and optimizer by their own names, before anything starts. Raises UsageError and OutputError."""
+    from ..common.cli import before_torch
     from ..common.registry import canonical_mode
 
     mode = canonical_mode(mode)
-    _forget_settings()
-    from ..common.cli import before_torch
-
+    _prepare(json_path)
     before_torch()
     from ..common.optimizers import find_optimizer
 
     return mode, find_optimizer(optimizer).__name__.lower()
 
 
-def _check_codec(codec: str) -> None:
-    from ..common.registry import CODECS
-
-    CODECS.check(codec)
-
-
-def _check_json(path: str | None) -> None:
+def _prepare(json_path: str | None) -> None:
+    """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
     from ..common.output import check_writable
-
-    if path is not None:
-        check_writable(path)
-
-
-def _forget_settings() -> None:
-    """Workers in this process and the servers it starts see none of the user's settings."""
     from .server_process import clean_environment
 
+    if json_path is not None:
+        check_writable(json_path)
     for name in os.environ.keys() - clean_environment().keys():
         del os.environ[name]
 
@@ -132,8 +121,13 @@ def _show(report: Report, json_path: str | None) -> None:
         report.write(json_path)
 
 
+def _drain(*_: object) -> None:
+    raise Drained  # so that every server is stopped on the way out
+
+
 def main() -> None:
     """Entry point of `ps-bench`."""
+    signal.signal(signal.SIGTERM, _drain)
     run_app(app, "ps-bench")
 
 

@@ -20,7 +20,7 @@ from ..common.config import ServerConfig
 from ..common.errors import ParamServerError
 from .machine import memory_of
 from .results import Report
-from .server_process import ServerProcess, running_server
+from .server_process import running_server
 from .worker_run import take_steps
 
 _NUM_STEPS = 6
@@ -42,8 +42,9 @@ def measure_memory(options: MemoryOptions) -> Report:
     max_staged = ServerConfig().max_staged
     flags = ("--mode", "sync", "--workers", str(options.workers), "--steps", str(_NUM_STEPS + 1))
     with running_server(*flags, "--set", f"server.max_staged={max_staged}") as server:
+        address = server.address
         before = memory_of(server.pid)["rss"]
-        _train(options, server)
+        _train(options, address)
         peak = memory_of(server.pid)["peak"]
     body = options.num_floats * 4
     parts = {
@@ -66,12 +67,10 @@ def measure_memory(options: MemoryOptions) -> Report:
     return Report("memory", config, results, _table(options, results, parts))
 
 
-def _train(options: MemoryOptions, server: ServerProcess) -> None:
+def _train(options: MemoryOptions, address: str) -> None:
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(
-            target=take_steps, args=(server.address, rank, options.num_floats, "adam", _NUM_STEPS), daemon=True
-        )
+        context.Process(target=take_steps, args=(address, rank, options.num_floats, "adam", _NUM_STEPS), daemon=True)
         for rank in range(options.workers)
     ]
     try:

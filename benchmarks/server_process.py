@@ -34,6 +34,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
+        """Where it listens; waits until it does."""
         return str(self.wait_for("listening", _START_S)["address"])
 
     def wait_for(self, event: str, timeout_s: float) -> dict[str, Any]:
@@ -82,7 +83,10 @@ class ServerProcess:
 
 @contextmanager
 def running_server(*flags: str) -> Iterator[ServerProcess]:
-    """`ps-server` on a free loopback port with these flags, listening; stopped at the end of the block."""
+    """`ps-server` on a free loopback port with these flags, stopped at the end of the block.
+
+    It may still be starting when the block begins, so that several start side by side.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", *flags],
         env={**clean_environment(), "PS_LOG__FORMAT": "json", "PS_SERVER__DRAIN_S": "0.5"},
@@ -93,7 +97,6 @@ def running_server(*flags: str) -> Iterator[ServerProcess]:
     )
     server = ServerProcess(process)
     try:
-        server.wait_for("listening", _START_S)
         yield server
     finally:
         server.stop()

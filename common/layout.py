@@ -20,7 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .errors import Reason, refusal
@@ -66,16 +68,16 @@ class TensorSpec:
         return f"{self.name} {self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor's place: `offset` and `num_bytes` in a body."""
+class Entry(NamedTuple):
+    """A tensor's place in a body: bytes [offset, end)."""
 
     spec: TensorSpec
     offset: int
+    end: int
 
     @property
-    def end(self) -> int:
-        return self.offset + self.spec.num_bytes
+    def num_bytes(self) -> int:
+        return self.end - self.offset
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Layout:
                 last = Run(spec.kind, dtype, at, 0)
                 self.runs.append(last)
             self.runs[-1] = Run(last.kind, last.dtype, last.offset, last.num_elements + spec.num_elements)
-            self.entries.append(Entry(spec, at))
+            self.entries.append(Entry(spec, at, at + spec.num_bytes))
             at += spec.num_bytes
             ends[spec.kind] = at
         self.parameter_bytes = ends[Kind.PARAMETER]
@@ -190,4 +192,8 @@ def new_body(num_bytes: int) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes; shares it."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    try:
+        array = tensor.detach().numpy()
+    except TypeError:  # numpy has no bfloat16
+        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.reshape(-1).view(np.uint8).data

@@ -32,6 +32,9 @@ class Replies:
     def __init__(self, store: Store, tensors: TensorThread, limit: int) -> None:
         self._store = store
         self._tensors = tensors
+        self._body = as_bytes(store.weights)[: store.layout.exchange_bytes]
+        # A body that travels in the answer itself is copied once and takes no slot.
+        self._is_inline = len(self._body) <= INLINE_BYTES
         self._num_free = limit
         self._freed = asyncio.Event()
         self._latest: EncodedReply | None = None
@@ -39,6 +42,10 @@ class Replies:
 
     async def get(self, min_version: int) -> EncodedReply:
         """The weights of a version >= `min_version`, which the store must have reached."""
+        if self._is_inline:
+            if self._latest is None or self._latest.version < self._store.version:
+                self._latest = self._encode()
+            return self._latest
         while (latest := self._latest) is None or latest.version < min_version:
             if self._encoding is not None:
                 await asyncio.shield(self._encoding)
@@ -60,11 +67,9 @@ class Replies:
         return body_frames([as_bytes(self._store.weights)[start:]], offset=start)
 
     def _encode(self) -> EncodedReply:
-        num_bytes = self._store.layout.exchange_bytes
-        body = as_bytes(self._store.weights)[:num_bytes]
-        if num_bytes <= INLINE_BYTES:
-            return EncodedReply(self._store.version, num_bytes, bytes(body), [])
-        return EncodedReply(self._store.version, num_bytes, None, list(body_frames([body])))
+        if self._is_inline:
+            return EncodedReply(self._store.version, len(self._body), bytes(self._body), [])
+        return EncodedReply(self._store.version, len(self._body), None, list(body_frames([self._body])))
 
     async def _take_slot(self) -> None:
         self._latest = None  # it has a slot of its own unless somebody still sends it

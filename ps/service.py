@@ -7,6 +7,7 @@ coroutine, for whatever reason, is the worker's leaving.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -347,6 +348,7 @@ class ParameterServerService:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
+@functools.cache
 def _codec(name: str) -> Any:
     try:
         return CODECS.load(name or "raw")()

@@ -150,7 +150,7 @@ class Exchange:
         """Send this step's contribution; returns when the run lets the worker go on, its weights in the model."""
         assert self._transfer is not None
         started = time.perf_counter()
-        changed = hyperparameters if hyperparameters != self._sent_hyperparameters else []
+        changed = hyperparameters if hyperparameters is not self._sent_hyperparameters else []
         pieces = self._encode(self._transfer.gather(source))
         sent = time.perf_counter()
         try:

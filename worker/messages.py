@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..common.layout import Layout
 from ..common.optimizers import Hyperparameters, OptimizerSpec
@@ -32,8 +32,7 @@ class Settings:
     polyak: float = 0.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The server's word after a contribution; see Answer in the proto."""
 
     outcome: str
@@ -49,8 +48,7 @@ class Answer:
     training_steps: int
 
 
-@dataclass(frozen=True)
-class Final:
+class Final(NamedTuple):
     version: int
     body_bytes: int
     evaluate: bool

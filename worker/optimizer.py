@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..common.optimizers import current_hyperparameters
+from ..common.optimizers import Hyperparameters, current_hyperparameters
 from .exchange import Exchange
 from .session import Progress
 from .slowdown import Slowdown
@@ -32,6 +32,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._exchange = exchange
         self._slowdown = slowdown
         self._local_step = inner.step if exchange.settings.source == "weights" else _nothing
+        self._last_values: list[list[Any]] = []
+        self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
         self._losses: list[float] = []
         self._num_steps = exchange.progress.step
@@ -62,13 +64,24 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._slow_down()
         if self.progress.took_step():
             mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-            groups = [current_hyperparameters(group) for group in self.param_groups]
             self._exchange.contribute(
-                self._exchange.settings.source, self._num_samples, mean_loss, self._compute_s, groups
+                self._exchange.settings.source,
+                self._num_samples,
+                mean_loss,
+                self._compute_s,
+                self._current_hyperparameters(),
             )
             self._num_samples, self._losses, self._compute_s = 0, [], 0.0
         self._resumed_at = time.perf_counter()
         return loss
+
+    def _current_hyperparameters(self) -> list[Hyperparameters]:
+        """Of every group; worked out anew only when a value has changed, which schedulers do now and then."""
+        values = [[value for key, value in group.items() if key != "params"] for group in self.param_groups]
+        if values != self._last_values:
+            self._last_values = values
+            self._hyperparameters = [current_hyperparameters(group) for group in self.param_groups]
+        return self._hyperparameters
 
     def _slow_down(self) -> None:
         """Add the configured delay, and count the whole step as compute."""

@@ -114,8 +114,8 @@ class DirectTransfer:
                 pieces.append(self._zero_bytes(entry.offset - at))
             at = entry.end
             if tensor is None:
-                pieces.append(self._zero_bytes(entry.spec.num_bytes))
-            elif entry.spec.num_bytes:
+                pieces.append(self._zero_bytes(entry.num_bytes))
+            elif entry.num_bytes:
                 pieces.append(as_bytes(tensor.contiguous()))
         return pieces
 

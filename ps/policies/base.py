@@ -31,6 +31,14 @@ class Outcome(Enum):
     DROPPED = "dropped"
 
 
+_WHY_GO = {
+    Outcome.START: "start from these weights",
+    Outcome.APPLIED: "applied",
+    Outcome.REPEATED: "repeated: nothing folded",
+    Outcome.DROPPED: "came after its round had closed: nothing folded",
+}
+
+
 @dataclass(frozen=True)
 class Fold:
     """Add the staged contribution of `rank` to the mean being formed, with this weight."""
@@ -268,17 +276,10 @@ class Policy(ABC):
             return []
         self.has_started = True
         decisions = self._advance(now)
-        for member in sorted(self.members.values(), key=lambda member: member.rank):
-            if member.pending is not None and self._gate(member) is None:
-                decisions.append(Answer(member.rank, member.pending, self._why_go(member)))
+        waiting = [member for member in self.members.values() if member.pending is not None]
+        for member in sorted(waiting, key=lambda member: member.rank):
+            if self._gate(member) is None:
+                outcome = member.pending or Outcome.APPLIED
+                decisions.append(Answer(member.rank, outcome, _WHY_GO[outcome]))
                 member.pending = None
         return decisions
-
-    def _why_go(self, member: Member) -> str:
-        """A sentence for the answer."""
-        return {
-            Outcome.START: "start from these weights",
-            Outcome.APPLIED: "applied",
-            Outcome.REPEATED: "repeated: nothing folded",
-            Outcome.DROPPED: "came after its round had closed: nothing folded",
-        }[member.pending or Outcome.APPLIED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run:\n  steps:\n", 2, "run.steps: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        ("task:\n  name: digits\nrun:\n  mode: digits\n", 4, "unknown mode 'digits'", ""),
+        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", "known: async, localsgd, ssp, sync"),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
         ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
         ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),
@@ -199,11 +200,10 @@ def test_a_mistake_in_the_file(text: str, line: int, says: str, fix: str, write:
         ("run:\n  steps: !!python/object:os.system {}\n", 2),
         ("run:\n  steps: !mine 3\n", 2),
         ("run:\n  steps: !!int abc\n", 2),
-        ("task:\n  args:\n    when: 2024-13-45\n", 3),
         ("task:\n  args: &loop\n    again: *loop\n", 2),
         ("task:\n  args: {[1, 2]: 3}\n", 2),
     ],
-    ids=["python object", "own tag", "wrong tag", "no such day", "loop", "list as key"],
+    ids=["python object", "own tag", "wrong tag", "loop", "list as key"],
 )
 def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, line: int, write: Callable[[str], Path]) -> None:
     """Valid YAML syntax, no value: the user sees file and line, not a traceback."""
@@ -345,6 +345,8 @@ def test_a_value_may_hold_equals_signs() -> None:
         ("*alias", "*alias"),
         ("!tag x", "!tag x"),
         ("2024-13-45", "2024-13-45"),
+        ("2024-01-31", "2024-01-31"),  # a date is text: protobuf's Struct, by which it travels, has none
+        (".inf", math.inf),
     ],
 )
 def test_values_are_what_people_mean(text: str, value: Any) -> None:
@@ -414,6 +416,7 @@ def test_no_set_gives_a_traceback(name: str, value: str) -> None:
 
 
 @given(text=st.text(alphabet="runsteplr:{}[]&*!-'\"\n 019.,#|>%@?", max_size=60))
+@example(text="task:\n  args: {when: 2024-13-45}\n")
 @example(text="run: {steps: !x 3}")
 @example(text="? [a]\n: 3\n")
 @example(text="run:\n  ? [a]\n  : 3\n")

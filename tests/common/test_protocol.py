@@ -116,6 +116,12 @@ def test_structs_keep_the_kinds_of_values() -> None:
     assert type(received["whole"]) is float
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, [1.0, math.inf], {"clip": math.inf}])
+def test_structs_carry_infinity(value: Any) -> None:
+    """`--set task.args.clip=.inf` is a value; the worker that is told it must not fail on it."""
+    assert from_struct(struct({"x": value})) == {"x": value}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("in_list", [False, True])
 def test_hyperparameters_are_finite(bad: float, in_list: bool) -> None:

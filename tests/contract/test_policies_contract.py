@@ -552,6 +552,17 @@ def test_fold_order_survives_departures(mode: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
+def test_what_waited_behind_a_departed_worker_is_folded_at_once(mode: str) -> None:
+    """Its memory is needed by others; the round itself stays open for rank 3."""
+    policy = make_policy(mode, num_workers=4)
+    for rank in range(4):
+        policy.joined(rank, 0.0)
+    for rank in (1, 2):
+        assert policy.contributed(rank, Contribution(1, 0), 0.0) == []
+    assert policy.left(0, 0.0) == [Fold(1, 1.0), Fold(2, 1.0)]
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
 @pytest.mark.parametrize("options", [{"straggler_timeout_s": 1.0}, {"backup_workers": 1}])
 def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, options: dict[str, Any]) -> None:
     policy = make_policy(mode, num_workers=3, **options)
