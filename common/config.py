@@ -6,9 +6,9 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from .registry import CODECS, TASKS, canonical_mode
 
@@ -20,6 +20,16 @@ class Section(BaseModel):
     """Keyword-only, immutable, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps: yes` is a mistake, not one step."""
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if bool not in (annotation, *get_args(annotation)):
+                raise ValueError(f"is no switch, got {value}")
+        return value
 
 
 class TaskConfig(Section):

@@ -9,6 +9,7 @@ and the nearest known key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,9 @@ class Resolved:
         """(key, value, origin) for every setting, for --print-config."""
         rows = []
         for key, value in _leaves(self.config):
-            origin = self.origins.get(key) or self.origins.get(key.rpartition(".")[0]) or "default"
-            rows.append((key, str(value), origin))
+            # Of a dict, one source may have set the whole and others single keys.
+            found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
+            rows.append((key, str(value), ", ".join(dict.fromkeys(found)) or "default"))
         return rows
 
 
@@ -74,6 +76,8 @@ def load_config(
         *parents, last = rest.split(".")
         for parent in parents:
             target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise UsageError(f"{origin}: nothing can be set below '{key.rpartition('.')[0]}', which is a value")
         target[last] = value
         origins[key] = origin
 
@@ -106,11 +110,9 @@ def load_config(
 
 def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, str]) -> UsageError:
     """Name the source of a value that a registry refused (it raises before pydantic can)."""
-    for key, origin in origins.items():
-        section, _, name = key.partition(".")
-        value = values[section].get(name) if "." not in name else None
-        if isinstance(value, str) and f"'{value}'" in error.message:
-            return UsageError(f"{origin}: {error.message}", fix=error.fix)
+    for family, key in (("mode", "run.mode"), ("task", "task.name"), ("codec", "worker.codec")):
+        if error.message.startswith(f"unknown {family} ") and key in origins:
+            return UsageError(f"{origins[key]}: {error.message}", fix=error.fix)
     return error
 
 
@@ -126,33 +128,43 @@ def scalar_text(value: Any) -> str:
     if isinstance(value, str) and _scalar(value) == value:
         return value
     style = '"' if isinstance(value, str) else None
-    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False)
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
+    )
     return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
 
 
 def _scalar(text: str) -> Any:
-    """A YAML scalar or flow value; the text itself when it is not valid YAML.
-
-    YAML 1.1 reads 1e-3 as a string; people mean a number.
-    """
+    """A YAML scalar or flow value; the text itself when it is not valid YAML."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError):
         return text
-    return _number(value)
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return float(value) if any(c in value.lower() for c in ".e") and value[:1] in "+-.0123456789" else value
-        except ValueError:
-            return value
-    if isinstance(value, list):
-        return [_number(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _number(v) for k, v in value.items()}
-    return value
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-3 is a number (1.1 reads a string), a date is text, and so is what is quoted."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
+        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would read as something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
@@ -164,7 +176,7 @@ def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text", fix="a configuration is a YAML file, see configs/") from None
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
@@ -182,8 +194,13 @@ def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
                 continue
             raise UsageError(f"{path}:{line}: '{section.value}' is a section, not a value")
         for key, value in body.value:
-            constructed = yaml.SafeLoader("").construct_object(value, deep=True)
-            found.append((f"{section.value}.{key.value}", _number(constructed), key.start_mark.line + 1))
+            line = key.start_mark.line + 1
+            try:
+                constructed = _Loader("").construct_object(value, deep=True)
+            except (yaml.YAMLError, ValueError) as error:
+                problem = getattr(error, "problem", error)
+                raise UsageError(f"{path}:{line}: {section.value}.{key.value}: {problem}") from None
+            found.append((f"{section.value}.{key.value}", constructed, line))
     return found
 
 

@@ -28,6 +28,7 @@ import torch
 from .errors import Reason, refusal
 
 _ALIGNMENT_BYTES = 64
+_MAX_BYTES = 2**50
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -140,8 +141,15 @@ class Layout:
                     Reason.BAD_REQUEST,
                     f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}",
                 )
-            if any(d < 0 for d in spec.shape) or spec.num_bytes >= 2**50:
+            # Without the zeros: torch refuses (2**62, 2**62, 0) too, though it has no elements.
+            extent = math.prod(d for d in spec.shape if d) * DTYPES[spec.dtype].itemsize
+            if any(d < 0 for d in spec.shape) or extent >= _MAX_BYTES:
                 raise refusal(Reason.BAD_REQUEST, f"tensor {spec} has an impossible shape")
+            if spec.kind is Kind.PARAMETER and not DTYPES[spec.dtype].is_floating_point:
+                raise refusal(Reason.BAD_REQUEST, f"tensor '{spec.name}' is {spec.dtype}: only floats are trained")
+        total = sum(spec.num_bytes for spec in self.specs)
+        if total >= _MAX_BYTES:
+            raise refusal(Reason.BAD_REQUEST, f"a model of {total} bytes; at most {_MAX_BYTES} are possible")
 
     @cached_property
     def fingerprint(self) -> str:

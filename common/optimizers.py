@@ -119,7 +119,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     try:
         cls([torch.zeros(1)], **_as_torch(arguments))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise UsageError(f"optimizer '{name}': {error}") from None
     return cls
 
@@ -129,7 +129,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """A torch optimizer over `groups` (torch's parameter groups), fused where torch has it."""
     cls = find_optimizer(name)
-    arguments = _as_torch(arguments or {})
+    # Some classes read their arguments, not the groups, while they build their state (Adagrad).
+    accepted = inspect.signature(cls).parameters
+    common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
+    arguments = _as_torch({**common, **(arguments or {})})
     groups = [{**group, **_as_torch({k: v for k, v in group.items() if k != "params"})} for group in groups]
     if "fused" in inspect.signature(cls).parameters:
         try:
@@ -178,7 +181,7 @@ def _plain(value: Any) -> Any:
         return float(value)
     if isinstance(value, (tuple, list)):
         return [_plain(v) for v in value]
-    if isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (bool, str)):
         return value
     return float(value)  # protobuf's Struct knows one kind of number
 

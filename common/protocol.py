@@ -6,10 +6,10 @@ BAD_REQUEST refusal that names field, limit and value.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from ..proto import parameter_server_pb2 as pb
@@ -75,11 +75,35 @@ def struct(values: dict[str, Any]) -> Struct:
 
 
 def from_struct(message: Struct) -> dict[str, Any]:
-    return MessageToDict(message)
+    """By hand: protobuf's own conversion is to JSON, which knows no infinity."""
+    return {key: _from_value(value) for key, value in message.fields.items()}
+
+
+def _from_value(value: Any) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return from_struct(value.struct_value)
+    if kind == "list_value":
+        return [_from_value(item) for item in value.list_value.values]
+    return None if kind in (None, "null_value") else getattr(value, kind)
 
 
 def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
+    """Raises a BAD_REQUEST refusal for NaN and Inf."""
+    for group in groups:
+        for key, value in group.fields.items():
+            if not _is_finite(value):
+                raise refusal(Reason.BAD_REQUEST, f"hyperparameter {key} is not finite")
     return [from_struct(group) for group in groups]
+
+
+def _is_finite(value: Any) -> bool:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        return all(_is_finite(item) for item in value.list_value.values)
+    if kind == "struct_value":
+        return all(_is_finite(item) for item in value.struct_value.fields.values())
+    return kind != "number_value" or math.isfinite(value.number_value)
 
 
 def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
@@ -112,7 +136,9 @@ def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tu
     reason = error.reason or Reason.BAD_REQUEST
     fix = error.fix.encode("ascii", "replace").decode().replace("\n", " ")
     metadata = (("ps-reason", reason.value), ("ps-fix", fix[:_MAX_TEXT]))
-    return STATUS_OF_REASON[reason], error.message[:_MAX_TEXT], metadata
+    # The status message travels percent-encoded: up to three bytes for each of UTF-8.
+    details = error.message.encode()[: _MAX_TEXT if error.message.isascii() else _MAX_TEXT // 2]
+    return STATUS_OF_REASON[reason], details.decode(errors="ignore"), metadata
 
 
 def refusal_from_status(error: grpc.RpcError) -> ParamServerError | None:

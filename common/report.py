@@ -96,8 +96,8 @@ def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
 
 def describe_mode(summary: Summary) -> str:
     """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
-    if summary.mode == "ssp" and summary.staleness_bound is not None:
-        return f"ssp (staleness {summary.staleness_bound})"
+    if summary.staleness_bound is not None:
+        return f"{summary.mode} (staleness {summary.staleness_bound})"
     return f"{summary.mode} ({summary.local_steps} local steps)" if summary.local_steps > 1 else summary.mode
 
 

@@ -106,7 +106,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     try:
         while at < end:
             start = at
-            tag, at = _read_varint(raw, at)
+            tag, at = _read_varint(raw, at, 5)
             number, wire_type = tag >> 3, tag & 7
             if wire_type == 0:
                 value, at = _read_varint(raw, at)
@@ -114,7 +114,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     offset = value & 0xFFFFFFFFFFFFFFFF
                     continue
             elif wire_type == 2:
-                length, at = _read_varint(raw, at)
+                length, at = _read_varint(raw, at, 5)
                 at += length
                 if at > end:
                     raise ValueError("truncated")
@@ -123,7 +123,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     continue
             else:
                 # Nothing of ours uses another wire type: leave the judgement to protobuf.
-                rest.append(view[start:])
+                rest, offset, data = [view], 0, view[:0]
                 break
             rest.append(view[start:at])
         if not rest:
@@ -138,7 +138,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     return Frame(kind, getattr(message, kind) if kind else None, offset, data)
 
 
-def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+def _read_varint(raw: bytes, at: int, max_bytes: int = 10) -> tuple[int, int]:
     byte = raw[at]
     if byte < 0x80:
         return byte, at + 1
@@ -150,7 +150,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-        if shift > 63:
+        if shift >= 7 * max_bytes:
             raise ValueError("varint too long")
 
 

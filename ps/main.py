@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,9 @@ _HELP = """Hold the weights and the optimizer; let workers train.
   ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3
   ps-server --mode localsgd --local-steps 16 --save weights.safetensors
 """
+
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 app = make_app(_HELP)
 
@@ -60,9 +65,26 @@ def serve(
     asyncio.run(_serve(resolved))
 
 
+def _keep_memory() -> None:
+    """Freed memory stays with the process, in one heap, and large frames are not mapped anew each time.
+
+    glibc's defaults give every freed reply back to the kernel: 4,000 to 14,000 page faults an exchange of
+    100 MB, 10 to 20 ms. Threads take the GIL from one that frames a reply after 0.5 ms instead of 5.
+    """
+    sys.setswitchinterval(0.0005)
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    mallopt(_M_ARENA_MAX, 1)
+
+
 async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load: only once the configuration has been found good.
     before_torch()
+    _keep_memory()
     from .server import Server, check_before_start
 
     config: Config = resolved.config

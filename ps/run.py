@@ -21,7 +21,7 @@ from ..common.config import Config
 from ..common.errors import DivergedError, ParamServerError, Reason, refusal
 from ..common.layout import Layout
 from ..common.log import get_logger
-from ..common.optimizers import OptimizerSpec, find_optimizer
+from ..common.optimizers import Hyperparameters, OptimizerSpec, find_optimizer
 from .connected import Done, Go, Measured, SendWeights, Waiting, Worker
 from .membership import Membership, replaced
 from .policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Policy, Refuse
@@ -157,6 +157,15 @@ class Run:
             raise refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
         return self.store
 
+    def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
+        """Refuse values of another kind than those the run began with: the optimizer would fail on them."""
+        assert self.optimizer is not None
+        for index, (known, told) in enumerate(zip(self.optimizer.groups, groups, strict=False)):
+            for key, value in told.items():
+                expected = known.hyperparameters.get(key)
+                if expected is not None and _shape_of(expected) != _shape_of(value):
+                    raise refusal(Reason.BAD_REQUEST, f"group {index}: {key} is {value!r}, it was {expected!r}")
+
     async def contribute(self, worker: Worker, contribution: Contribution, body: torch.Tensor, told: Measured) -> None:
         """Take a whole staged contribution; what comes of it arrives in the worker's outbox."""
         store = self.store
@@ -226,8 +235,8 @@ class Run:
                 case Refuse(rank, kind, reason):
                     if rank in self.workers:
                         self.workers[rank].refuse(refusal(Reason[kind], reason))
-        if decisions and self.store is not None:
-            self.staging.look_again()
+        if self.store is not None:
+            self.staging.look_again()  # also without decisions: who left may have been folded before others
 
     def _fold(self, rank: int, weight: float) -> None:
         store, body = self.store, self._staged.pop(rank)
@@ -376,3 +385,7 @@ class Run:
         is_over = self._done_sent or not self.workers
         end = self._ended_at if is_over and self._ended_at is not None else self._now()
         return end - self._started_at
+
+
+def _shape_of(value: Any) -> Any:
+    return [_shape_of(item) for item in value] if isinstance(value, (list, tuple)) else type(value)

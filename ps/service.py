@@ -167,6 +167,8 @@ class ParameterServerService:
             )
         if not 1 <= header.num_samples <= _MAX_SAMPLES:
             raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
+        told_hyperparameters = hyperparameters_from_proto(header.hyperparameters)
+        run.check_hyperparameters(told_hyperparameters)
         worker.state = "uploading"
         body = await self._borrow(stream, worker)
         whole = False
@@ -181,8 +183,8 @@ class ParameterServerService:
         if staged is not body:
             codec.decode(layout, staged[:encoded_bytes], body)
             body[layout.parameter_bytes :].copy_(staged[encoded_bytes:])
-        if header.hyperparameters:
-            worker.hyperparameters = hyperparameters_from_proto(header.hyperparameters)
+        if told_hyperparameters:
+            worker.hyperparameters = told_hyperparameters
         worker.wants_weights = header.wants_weights
         worker.stats.bytes_sent, stream.num_received = worker.stats.bytes_sent + stream.num_received, 0
         contribution = Contribution(header.step, header.base_version, header.num_samples)
@@ -206,8 +208,10 @@ class ParameterServerService:
                 reason = f"memory for the upload; {position()} contributions are folded before it"
                 await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
             return borrowing.result()
-        finally:
-            borrowing.cancel()
+        except BaseException:
+            if not borrowing.cancel() and not borrowing.cancelled():
+                staging.give_back(borrowing.result())  # it came in the moment the call was cancelled
+            raise
 
     # ---- what the run says to a worker ----------------------------------------------------------
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 # Below this size of a contribution the work takes less time than the hop (about 60 us there and back).
@@ -33,11 +35,18 @@ class TensorThread:
         """Choose by the size of a contribution whether work runs inline; call before any work."""
         if num_bytes > INLINE_BYTES:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+        else:
+            # A fused optimizer wakes every OpenMP thread, however small the model.
+            torch.set_num_threads(1)
 
     def submit(self, work: Callable[[], Result], done: Callable[[Result], Any] | None = None) -> None:
         """Run `work` after all earlier work, then `done(result)` on the loop."""
         if self._executor is None:
-            result = work()
+            try:
+                result = work()
+            except Exception as error:
+                self._on_error(error)
+                return
             if done is not None:
                 done(result)
             return

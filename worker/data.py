@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from ..common.errors import UsageError
+
 
 def num_samples_of(batch: Any) -> int:
     """Length of the first tensor found in a batch; 0 when there is none."""
@@ -53,6 +55,8 @@ def sharded_batches(
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_workers, index, shuffle=True, seed=seed)
         sampler.set_epoch(epoch)
         num_batches = -(-len(sampler) // batch_size)
+        if num_batches == 0:
+            raise UsageError("the data set is empty", fix="train_data() must hold at least one sample")
         skip = min(num_batches, max(0, first_step - step))
         if skip < num_batches:
             indices = list(sampler)[skip * batch_size :]
@@ -62,7 +66,7 @@ def sharded_batches(
 
 
 def _load(dataset: Dataset[Any], indices: list[int], batch_size: int, options: dict[str, Any]) -> Iterator[Any]:
-    if isinstance(dataset, TensorDataset) and not options:
+    if type(dataset) is TensorDataset and not options:
         # One index operation a batch instead of one a sample: 60 times faster for small samples.
         order = torch.tensor(indices)
         for start in range(0, len(indices), batch_size):

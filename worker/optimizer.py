@@ -77,7 +77,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _current_hyperparameters(self) -> list[Hyperparameters]:
         """Of every group; worked out anew only when a value has changed, which schedulers do now and then."""
-        values = [[value for key, value in group.items() if key != "params"] for group in self.param_groups]
+        values = [[_as_number(value) for key, value in group.items() if key != "params"] for group in self.param_groups]
         if values != self._last_values:
             self._last_values = values
             self._hyperparameters = [current_hyperparameters(group) for group in self.param_groups]
@@ -94,6 +94,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_exchange"):
             raise RuntimeError("the run's parameter groups are fixed once session.optimizer() has been called")
         super().add_param_group(param_group)
+
+
+def _as_number(value: Any) -> Any:
+    """A learning rate may be a tensor that a scheduler fills in place."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _nothing() -> None:

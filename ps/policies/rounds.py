@@ -9,7 +9,7 @@ synchronous SGD, Chen et al. 2016).
 
 from __future__ import annotations
 
-from .base import Answer, Contribution, Decision, Discard, Fold, Member, Options, Outcome, Policy
+from .base import Contribution, Decision, Discard, Fold, Member, Options, Outcome, Policy
 
 
 class RoundPolicy(Policy):
@@ -23,11 +23,8 @@ class RoundPolicy(Policy):
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if contribution.base_version != self.version:
-            reason = (
-                f"rank {member.rank} contributed to round {contribution.base_version + 1}, "
-                f"round {self.version + 1} is open: nothing folded"
-            )
-            return [Discard(member.rank), Answer(member.rank, Outcome.DROPPED, reason)]
+            member.pending = Outcome.DROPPED  # answered by _settle, so not while training holds
+            return [Discard(member.rank)]
         self._count(member)
         self._weights[member.rank] = self._weight(contribution)
         if self._opened_at is None:

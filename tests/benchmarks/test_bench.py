@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from paramserver.benchmarks.model import synthetic_model
 from paramserver.benchmarks.results import percentile
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from paramserver.common.config import Config
 from paramserver.common.config_sources import LAUNCHER_ENV_NAMES, Resolved, load_config, scalar_text
 from paramserver.common.errors import UsageError

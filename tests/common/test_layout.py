@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
 from paramserver.common.protocol import layout_from_proto, layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.transfer import ModelTensors
-from torch import nn
 
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from paramserver.common.errors import Reason, UsageError
 from paramserver.common.optimizers import (
     GroupSpec,

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import grpc
 import pytest
 import torch
+
 from paramserver.common.errors import (
     DivergedError,
     MismatchError,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import BACKENDS, CODECS, MODE_ALIASES, MODES, TASKS, Family, canonical_mode
 

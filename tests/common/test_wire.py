@@ -16,6 +16,8 @@ import torch
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.layout import as_bytes, new_body
 from paramserver.common.wire import (
@@ -31,7 +33,6 @@ from paramserver.common.wire import (
 )
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.transfer import DirectTransfer, ModelTensors
-from torch import nn
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [pb.WorkerMessage, pb.ServerMessage]

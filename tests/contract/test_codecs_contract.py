@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 from paramserver.common.registry import CODECS
 

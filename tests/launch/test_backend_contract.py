@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Backend
 from paramserver.launch.events import parse_event

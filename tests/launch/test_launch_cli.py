@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from paramserver.common.config_sources import load_config
 from paramserver.launch.options import fold_script_arguments
 

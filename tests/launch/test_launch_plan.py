@@ -6,10 +6,11 @@ import ast
 from pathlib import Path
 from typing import Any
 
-import paramserver.launch.plan as plan_module
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import paramserver.launch.plan as plan_module
 from paramserver.common.config_sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch.plan import SERVER, Machine, Plan, Request, plan_runs, save_path

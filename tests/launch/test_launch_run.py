@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from paramserver.common.summary import Summary
 
 DEADLINE_S = 15.0

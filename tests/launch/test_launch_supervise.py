@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.supervise import Decision, Finish, Supervisor
 

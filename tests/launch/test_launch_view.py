@@ -6,13 +6,14 @@ import io
 import json
 
 import pytest
+from rich.console import Console, RenderableType
+from rich.text import Text
+
 from paramserver.common.report import comparison_table, duration, figure, report_console, size, summary_table
 from paramserver.common.summary import Summary, WorkerSummary
 from paramserver.launch.events import LineSplitter, Status, parse_event, parse_status
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.view import LastLines, child_line, status_line, status_panel
-from rich.console import Console, RenderableType
-from rich.text import Text
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from paramserver.common.registry import MODES
 from paramserver.worker.tasks.xor import ENTRY as Xor
-from safetensors.torch import load_file
 
 XOR = (
     "--task",

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+
 from paramserver.common.layout import new_body
 from paramserver.common.optimizers import describe_optimizer
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
 from paramserver.ps.store import Store
 from paramserver.worker.transfer import DirectTransfer, ModelTensors
-from torch import nn
 
 NUM_STEPS = 100
 UNION = 48  # samples of all workers in one step

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from paramserver.common.errors import ParamServerError, Reason
 from paramserver.ps.membership import Membership, Seat, replaced
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Options, Policy
 

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+
 from paramserver.common.config import Config
 from paramserver.common.layout import Kind, Layout, TensorSpec, as_bytes, new_body
 from paramserver.common.optimizers import GroupSpec, OptimizerSpec
@@ -402,3 +403,25 @@ async def test_a_connection_is_lost_while_its_contribution_is_looked_at(server: 
     await server.settle()
     assert server.run.policy.version == 1
     server.check_no_memory_is_kept()
+
+
+@served(layout=LARGE, max_staged=1, workers=2)
+async def test_a_worker_is_replaced_while_its_contribution_is_looked_at(server: Server) -> None:
+    """Whole, but not accepted yet: the newer process begins at the same step, and nothing is folded twice."""
+    old, other = await server.workers(2)
+    is_busy, go_on = threading.Event(), threading.Event()
+    server.run.tensors.submit(lambda: (is_busy.set(), go_on.wait(10)))
+    await asyncio.to_thread(is_busy.wait, 10)
+    old.contribute(value=100.0)
+    await turns()
+    new = Worker(server, 0)
+    await new.join()
+    go_on.set()
+    await server.settle()
+    assert await old.end() == "REPLACED"
+    server.check_no_memory_is_kept()
+    for worker in (other, new):
+        worker.contribute(value=1.0)
+        await server.settle()
+    assert new.outcomes == other.outcomes == ["START", "APPLIED"]
+    assert torch.equal(server.run.store.tensors()["w"], torch.full((100_000,), -0.5))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
 

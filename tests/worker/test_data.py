@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
 from paramserver.common.errors import ParamServerError
 from paramserver.worker.data import num_samples_of, sharded_batches, to_device
-from torch.utils.data import Dataset, TensorDataset
 
 
 def tensors_of(num_samples: int) -> TensorDataset:

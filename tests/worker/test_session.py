@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paramserver.common.errors import UnreachableError
 from paramserver.worker.session import Progress, Retry
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paramserver.common.config import SlowdownConfig
 from paramserver.worker.slowdown import Slowdown
 

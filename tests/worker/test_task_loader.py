@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+
 from paramserver.common.errors import UsageError
 from paramserver.worker.task_loader import UserCodeError, format_user_traceback, load_task, user_code
 from paramserver.worker.tasks.linear import Linear
-from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from paramserver.common.errors import UsageError
 from paramserver.common.layout import Kind, as_bytes, new_body
 from paramserver.worker.transfer import DirectTransfer, ModelTensors, StagedTransfer, Transfer, make_transfer
-from torch import nn
 
 TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
 

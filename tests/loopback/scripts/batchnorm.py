@@ -1,7 +1,8 @@
 """BatchNorm on data whose mean is twice the rank; learning rate tiny, so that only statistics move."""
 
-import paramserver
 import torch
+
+import paramserver
 
 with paramserver.connect() as session:
     torch.manual_seed(session.rank)

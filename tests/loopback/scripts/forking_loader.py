@@ -1,8 +1,9 @@
 """Batches from two forked loader processes, several short epochs."""
 
-import paramserver
 import torch
 from torch.utils.data import Dataset
+
+import paramserver
 
 
 class Numbers(Dataset):

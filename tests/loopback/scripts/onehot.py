@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import paramserver
 import torch
+
+import paramserver
 
 MAX_WORKERS = 8
 

@@ -2,8 +2,9 @@
 
 import sys
 
-import paramserver
 import torch
+
+import paramserver
 
 model = torch.nn.Module()
 model.seen = torch.nn.Parameter(torch.zeros(8 * int(sys.argv[1])))

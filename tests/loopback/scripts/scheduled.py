@@ -1,8 +1,9 @@
 """A unit gradient under StepLR: the weight ends at minus the sum of the learning rates."""
 
-import paramserver
 import torch
 from torch.utils.data import TensorDataset
+
+import paramserver
 
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.zeros_(model.weight)

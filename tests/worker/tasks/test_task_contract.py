@@ -7,11 +7,12 @@ import struct
 
 import pytest
 import torch
+from torch.utils.data import Dataset
+
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import TASKS
 from paramserver.worker.task_loader import load_task
 from paramserver.worker.tasks.base import Task
-from torch.utils.data import Dataset
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from paramserver.common.errors import UsageError
 from paramserver.worker.tasks.digits import ConvNet, Digits
 

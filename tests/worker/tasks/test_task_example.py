@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from paramserver.worker.task_loader import load_task
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_task.py"

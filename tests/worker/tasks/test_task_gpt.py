@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paramserver.common.errors import UsageError
 from paramserver.worker.tasks.gpt import Gpt, Transformer
 

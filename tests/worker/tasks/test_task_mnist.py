@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paramserver.common.errors import UsageError
 from paramserver.worker.tasks.mnist import Mnist
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from paramserver.worker.tasks.xor import Xor
 
 BATCH = 32
