@@ -22,7 +22,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
 test: .venv/installed  ## every test, about 4 minutes on 2 cores
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -q -n 3 --dist worksteal
 
 lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
