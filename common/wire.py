@@ -17,8 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from ..proto import parameter_server_pb2 as pb
 from .errors import Reason, refusal
 
-# Chosen by measurement, docs/log.md: below 256 KiB the cost per message shows, above 2 MiB
-# memory no longer stays in cache between the copies.
+# Chosen by measurement, docs/log.md: 512 KiB does as well, 256 KiB and less and 4 MiB are slower.
 CHUNK_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
 # A body up to this size travels in the message that announces it: one message each way.

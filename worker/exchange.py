@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import time
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +45,6 @@ _SAY_WAITING_AFTER_S = 5.0
 _GOODBYE_S = 5.0
 
 
-@dataclass
-class Sums:
-    """Seconds and bytes of this process, for its own last line and for a run without a server."""
-
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    transfer_s: float = 0.0
-    num_exchanges: int = 0
-
-
 class Moments(NamedTuple):
     """Of one exchange, perf_counter seconds: what `ps-bench exchange` divides it by."""
 
@@ -74,7 +63,6 @@ class Exchange:
         self._client = Client(config.server)
         self._retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank)
-        self.sums = Sums()
         self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
         self._transfer: Transfer | None = None
@@ -169,10 +157,6 @@ class Exchange:
             answer = self._rejoin(lost)
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
-        self.sums.compute_s += compute_s
-        self.sums.wait_s += answer.held_s
-        self.sums.transfer_s += self._last_transfer_s
-        self.sums.num_exchanges += 1
         return answer
 
     def _encode(self, pieces: list[memoryview]) -> list[memoryview]:

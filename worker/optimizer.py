@@ -28,7 +28,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         # The same dicts, not copies: what a scheduler changes here, the inner optimizer sees.
         self.param_groups = inner.param_groups
         self.state = inner.state
-        self._inner = inner
         self._exchange = exchange
         self._slowdown = slowdown
         self._local_step = inner.step if exchange.settings.source == "weights" else _nothing

@@ -8,7 +8,7 @@ host buffers stand between, pinned where there is a GPU, copied on a stream of t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -195,6 +195,3 @@ class StagedTransfer:
             # Copies begin after what the training stream has been given so far.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
-
-
-ByteWriter = Callable[[int, memoryview], None]
