@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types proto bench clean
+.PHONY: help demo test test-slow campaigns lint types proto bench overlap chaos kill-points clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 # One install for everything: torch exactly as the constraints say, first, so that
 # no resolver picks a build of several GB.
@@ -21,8 +21,14 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 	$(BIN)/ps-launch configs/digits.yaml
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
-test: .venv/installed  ## every test, about 4 minutes on 2 cores
-	$(BIN)/pytest -q -n 3 --dist worksteal
+test: .venv/installed  ## every test but the slowest, about 6 minutes on 2 cores
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign"
+
+test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks
+	$(BIN)/pytest -q -n 2 --dist worksteal -m slow
+
+campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root
+	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign
 
 lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -37,7 +43,17 @@ proto: .venv/installed  ## generate the protobuf code again
 	mv proto/.generated/paramserver/proto/* proto/ && rm -r proto/.generated
 
 bench: .venv/installed  ## the figures of the README, measured here
-	$(BIN)/ps-bench exchange && $(BIN)/ps-bench latency && $(BIN)/ps-bench memory
+	$(BIN)/ps-bench exchange && $(BIN)/ps-bench round && $(BIN)/ps-bench latency && $(BIN)/ps-bench scale && $(BIN)/ps-bench memory
+
+# Needs root, ip and tc; says so and does nothing without.
+overlap: .venv/installed  ## steps over a slow link, with and without policy.pipelined
+	$(BIN)/python tests/overlap/measure.py
+
+chaos: .venv/installed  ## a job for a minute under random kills, pauses and broken connections, then the proof
+	$(BIN)/ps-launch chaos --seconds 60 --seed 1
+
+kill-points: .venv/installed  ## 1,000 seeded kills of servers and workers, about an hour
+	$(BIN)/python tests/chaos/kill_points.py --points 1000 --quiet
 
 clean:  ## forget what was built
 	rm -rf .venv build *.egg-info

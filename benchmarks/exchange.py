@@ -1,41 +1,36 @@
-"""How long one worker's exchange of a large model takes, and what it is made of.
+"""How long one worker's exchange takes, what it is made of (ours.py), beside what peers need; one size or many.
 
-Two runs of the real server, one worker each, that take turns exchange by exchange, so that a noisy
-machine disturbs both. The first, in the mode asked for, gives for every exchange
-(`optimizer.step()`), on the worker's clock:
-
-    begun -- encode -- sent ------- up, held, reply ------- answered --- down --- done
-
-`held` is the server's own figure (Answer.held_s): from the last byte of the contribution until the
-answer is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
-directly: from the answer's header until the last byte has been written into the parameters. What is
-left between sent and answered is the upload and the making of the reply, which only the second run
-tells apart: async with `policy.pull_every` so large that no answer carries weights, hence no reply
-is made, and
-
-    up = answered - sent - held
-
-is the time from handing over the contribution until the server has all of it (and has decoded it),
-plus one small message back (about 0.1 ms). `reply` is what the first run needs beyond that, turn by
-turn: small beside the other two, so on a noisy machine trust it least. GB are 10^9 bytes, and for a
-codec those it sends.
+All contestants of a size take turns, except where they do not fit into memory together. GB are 10^9
+bytes, and for a codec those it sends. A ratio is our rate through the peer's: above 1 ours is faster.
+Our exchange has the optimizer's step on the server, a check for NaN, and ends with the weights in the
+parameters. A peer's `exchange` only carries tensors there and back; its `whole` has a step of SGD and
+the weights written into a tensor of the worker's too, and is what ours is comparable with.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from .results import Report, median
-from .server_process import running_server
-from .worker_run import JoinedWorker, joined_worker
+from .machine import available_bytes
+from .ours import OurExchange, variants_of
+from .peers.run import chosen_running
+from .report import Report, median
+from .tables import figures, number, page
+from .turns import Contestant, Samples, measure
 
 _NUM_WARMUP = 3
-_NEVER = 1_000_000_000
+_LARGE_BYTES, _LARGE_WARMUP = 250_000_000, 1  # where one exchange of a peer may take half a minute
+_PER_TURN_BELOW_BYTES = 1_000_000
+_PER_TURN = 10  # exchanges in one turn, of small sizes
+# Bodies that one contestant holds, servers and workers together: an upper estimate.
+_OUR_BODIES, _PEER_BODIES, _USABLE = 18, 8, 0.6
+_RATIOS = ("up", "down", "exchange", "whole")
+_PARTS = ("exchange", "encode", "up", "held", "down")
 
 
 @dataclass(frozen=True)
@@ -45,108 +40,157 @@ class ExchangeOptions:
     mode: str
     optimizer: str
     codec: str
+    lane: str
+    sweep: bool = False
+    min_kb: int = 4
+    max_mb: int = 1100
 
     @property
-    def num_floats(self) -> int:
-        return self.mb * 1_000_000 // 4
+    def sizes(self) -> list[int]:
+        """Bytes; those of a sweep are four times one another."""
+        if not self.sweep:
+            return [self.mb * 1_000_000]
+        most, sizes = self.max_mb * 1_000_000, [self.min_kb * 1000]
+        while sizes[-1] * 4 <= most:
+            sizes.append(sizes[-1] * 4)
+        return sizes
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One exchange; seconds."""
-
-    total_s: float
-    encode_s: float
-    upload_s: float  # sent to answered without held: the upload, and the reply where there is one
-    held_s: float
-    down_s: float
-
-
-class _Samples(list[_Sample]):
-    """Of one run, in the order of the turns."""
-
-    def all(self, name: str) -> list[float]:
-        return [getattr(sample, name) for sample in self]
+def measure_exchange(options: ExchangeOptions, peer_names: Sequence[str] = ()) -> Report:
+    """Every size; with peers, those that are installed."""
+    with chosen_running(peer_names, "exchange") as (peers, lines):
+        found = [_measure_size(options, num_bytes, peers) for num_bytes in options.sizes]
+    results: dict[str, Any] = {"sizes": found} if options.sweep else found[0]
+    notes = [*lines, *_notes(options, found)]
+    config = {**vars(options), "workers": 1, "peers": [peer.name for peer in peers]}
+    return Report("exchange", config, results, _tables(options, found, notes))
 
 
-def measure_exchange(options: ExchangeOptions) -> Report:
-    """Both runs, in turns."""
-    whole, upload = _Samples(), _Samples()
-    steps = str(_NUM_WARMUP + options.runs + 1)
-    size = (options.num_floats, options.optimizer, options.codec)
-    with (
-        running_server("--mode", options.mode, "--workers", "1", "--steps", steps, "--local-steps", "1") as both_ways,
-        running_server(
-            "--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}"
-        ) as one_way,
-        joined_worker(both_ways.address, 0, *size) as first,
-        joined_worker(one_way.address, 0, *size) as second,
-    ):
-        for turn in range(_NUM_WARMUP + options.runs):
-            samples = _exchange(first), _exchange(second)
-            if turn >= _NUM_WARMUP:
-                whole.append(samples[0])
-                upload.append(samples[1])
-        results = _results(whole, upload, first.body_bytes, first.sent_bytes)
-    return Report(
-        what="exchange",
-        config={**vars(options), "num_floats": options.num_floats, "workers": 1, "warmup": _NUM_WARMUP},
-        results=results,
-        table=_table(options, results),
-    )
-
-
-def _exchange(worker: JoinedWorker) -> _Sample:
-    began = time.perf_counter()
-    worker.optimizer.step()
-    total_s = time.perf_counter() - began
-    at = worker.moments
-    return _Sample(
-        total_s=total_s,
-        encode_s=at.sent - at.begun,
-        upload_s=at.answered - at.sent - at.held_s,
-        held_s=at.held_s,
-        down_s=at.done - at.answered,
-    )
-
-
-def _results(whole: _Samples, upload: _Samples, body_bytes: int, sent_bytes: int) -> dict[str, float]:
-    """Times in ms and rates in GB/s, median and best of each."""
-    times = {
-        "total": whole.all("total_s"),
-        "encode": whole.all("encode_s"),
-        "up": upload.all("upload_s"),
-        "held": whole.all("held_s"),
-        "down": whole.all("down_s"),
+def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]) -> dict[str, Any]:
+    per_turn = _PER_TURN if num_bytes < _PER_TURN_BELOW_BYTES else 1
+    warmup = _NUM_WARMUP if num_bytes < _LARGE_BYTES else _LARGE_WARMUP
+    num_floats, num_steps = num_bytes // 4, warmup + options.runs * per_turn
+    ours = {
+        variant.name: OurExchange(variant, options.mode, options.optimizer, options.codec, num_floats, num_steps)
+        for variant in variants_of(options.lane)
     }
-    beyond = [a - b for a, b in zip(whole.all("upload_s"), upload.all("upload_s"), strict=True)]
-    results = {"size_mb": body_bytes / 1e6, "sent_mb": sent_bytes / 1e6, "reply_ms": max(0.0, median(beyond)) * 1e3}
-    for name, values in times.items():
-        results |= {f"{name}_ms": median(values) * 1e3, f"{name}_best_ms": min(values) * 1e3}
-    for name, num_bytes in (("up", sent_bytes), ("down", body_bytes)):
-        results[f"{name}_gb_s"] = num_bytes / median(times[name]) / 1e9
-        results[f"{name}_best_gb_s"] = num_bytes / min(times[name]) / 1e9
-    return results
+    contestants: dict[str, Callable[[], Contestant]] = {name: one.opened for name, one in ours.items()}
+    contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
+    together = num_bytes * (_OUR_BODIES * len(ours) + _PEER_BODIES * len(peers)) < _USABLE * available_bytes()
+    found = measure(contestants, num_turns=options.runs, per_turn=per_turn, warmup=warmup, together=together)
+    mine = {name: our_figures(found[name], one) for name, one in ours.items()}
+    theirs = {peer.name: peer_figures(found[peer.name], num_bytes) for peer in peers}
+    return {
+        "size_mb": num_bytes / 1e6,
+        "in_turns": together,
+        "warmup": warmup,
+        "ours": mine,
+        "peers": theirs,
+        "ratios": {name: {peer: ratios(figure, theirs[peer]) for peer in theirs} for name, figure in mine.items()},
+    }
 
 
-def _table(options: ExchangeOptions, found: dict[str, float]) -> RenderableType:
-    title = f"{found['size_mb']:,.0f} MB float32, {options.mode}, {options.optimizer}, codec {options.codec}"
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("part")
-    for name in ("median", "best", "median rate", "best rate"):
-        table.add_column(name, justify="right")
-    table.add_column("from, to")
+def our_figures(samples: Samples, run: OurExchange) -> dict[str, float]:
+    """Times in ms and rates in GB/s, median and best of each."""
+    beyond = [a - b for a, b in zip(samples["up_reply"], samples["up"], strict=True)]
+    found = {
+        "sent_mb": run.facts.sent_bytes / 1e6,
+        "is_shared": run.facts.is_shared,
+        "reply_ms": max(0.0, median(beyond)) * 1e3,
+    }
+    found |= _times({part: samples[part] for part in _PARTS})
+    return found | _rates(samples, {"up": run.facts.sent_bytes, "down": run.facts.body_bytes})
+
+
+def peer_figures(samples: Samples, num_bytes: int) -> dict[str, float]:
+    """The same of the parts that a peer has."""
+    return _times(samples) | _rates(samples, dict.fromkeys({"up", "down"} & samples.keys(), num_bytes))
+
+
+def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """Their time through ours, of the medians, for the parts that both have; `whole` through our exchange."""
+    parts = {"up": "up", "down": "down", "exchange": "exchange", "whole": "exchange"}
+    return {part: theirs[f"{part}_ms"] / ours[f"{mine}_ms"] for part, mine in parts.items() if f"{part}_ms" in theirs}
+
+
+def _times(samples: Samples) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part, times in samples.items():
+        found |= {f"{part}_ms": median(times) * 1e3, f"{part}_best_ms": min(times) * 1e3}
+    return found
+
+
+def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part, size in sorted(num_bytes.items()):
+        found[f"{part}_gb_s"] = size / median(samples[part]) / 1e9
+        found[f"{part}_best_gb_s"] = size / min(samples[part]) / 1e9
+    return found
+
+
+def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
+    """Whatever makes a figure mean less than its name says."""
+    notes = []
+    for variant in variants_of(options.lane):
+        if not variant.shared_memory:
+            continue
+        without = [f"{one['size_mb']:g}" for one in found if not one["ours"][variant.name]["is_shared"]]
+        if without:
+            notes.append(f"{variant.name}: NOT SHARED, the server did not agree, at {', '.join(without)} MB")
+    apart = [f"{one['size_mb']:g}" for one in found if not one["in_turns"]]
+    if apart:
+        notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")
+    return notes
+
+
+def _tables(options: ExchangeOptions, found: list[dict[str, Any]], notes: list[str]) -> RenderableType:
+    title = f"float32, {options.mode}, {options.optimizer}, codec {options.codec}; {options.runs} runs, medians"
+    if options.sweep:
+        return page(f"Sweep of sizes, {title}", _sweep_table(found), notes=notes)
+    only = found[0]
+    parts: list[RenderableType] = [_parts_table(only)]
+    if only["peers"]:
+        parts += ["", _ratio_table(only)]
+    return page(f"{only['size_mb']:,g} MB {title}", *parts, notes=notes)
+
+
+def _parts_table(found: dict[str, Any]) -> RenderableType:
+    times = ["exchange", "best", "whole", "encode", "up", "held", "reply", "down"]
+    columns = ["ms", *times, "up GB/s", "best", "down GB/s", "best"]
+    keys = ["exchange_ms", "exchange_best_ms", "whole_ms", "encode_ms", "up_ms", "held_ms", "reply_ms", "down_ms"]
+    rates = ["up_gb_s", "up_best_gb_s", "down_gb_s", "down_best_gb_s"]
     rows = [
-        ("encode", "gradients gathered, and encoded by a codec other than raw"),
-        ("up", "contribution handed over, server has all of it"),
-        ("held", "check for NaN, fold, optimizer"),
-        ("reply", "weights encoded on the server"),
-        ("down", "answer's header, last byte in the parameters"),
+        [name, *(number(one.get(key)) for key in keys), *(number(one.get(key), "{:.2f}") for key in rates)]
+        for name, one in (found["ours"] | found["peers"]).items()
     ]
-    for name, meaning in rows:
-        figures = [(f"{name}_ms", "{:.1f} ms"), (f"{name}_best_ms", "{:.1f} ms")]
-        figures += [(f"{name}_gb_s", "{:.2f} GB/s"), (f"{name}_best_gb_s", "{:.2f} GB/s")]
-        table.add_row(name, *(form.format(found[key]) if key in found else "" for key, form in figures), meaning)
-    total, best = f"{found['total_ms']:.1f} ms", f"{found['total_best_ms']:.1f} ms"
-    table.add_row("exchange", total, best, "", "", "optimizer.step()", style="bold")
-    return Group(Text(f"{title}; {options.runs} runs", style="bold"), table)
+    return figures(columns, rows, bold=range(len(found["ours"])))
+
+
+def _ratio_table(found: dict[str, Any]) -> RenderableType:
+    rows = [
+        [f"{name} / {peer}", *(number(ratio.get(part), "{:.2f}") for part in _RATIOS)]
+        for name, beside in found["ratios"].items()
+        for peer, ratio in beside.items()
+    ]
+    return figures(["our rate / the peer's", *_RATIOS], rows)
+
+
+def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
+    """ms of an exchange by size, and our rates up and down."""
+    names = list((found[0]["ours"] | found[0]["peers"]).keys())
+    ours = list(found[0]["ours"])
+    columns = ["size", *(f"{name} ms" for name in names), *(f"{name} up, down GB/s" for name in ours)]
+    rows = []
+    for one in found:
+        every = one["ours"] | one["peers"]
+        rates = [f"{one['ours'][name]['up_gb_s']:.2f}, {one['ours'][name]['down_gb_s']:.2f}" for name in ours]
+        times = [number(_ms_of(every[name]), "{:,.3g}") for name in names]
+        rows.append([f"{one['size_mb']:g} MB", *times, *rates])
+    return figures(columns, rows)
+
+
+def _ms_of(figure: dict[str, float]) -> float | None:
+    """Of the whole exchange; there and back where a peer only has the two."""
+    if "exchange_ms" in figure:
+        return figure["exchange_ms"]
+    return figure["up_ms"] + figure["down_ms"] if "up_ms" in figure and "down_ms" in figure else None

@@ -1,27 +1,31 @@
-"""How long a small exchange takes, beside a bare gRPC ping-pong of the same size.
+"""How long a small exchange takes, beside a bare gRPC ping-pong of the same size, and beside peers.
 
-Both are open streams between two processes, measured in turns of a tenth of the exchanges each, so
-that a noisy machine disturbs both. The exchange includes everything behind `optimizer.step()`: the
-gathering of gradients, both messages, the check for NaN, the fold and the server's optimizer step.
+All are measured in turns of a tenth of the exchanges each, so that a noisy machine disturbs all alike.
+The exchange includes everything behind `optimizer.step()`: the gathering of gradients, both messages,
+the check for NaN, the fold and the server's optimizer step. The ping-pong is an open stream between
+two processes; a peer's exchange is one call that carries gradients there and weights back.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from .echo import echo_stream
-from .results import Report, median, percentile
+from .peers.run import chosen_running
+from .report import Report, median, percentile
 from .server_process import running_server
+from .tables import figures, page
+from .turns import Contestant, Measured, Samples, measure, timed
 from .worker_run import joined_worker
 
 _NUM_TURNS = 10
+_OURS, _PING = "exchange", "ping"
 
 
 @dataclass(frozen=True)
@@ -36,41 +40,52 @@ class LatencyOptions:
         return max(1, self.exchanges // _NUM_TURNS)
 
 
-def measure_latency(options: LatencyOptions) -> Report:
-    """Exchanges and pings in turns."""
+def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> Report:
+    """Ours, the ping-pong, and those peers that are installed."""
+    with chosen_running(peer_names, "latency") as (peers, lines):
+        contestants: dict[str, Callable[[], Contestant]] = {
+            _OURS: partial(_exchanges, options),
+            _PING: partial(_pings, options.floats * 4),
+        }
+        contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
+        found = measure(
+            contestants,
+            num_turns=_NUM_TURNS,
+            per_turn=options.exchanges // _NUM_TURNS,
+            warmup=options.num_warmup,
+        )
+    results = {name: _figures(samples) for name, samples in found.items()}
+    results["ratio"] = _ratio(results[_OURS], results[_PING])
+    results["peer_ratios"] = {peer.name: _ratio(results[peer.name], results[_OURS]) for peer in peers}
+    config = {
+        **vars(options),
+        "payload_bytes": options.floats * 4,
+        "warmup": options.num_warmup,
+        "peers": [peer.name for peer in peers],
+    }
+    return Report("latency", config, results, _table(options, results, [peer.name for peer in peers], lines))
+
+
+@contextmanager
+def _exchanges(options: LatencyOptions) -> Iterator[Measured]:
     num_steps = options.num_warmup + options.exchanges + 1
     flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--local-steps", "1")
     with (
         running_server(*flags) as server,
-        echo_stream() as stream,
         joined_worker(server.address, 0, options.floats, options.optimizer) as worker,
     ):
-        payload = bytes(worker.sent_bytes)
-        step, ping = worker.optimizer.step, lambda: stream.ping(payload)
-        _times_us(step, options.num_warmup)
-        _times_us(ping, options.num_warmup)
-        exchanges: list[float] = []
-        pings: list[float] = []
-        for turn in range(_NUM_TURNS):
-            count = options.exchanges * (turn + 1) // _NUM_TURNS - len(exchanges)
-            exchanges += _times_us(step, count)
-            pings += _times_us(ping, count)
-    results = {"exchange": _figures(exchanges), "ping": _figures(pings)}
-    results["ratio"] = {name: results["exchange"][name] / results["ping"][name] for name in results["ping"]}
-    config = {**vars(options), "payload_bytes": len(payload), "warmup": options.num_warmup}
-    return Report("latency", config, results, _table(options, results))
+        yield timed("exchange", worker.optimizer.step)
 
 
-def _times_us(call: Callable[[], Any], count: int) -> list[float]:
-    times = []
-    for _ in range(count):
-        began = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - began) / 1e3)
-    return times
+@contextmanager
+def _pings(num_bytes: int) -> Iterator[Measured]:
+    payload = bytes(num_bytes)
+    with echo_stream() as stream:
+        yield timed("exchange", lambda: stream.ping(payload))
 
 
-def _figures(times_us: list[float]) -> dict[str, float]:
+def _figures(samples: Samples) -> dict[str, Any]:
+    times_us = [seconds * 1e6 for seconds in samples["exchange"]]
     return {
         "median_us": median(times_us),
         "p90_us": percentile(times_us, 0.90),
@@ -79,13 +94,17 @@ def _figures(times_us: list[float]) -> dict[str, float]:
     }
 
 
-def _table(options: LatencyOptions, results: dict[str, dict[str, float]]) -> Group:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("median", "p90", "p99", "best"):
-        table.add_column(name, justify="right")
-    for name, row in (("exchange, optimizer step included", "exchange"), ("bare gRPC ping-pong", "ping")):
-        table.add_row(name, *(f"{value:,.0f} us" for value in results[row].values()))
-    table.add_row("ratio", *(f"{value:.2f}" for value in results["ratio"].values()))
+def _ratio(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: one[name] / other[name] for name in other}
+
+
+def _table(
+    options: LatencyOptions, results: dict[str, dict[str, Any]], peers: list[str], lines: list[str]
+) -> RenderableType:
+    names = {"exchange, optimizer step included": _OURS, "bare gRPC ping-pong": _PING, **{name: name for name in peers}}
+    rows = [[shown, *(f"{value:,.0f} us" for value in results[name].values())] for shown, name in names.items()]
+    rows.append(["exchange / ping-pong", *(f"{value:.2f}" for value in results["ratio"].values())])
+    for name, ratio in results["peer_ratios"].items():
+        rows.append([f"{name} / exchange", *(f"{value:.2f}" for value in ratio.values())])
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.exchanges:,} exchanges"
-    return Group(Text(title, style="bold"), table)
+    return page(title, figures(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..common.cli import Drained, make_app, run_app
-
-if TYPE_CHECKING:
-    from .results import Report
+from .options import (
+    JsonOption,
+    KeepOption,
+    LaneOption,
+    MbOption,
+    ModeOption,
+    OptimizerOption,
+    PeersOption,
+    check_lane,
+    check_peers,
+    check_range,
+    check_task,
+    checked,
+    numbers,
+    show,
+)
 
 _HELP = """\b
-Measure exchanges, latency and memory: the real programs, over loopback.
+Measure exchanges, rounds, latency, scale, steps and memory: the real programs, over loopback.
 
 [bold]Examples[/bold]
 
   ps-bench exchange                     100 MB up, optimizer, 100 MB down
-  ps-bench exchange --optimizer adam --codec bf16
+  ps-bench exchange --peers torch-rpc,gloo,ray,unary,iperf
+  ps-bench exchange --sweep --max-mb 300 --plot sweep.png
+  ps-bench round --workers 2 --peers gloo,ddp
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
-  ps-bench memory --workers 4           the server's peak, and its parts
+  ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
+  ps-bench step --task digits           compute, transfer, wait and apply
+  ps-bench memory --workers 1,4 --mode sync,async
+  ps-bench xor --peers ray              worker-steps per second of a small task
 
-Tables go to standard output. PS_... in the environment is left out: what a
+Tables go to standard output; --keep writes the figures to benchmarks/results
+under their date and machine. PS_... in the environment is left out: what a
 benchmark measures is what its flags say.
 """
 
 _SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
-
-MbOption = Annotated[int, typer.Option("--mb", min=1, help="Size of the model, float32, MB.", rich_help_panel=_SIZE)]
-ModeOption = Annotated[str, typer.Option("--mode", help="sync, async, ssp or localsgd", rich_help_panel=_RUN)]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, ...", rich_help_panel=_RUN)]
-JsonOption = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help="Write figures, machine and versions too.", rich_help_panel=_OUTPUT),
+RunsOption = Annotated[
+    int, typer.Option("--runs", min=1, help="Turns measured, after 3 to warm up.", rich_help_panel=_RUN)
 ]
+FloatsOption = Annotated[int, typer.Option("--floats", min=1, help="Parameters of the model.", rich_help_panel=_SIZE)]
 
 app = make_app(_HELP)
 
@@ -45,80 +59,176 @@ def bench() -> None:
     pass
 
 
-@app.command(help="A large model: time of one exchange, GB/s up and down, the server's time between.")
+@app.command(help="One worker, a large model: time of an exchange, GB/s up and down, the server's time between.")
 def exchange(
     mb: MbOption = 100,
-    runs: Annotated[int, typer.Option(min=1, help="Exchanges measured, after 3 to warm up.", rich_help_panel=_RUN)] = 7,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="Sizes from --min-kb to --max-mb, each four times the last.", rich_help_panel=_SIZE
+        ),
+    ] = False,
+    min_kb: Annotated[int, typer.Option(min=1, help="Smallest size of a sweep.", rich_help_panel=_SIZE)] = 4,
+    max_mb: Annotated[int, typer.Option(min=1, help="Largest size of a sweep.", rich_help_panel=_SIZE)] = 1100,
+    runs: RunsOption = 7,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
+    lane: LaneOption = "both",
+    peers: PeersOption = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
+    ] = None,
     json_path: JsonOption = None,
+    keep: KeepOption = False,
 ) -> None:
     from ..common.registry import CODECS
+    from .plot import check_plot
 
     CODECS.check(codec)
-    mode, optimizer = _checked(mode, optimizer, json_path)
+    check_lane(lane)
+    names = check_peers(peers)
+    check_plot(plot, sweep)
+    check_range(min_kb, max_mb)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .exchange import ExchangeOptions, measure_exchange
 
-    _show(measure_exchange(ExchangeOptions(mb, runs, mode, optimizer, codec)), json_path)
+    options = ExchangeOptions(mb, runs, mode, optimizer, codec, lane, sweep, min_kb, max_mb)
+    show(measure_exchange(options, names), json_path, keep, plot)
+
+
+@app.command("round", help="Several workers: a synchronous round of a large model, until the slowest has the weights.")
+def one_round(
+    mb: MbOption = 100,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    runs: RunsOption = 7,
+    mode: ModeOption = "sync",
+    optimizer: OptimizerOption = "sgd",
+    lane: LaneOption = "both",
+    peers: PeersOption = None,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    check_lane(lane)
+    names = check_peers(peers)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
+    from .rounds import RoundOptions, measure_round
+
+    show(measure_round(RoundOptions(mb, workers, runs, mode, optimizer, lane), names), json_path, keep)
 
 
 @app.command(help="A small model: microseconds per exchange, beside a bare gRPC ping-pong of the same size.")
 def latency(
-    floats: Annotated[int, typer.Option(min=1, help="Parameters of the model.", rich_help_panel=_SIZE)] = 203,
+    floats: FloatsOption = 203,
     exchanges: Annotated[int, typer.Option(min=10, help="Exchanges measured.", rich_help_panel=_RUN)] = 2000,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
+    peers: PeersOption = None,
     json_path: JsonOption = None,
+    keep: KeepOption = False,
 ) -> None:
-    mode, optimizer = _checked(mode, optimizer, json_path)
+    names = check_peers(peers)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .latency import LatencyOptions, measure_latency
 
-    _show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer)), json_path)
+    show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer), names), json_path, keep)
 
 
-@app.command(help="The server's peak memory with Adam in sync mode, beside what it has to hold.")
+@app.command(help="Many workers at once, played by few processes: exchanges per second, and the server's CPU share.")
+def scale(
+    workers: Annotated[
+        str, typer.Option(help="How many, one after another.", rich_help_panel=_RUN)
+    ] = "1,2,4,8,16,32,64",
+    floats: FloatsOption = 203,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measured for each number.", rich_help_panel=_RUN)] = 4.0,
+    generators: Annotated[int, typer.Option(min=1, max=16, help="Processes that play them.", rich_help_panel=_RUN)] = 1,
+    mode: ModeOption = "async",
+    optimizer: OptimizerOption = "sgd",
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    counts = numbers(workers, "--workers", most=4096)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
+    from .scale import ScaleOptions, measure_scale
+
+    show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer)), json_path, keep)
+
+
+@app.command(help="A step of a real task: compute, transfer, wait and apply, beside what bandwidth alone predicts.")
+def step(
+    task: Annotated[str, typer.Option(help="A built-in task, or FILE.py:NAME.", rich_help_panel=_RUN)] = "digits",
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each worker.", rich_help_panel=_RUN)] = 50,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
+    mode: ModeOption = "sync",
+    optimizer: OptimizerOption = "sgd",
+    lane: LaneOption = "tcp",
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    check_lane(lane)
+    task = check_task(task)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
+    from .step import StepOptions, measure_step
+
+    show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, lane)), json_path, keep)
+
+
+@app.command(help="The server's peak memory beside what it has to hold, and the worker's beside a bare one.")
 def memory(
     mb: MbOption = 100,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 4,
+    workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,4,16.", rich_help_panel=_RUN)] = "4",
+    mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async,ssp,localsgd", rich_help_panel=_RUN)] = "sync",
+    optimizer: OptimizerOption = "adam",
+    lane: LaneOption = "both",
     json_path: JsonOption = None,
+    keep: KeepOption = False,
 ) -> None:
-    _prepare(json_path)
-    from .memory import MemoryOptions, measure_memory
-
-    _show(measure_memory(MemoryOptions(mb, workers)), json_path)
-
-
-def _checked(mode: str, optimizer: str, json_path: str | None) -> tuple[str, str]:
-    """Mode and optimizer by their own names, before anything starts. Raises UsageError and OutputError."""
-    from ..common.cli import before_torch
     from ..common.registry import canonical_mode
 
-    mode = canonical_mode(mode)
-    _prepare(json_path)
-    before_torch()
-    from ..common.optimizers import find_optimizer
+    counts = numbers(workers, "--workers", most=64)
+    modes = [canonical_mode(one) for one in mode.split(",")]
+    check_lane(lane)
+    _, optimizer = checked(modes[0], optimizer, json_path, keep)
+    from .memory import MemoryOptions, measure_memory
 
-    return mode, find_optimizer(optimizer).__name__.lower()
-
-
-def _prepare(json_path: str | None) -> None:
-    """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
-    from ..common.output import check_writable
-    from .server_process import clean_environment
-
-    if json_path is not None:
-        check_writable(json_path)
-    for name in os.environ.keys() - clean_environment().keys():
-        del os.environ[name]
+    show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, lane)), json_path, keep)
 
 
-def _show(report: Report, json_path: str | None) -> None:
-    from ..common.report import report_console
+@app.command(help="The same training with and without snapshots: by how much they slow it down.")
+def checkpoint(
+    mb: MbOption = 500,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between snapshots.", rich_help_panel=_RUN)] = 10.0,
+    compute_ms: Annotated[float, typer.Option(min=0, help="Computing in a step.", rich_help_panel=_RUN)] = 200.0,
+    steps: Annotated[int, typer.Option(min=10, help="Steps of a run.", rich_help_panel=_RUN)] = 100,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.", rich_help_panel=_RUN)] = 2,
+    optimizer: OptimizerOption = "sgd",
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    _, optimizer = checked("sync", optimizer, json_path, keep)
+    from .checkpoint import CheckpointOptions, measure_checkpoint
 
-    report_console().print(report.table)
-    if json_path is not None:
-        report.write(json_path)
+    show(measure_checkpoint(CheckpointOptions(mb, every, compute_ms, steps, runs, optimizer)), json_path, keep)
+
+
+@app.command(help="A task too small for its arithmetic to matter: worker-steps per second of whole runs.")
+def xor(
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each worker.", rich_help_panel=_RUN)] = 300,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.", rich_help_panel=_RUN)] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
+    mode: ModeOption = "async",
+    optimizer: OptimizerOption = "adam",
+    peers: PeersOption = None,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    names = check_peers(peers)
+    mode, optimizer = checked(mode, optimizer, json_path, keep)
+    from .xor import XorOptions, measure_xor
+
+    show(measure_xor(XorOptions(workers, steps, runs, batch_size, mode, optimizer), names), json_path, keep)
 
 
 def _drain(*_: object) -> None:

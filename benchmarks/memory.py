@@ -1,101 +1,236 @@
-"""How much memory the server takes at its peak, beside the sum of what it has to hold.
+"""How much memory the server takes at its peak, beside the sum of what it has to hold; and the worker's.
 
-The peak is the kernel's (VmHWM) less what the same process held before a model came. The sum is
-the parameters, twice that for the state of Adam, the mean of a round, one encoded reply, and the
-uploads that `server.max_staged` allows at once (of which there are never more than workers). The
-mean of a round is an upload that has left the staging pool, so the sum counts it beside them.
+The server's peak is the kernel's (VmHWM) less what the same process held before a model came; its
+anonymous and shared memory are sampled, so a short peak of one of them may be missed. The sum is the
+parameters, the optimizer's state (where workers contribute gradients), the mean being formed, encoded
+replies (one where a round's workers get the same, else up to server.max_replies, never more than
+workers), and uploads: as many as server.max_staged allows, or in the shared-memory lane every
+worker's own, which the server only maps. The mean is an upload that has left the staging pool, so
+the sum counts it beside them.
+
+The worker's figure is its peak less that of a process which has the same model, gradients (where its
+own optimizer steps, that one's state) and programs loaded but no server: in copies of the model.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from ..common.config import ServerConfig
-from ..common.errors import ParamServerError
+from ..common.registry import MODES
 from .machine import memory_of
-from .results import Report
+from .ours import variants_of
+from .report import Report, median
 from .server_process import running_server
-from .worker_run import take_steps
+from .tables import figures, page
+from .team import team
+from .turns import Measured, Samples
+from .worker_run import joined_worker
 
 _NUM_STEPS = 6
-_WORKERS_END_S = 600.0
+_SAMPLE_S = 0.02
+_LOCAL_STEPS = 1  # every step of every mode is an exchange
+_PARTS = ("parameters", "optimizer", "mean", "uploads", "replies")
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     mb: int
-    workers: int
+    workers: list[int]
+    modes: list[str]
+    optimizer: str
+    lane: str
 
     @property
     def num_floats(self) -> int:
         return self.mb * 1_000_000 // 4
 
+    @property
+    def lanes(self) -> dict[str, bool]:
+        """Name, and whether tensors go through shared memory."""
+        return {("shared" if one.shared_memory else "tcp"): one.shared_memory for one in variants_of(self.lane)}
+
 
 def measure_memory(options: MemoryOptions) -> Report:
-    """One run in sync mode with Adam, every worker a process."""
-    max_staged = ServerConfig().max_staged
-    flags = ("--mode", "sync", "--workers", str(options.workers), "--steps", str(_NUM_STEPS + 1))
-    with running_server(*flags, "--set", f"server.max_staged={max_staged}") as server:
-        address = server.address
-        before = memory_of(server.pid)["rss"]
-        _train(options, address)
-        peak = memory_of(server.pid)["peak"]
+    """One run for each mode, lane and number of workers."""
     body = options.num_floats * 4
-    parts = {
-        "parameters": body,
-        "optimizer_state": 2 * body,
-        "mean": body,
-        "staged": min(max_staged, options.workers) * body,
-        "reply": body,
-    }
-    expected = sum(parts.values())
-    results: dict[str, Any] = {
-        "before_mb": before / 1e6,
-        "peak_mb": peak / 1e6,
-        "model_mb": (peak - before) / 1e6,
-        "expected_mb": expected / 1e6,
-        "ratio": (peak - before) / expected,
-        "expected_parts_mb": {name: num_bytes / 1e6 for name, num_bytes in parts.items()},
-    }
-    config = {**vars(options), "mode": "sync", "optimizer": "adam", "steps": _NUM_STEPS, "max_staged": max_staged}
-    return Report("memory", config, results, _table(options, results, parts))
+    bare = {steps: _bare_worker(options, steps) for steps in {steps_itself(mode) for mode in options.modes}}
+    runs = []
+    for mode in options.modes:
+        for lane, shared_memory in options.lanes.items():
+            for workers in options.workers:
+                parts = expected_parts(mode, options.optimizer, workers, shared_memory)
+                found = _run(options, mode, workers, shared_memory)
+                runs.append(
+                    {"mode": mode, "lane": lane, "workers": workers}
+                    | _row(found, parts, body, bare[steps_itself(mode)])
+                )
+    config = {**vars(options), "steps": _NUM_STEPS, "max_staged": ServerConfig().max_staged}
+    config["max_replies"] = ServerConfig().max_replies
+    results = {"runs": runs}
+    return Report("memory", config, results, _table(options, runs))
 
 
-def _train(options: MemoryOptions, address: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(target=take_steps, args=(address, rank, options.num_floats, "adam", _NUM_STEPS), daemon=True)
-        for rank in range(options.workers)
-    ]
+def expected_parts(mode: str, optimizer: str, workers: int, shared_memory: bool) -> dict[str, float]:
+    """What the server has to hold, in bodies."""
+    from ..ps.policies.rounds import RoundPolicy
+
+    policy, limits = MODES.load(mode), ServerConfig()
+    is_round = issubclass(policy, RoundPolicy)
+    return {
+        "parameters": 1,
+        "optimizer": 0 if steps_itself(mode) else state_bodies(optimizer),
+        "mean": 1,
+        "uploads": workers if shared_memory else min(limits.max_staged, workers),
+        "replies": 1 if is_round else min(limits.max_replies, workers),
+    }
+
+
+def steps_itself(mode: str) -> bool:
+    """Whether a worker's own optimizer steps, and has its state."""
+    return str(MODES.load(mode).contribution) == "weights"
+
+
+def state_bodies(optimizer: str) -> float:
+    """Size of an optimizer's state in parameters: tried out on a small one."""
+    import torch
+
+    from ..common.optimizers import find_optimizer
+
+    cls: Any = find_optimizer(optimizer)
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    parameter.grad = torch.ones(1000)
+    tried = cls([parameter], lr=1e-3)
+    tried.step()
+    state = [value for value in tried.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() for value in state) // parameter.numel()
+
+
+def _run(options: MemoryOptions, mode: str, workers: int, shared_memory: bool) -> dict[str, float]:
+    """Bytes of the server (before, peak, anonymous, shared) and of the workers' median (worker_...)."""
+    flags = ("--mode", mode, "--workers", str(workers), "--steps", str(_NUM_STEPS + 1))
+    arguments = (options.num_floats, options.optimizer, shared_memory)
+    with running_server(*flags, "--local-steps", str(_LOCAL_STEPS)) as server:
+        address = server.address
+        before = memory_of(server.pid)
+        with (
+            sampled(server.pid) as peaks,
+            team(workers, worker_life, address, *arguments) as members,
+        ):
+            of_workers = members.turns(1)
+            peak = memory_of(server.pid)["peak"]
+    return {
+        "before": before["rss"],
+        "peak": peak,
+        "anonymous": peaks["anonymous"] - before["anonymous"],
+        "shared": peaks["shared"] - before["shared"],
+        "worker_peak": median([one["peak"][0] for one in of_workers]),
+        "worker_anonymous": median([one["anonymous"][0] for one in of_workers]),
+    }
+
+
+@contextmanager
+def sampled(pid: int) -> Iterator[dict[str, int]]:
+    """The highest `anonymous` and `shared` bytes seen of a process, filled in while the block runs."""
+    peaks, ended = {"anonymous": 0, "shared": 0}, threading.Event()
+
+    def sample() -> None:
+        while True:
+            now = memory_of(pid)
+            peaks.update({name: max(peaks[name], now[name]) for name in peaks})
+            if ended.wait(_SAMPLE_S):
+                return
+
+    thread = threading.Thread(target=sample, name="memory-samples", daemon=True)
+    thread.start()
     try:
-        for worker in workers:
-            worker.start()
-        for rank, worker in enumerate(workers):
-            worker.join(_WORKERS_END_S)
-            if worker.exitcode != 0:
-                raise ParamServerError(f"the worker of rank {rank} ended with {worker.exitcode}")
+        yield peaks
     finally:
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+        ended.set()
+        thread.join()
 
 
-def _table(options: MemoryOptions, results: dict[str, Any], parts: dict[str, int]) -> Group:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, num_bytes in parts.items():
-        table.add_row(name.replace("_", " "), f"{num_bytes / 1e6:,.0f} MB")
-    table.add_row("sum", f"{results['expected_mb']:,.0f} MB")
-    table.add_row("server's peak", f"{results['model_mb']:,.0f} MB", style="bold")
-    table.add_row("peak / sum", f"{results['ratio']:.2f}")
-    title = f"{options.mb:,} MB float32, sync, adam, {options.workers} workers"
-    note = f"before any model came the server held {results['before_mb']:,.0f} MB, which are not counted"
-    return Group(Text(title, style="bold"), table, Text(note, style="dim"))
+@contextmanager
+def worker_life(rank: int, address: str, num_floats: int, optimizer: str, shared_memory: bool) -> Iterator[Measured]:
+    """All steps are one call; parts peak and anonymous are bytes of this process."""
+    with joined_worker(address, rank, num_floats, optimizer, "raw", shared_memory) as worker:
+
+        def measured(count: int) -> Samples:
+            for _ in range(_NUM_STEPS):
+                worker.optimizer.step()
+            return _own_memory()
+
+        yield measured
+
+
+@contextmanager
+def bare_life(_: int, num_floats: int, optimizer: str, steps: bool) -> Iterator[Measured]:
+    """What a worker has without a server."""
+    from ..common.optimizers import find_optimizer
+    from ..worker import api  # noqa: F401  all that a worker loads
+    from .model import fill_gradients, synthetic_model
+
+    model = synthetic_model(num_floats)
+    cls: Any = find_optimizer(optimizer)
+    kept = cls(model.parameters(), lr=1e-4)
+    fill_gradients(model)
+    if steps:
+        kept.step()
+    yield lambda count: _own_memory()
+
+
+def _bare_worker(options: MemoryOptions, steps: bool) -> dict[str, float]:
+    with team(1, bare_life, options.num_floats, options.optimizer, steps) as member:
+        found = member.turns(1)[0]
+    return {name: values[0] for name, values in found.items()}
+
+
+def _own_memory() -> Samples:
+    now = memory_of(os.getpid())
+    return {name: [float(now[name])] for name in ("peak", "anonymous")}
+
+
+def _row(found: dict[str, float], parts: dict[str, float], body: int, bare: dict[str, float]) -> dict[str, Any]:
+    expected, model = sum(parts.values()) * body, found["peak"] - found["before"]
+    return {
+        "before_mb": found["before"] / 1e6,
+        "peak_mb": found["peak"] / 1e6,
+        "model_mb": model / 1e6,
+        "expected_mb": expected / 1e6,
+        "ratio": model / expected,
+        "anonymous_mb": found["anonymous"] / 1e6,
+        "shared_mb": found["shared"] / 1e6,
+        "bare_worker_mb": bare["peak"] / 1e6,
+        "worker_copies": (found["worker_peak"] - bare["peak"]) / body,
+        "worker_anonymous_copies": (found["worker_anonymous"] - bare["anonymous"]) / body,
+        "expected_parts_mb": {name: count * body / 1e6 for name, count in parts.items()},
+    }
+
+
+def _table(options: MemoryOptions, runs: list[dict[str, Any]]) -> RenderableType:
+    columns = ["mode, lane, workers", *_PARTS, "sum", "peak", "peak / sum", "anonymous", "shared", "worker's copies"]
+    rows = [
+        [
+            f"{run['mode']}, {run['lane']}, {run['workers']}",
+            *(f"{run['expected_parts_mb'][part]:,.0f}" for part in _PARTS),
+            *(f"{run[key]:,.0f}" for key in ("expected_mb", "model_mb")),
+            f"{run['ratio']:.2f}",
+            *(f"{run[key]:,.0f}" for key in ("anonymous_mb", "shared_mb")),
+            f"{run['worker_copies']:.2f}",
+        ]
+        for run in runs
+    ]
+    notes = [
+        f"MB; before any model came the server held {runs[0]['before_mb']:,.0f} MB, which are not counted",
+        "a worker's copies: its peak beyond a process with model and gradients alone, in models",
+    ]
+    return page(
+        f"{options.mb:,} MB float32, {options.optimizer}: the server's memory", figures(columns, rows), notes=notes
+    )

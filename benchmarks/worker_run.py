@@ -22,6 +22,8 @@ class JoinedWorker:
 
     session: Any  # paramserver.worker.api.RemoteSession
     optimizer: Any
+    parameters: list[Any]
+    gradients: list[Any]  # as they were made, each in memory of its own
     body_bytes: int  # of the parameters
     sent_bytes: int  # of a contribution, as the codec has it
 
@@ -30,14 +32,25 @@ class JoinedWorker:
         """When what happened in the last exchange (worker/exchange.py)."""
         return self.session._exchange.moments
 
+    @property
+    def is_shared(self) -> bool:
+        """The server has agreed to exchange tensors through shared memory (worker/sharing.py)."""
+        return self.session._exchange._sharing.segment is not None
+
+    def renew_gradients(self) -> None:
+        """As a backward leaves them that made new ones: in memory of their own, not where they were sent from."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+
 
 @contextmanager
 def joined_worker(
-    address: str, rank: int, num_floats: int, optimizer: str, codec: str = "raw"
+    address: str, rank: int, num_floats: int, optimizer: str, codec: str = "raw", shared_memory: bool = True
 ) -> Iterator[JoinedWorker]:
     """Join the run at `address` with a synthetic model of `num_floats`; leave it at the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
+    set_lane(shared_memory)
     os.environ["PS_WORKER__CODEC"] = codec
     import paramserver
 
@@ -52,11 +65,12 @@ def joined_worker(
         layout = ModelTensors(model).layout
         stepped = session.optimizer(model, inner)
         fill_gradients(model)
-        yield JoinedWorker(session, stepped, layout.parameter_bytes, CODECS.load(codec)().encoded_bytes(layout))
+        parameters = list(model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        sent_bytes = CODECS.load(codec)().encoded_bytes(layout)
+        yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes)
 
 
-def take_steps(address: str, rank: int, num_floats: int, optimizer: str, num_steps: int) -> None:
-    """A worker's whole life, for a process of its own."""
-    with joined_worker(address, rank, num_floats, optimizer) as worker:
-        for _ in range(num_steps):
-            worker.optimizer.step()
+def set_lane(shared_memory: bool) -> None:
+    """Whether workers that this process or its children start use shared memory."""
+    os.environ["PS_WORKER__SHARED_MEMORY"] = "true" if shared_memory else "false"

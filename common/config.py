@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from .registry import CODECS, TASKS, canonical_mode
+from .registry import AGGREGATIONS, CODECS, TASKS, canonical_mode
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
@@ -63,6 +63,9 @@ class PolicyConfig(Section):
     staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
     local_steps: int = Field(8, ge=1, description="localsgd: local optimizer steps between two averages")
     pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
+    pipelined: bool = Field(
+        False, description="async, ssp, localsgd: compute the next step while the exchange is in flight"
+    )
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     straggler_timeout_s: float | None = Field(
         None,
@@ -71,7 +74,18 @@ class PolicyConfig(Section):
     )
     backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
+    aggregation: str = Field(
+        "mean",
+        description="sync: how a round's gradients become one: mean, or median or trimmed_mean, which withstand some "
+        "that lie and hold every worker's gradient in memory",
+    )
+    trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
     extra: dict[str, Any] = Field(default_factory=dict, description="options of a mode of your own")
+
+    @field_validator("aggregation")
+    @classmethod
+    def _known_aggregation(cls, value: str) -> str:
+        return AGGREGATIONS.check(value)
 
 
 class StoreConfig(Section):
@@ -79,8 +93,17 @@ class StoreConfig(Section):
         "average", description="BatchNorm statistics and the like: averaged, of the lowest rank, or untouched"
     )
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
+    on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
+        "reject",
+        description="a contribution with NaN or Inf: computed again, counted as an empty step, "
+        "taken with those values as 0, or the end of the run",
+    )
     max_nonfinite: int = Field(
-        10, ge=1, description="NaN or Inf contributions of one worker in a row that end the run (exit 16)"
+        10, ge=1, description="contributions of one worker rejected in a row that end the run (exit 16)"
+    )
+    max_norm: float | None = Field(None, gt=0, description="cap on the 2-norm of a gradient; none: any")
+    on_large: Literal["reject", "skip", "clip", "halt"] = Field(
+        "clip", description="a gradient beyond store.max_norm: as on_nonfinite; clip scales it down to the cap"
     )
 
 
@@ -101,9 +124,14 @@ class ServerConfig(Section):
     listen: str = Field(DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one")
     insecure: bool = Field(False, description="allow an address other machines can reach, in the clear")
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
-    max_replies: int = Field(4, ge=1, description="encoded versions held in memory at once")
+    max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
+    shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
+    absent_s: float = Field(
+        15.0, ge=0, description="how long the end of a run waits for a worker that was lost before its last step"
+    )
     join_timeout_s: float = Field(30.0, gt=0, description="a connection that does not join by then is closed")
+    lease_s: float = Field(5.0, ge=0.5, description="a worker that is not heard of for so long is let go")
     drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
 
 
@@ -113,12 +141,65 @@ class WorkerConfig(Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I")
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: str = Field("raw", description="how contributions are encoded")
+    shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
+    overlap: bool | None = Field(
+        None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
+    )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
     @field_validator("codec")
     @classmethod
     def _known_codec(cls, value: str) -> str:
         return CODECS.check(value)
+
+
+class CheckpointConfig(Section):
+    """Snapshots of the whole run, from which a server that was killed goes on."""
+
+    dir: str | None = Field(None, description="directory of the snapshots; none: none are taken")
+    every_steps: int | None = Field(None, ge=1, description="training steps between two snapshots")
+    every_s: float | None = Field(None, gt=0, description="seconds between two; 30 when neither is given")
+    keep: int = Field(3, ge=1, description="how many are kept; older ones are removed")
+    resume: str | None = Field(
+        None,
+        description="a snapshot, a directory of them, 'latest' or 'never'; none: the newest in checkpoint.dir, if any",
+    )
+
+    @model_validator(mode="after")
+    def _has_directory(self) -> CheckpointConfig:
+        if self.dir is None and (self.every_steps is not None or self.every_s is not None):
+            raise ValueError("every_steps and every_s need checkpoint.dir: where snapshots are kept")
+        if self.dir is None and self.resume == "latest":
+            raise ValueError("resume: latest needs checkpoint.dir: where snapshots are kept")
+        return self
+
+
+class SecurityConfig(Section):
+    """Encryption and identity; `ps-certs init` makes the files. The token itself is never a setting."""
+
+    ca: str | None = Field(None, description="PEM: certificates the other side's must be signed by")
+    cert: str | None = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
+    key: str | None = Field(None, description="PEM: the key of security.cert")
+    mutual: bool = Field(False, description="server: workers need a certificate signed by security.ca")
+    token_file: str | None = Field(None, description="file with the token all share; or PS_TOKEN in the environment")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> SecurityConfig:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("security.cert and security.key go together")
+        if self.mutual and self.ca is None:
+            raise ValueError("security.mutual needs security.ca: whose certificates are trusted")
+        return self
+
+
+class LimitsConfig(Section):
+    """What a server puts up with from whoever can reach it."""
+
+    workers: int = Field(1024, ge=1, description="live workers, where run.workers sets no number")
+    model_bytes: int = Field(1 << 36, ge=1, description="size of a model that a worker may bring")
+    joins_per_s: float = Field(500.0, gt=0, description="joins taken in a second; more wait")
+    upload_bytes_per_s: float | None = Field(None, gt=0, description="of one worker; none: any")
+    progress_s: float = Field(30.0, gt=0, description="an upload or an answer that does not move for so long is ended")
 
 
 class SlowdownConfig(Section):
@@ -142,6 +223,7 @@ class OutputConfig(Section):
     save: str | None = Field(None, description="final weights, safetensors")
     save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
     summary: str | None = Field(None, description="results as JSON")
+    history: str | None = Field(None, description="what was applied when, JSON lines; checked by ps-launch check")
 
     @field_validator("save")
     @classmethod
@@ -162,6 +244,8 @@ class LaunchConfig(Section):
     port: int | None = Field(None, ge=0, le=65535, description="server port; none: a free one")
     status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
     grace_s: float = Field(10.0, gt=0, description="seconds from Ctrl-C until children are killed")
+    max_restarts: int = Field(3, ge=0, description="of each process, before the job ends with exit code 17")
+    backoff_s: float = Field(0.5, ge=0, description="before a first restart; doubles up to 10 s")
 
 
 class Config(Section):
@@ -174,6 +258,9 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     server: ServerConfig = ServerConfig()
     worker: WorkerConfig = WorkerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    security: SecurityConfig = SecurityConfig()
+    limits: LimitsConfig = LimitsConfig()
     slowdown: SlowdownConfig = SlowdownConfig()
     output: OutputConfig = OutputConfig()
     log: LogConfig = LogConfig()
@@ -188,6 +275,12 @@ class Config(Section):
             if self.policy.backup_workers >= workers:
                 raise ValueError(
                     f"policy.backup_workers is {self.policy.backup_workers}: it must be below run.workers, {workers}"
+                )
+            most = workers - self.policy.backup_workers
+            if self.policy.aggregation == "trimmed_mean" and most <= 2 * self.policy.trim:
+                raise ValueError(
+                    f"policy.trim is {self.policy.trim}: a round needs more than {2 * self.policy.trim} contributions "
+                    f"to leave out that many at each end, and has {most}"
                 )
             if self.worker.rank is not None and self.worker.rank >= workers:
                 raise ValueError(

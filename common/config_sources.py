@@ -116,11 +116,21 @@ def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, s
     return error
 
 
+# Flags that are not called as their key's last word.
+_FLAGS = {
+    "log.format": "log-format",
+    "checkpoint.dir": "checkpoint-dir",
+    "checkpoint.every_steps": "checkpoint-every",
+}
+
+
 def _flag_of(key: str) -> str:
+    if key in _FLAGS:
+        return _FLAGS[key]
     section, _, name = key.rpartition(".")
     if name == "name":
         return section  # task.name is --task
-    return "log-format" if key == "log.format" else name.replace("_", "-")
+    return name.replace("_", "-")
 
 
 def scalar_text(value: Any) -> str:

@@ -7,6 +7,7 @@
     ├── MismatchError          12   another model, optimizer or run than the server's
     ├── NotAdmittedError       13   no place for this rank, or replaced by a newer process
     ├── OutputError            14   a file the run needs cannot be written or read
+    │   └── CheckpointError    14   a snapshot that cannot be used
     ├── UnreachableError       15   the peer did not answer within the give-up time
     └── DivergedError          16   too many non-finite contributions in a row
 
@@ -47,6 +48,11 @@ class Reason(StrEnum):
     DIVERGED = "DIVERGED"
     DRAINING = "DRAINING"
     NOT_READY = "NOT_READY"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+    TOO_SLOW = "TOO_SLOW"
+    INTERNAL = "INTERNAL"
 
 
 class ParamServerError(Exception):
@@ -85,6 +91,10 @@ class OutputError(ParamServerError):
     exit_code = 14
 
 
+class CheckpointError(OutputError):
+    """No usable snapshot where one is needed."""
+
+
 class UnreachableError(ParamServerError):
     exit_code = 15
 
@@ -107,6 +117,11 @@ _ERROR_OF_REASON: dict[Reason, type[ParamServerError]] = {
     Reason.DIVERGED: DivergedError,
     Reason.DRAINING: UnreachableError,
     Reason.NOT_READY: UnreachableError,
+    Reason.UNAUTHENTICATED: AuthError,
+    Reason.PERMISSION_DENIED: AuthError,
+    Reason.LIMIT_EXCEEDED: NotAdmittedError,
+    Reason.TOO_SLOW: UnreachableError,
+    Reason.INTERNAL: ParamServerError,
 }
 
 

@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """Consecutive entries of one kind and dtype, as one flat tensor of `num_elements`."""
 
     kind: Kind
@@ -96,7 +96,43 @@ class Run:
 
     def view(self, body: torch.Tensor) -> torch.Tensor:
         """The run of `body` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
-        return body[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(self.dtype)
+        return body[self.offset : self.end].view(self.dtype)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_elements * self.dtype.itemsize
+
+    def within(self, start: int, end: int) -> FlatRun | None:
+        """The part of the run in bytes [start, end), both multiples of 64 from a body's beginning."""
+        first, last = max(start, self.offset), min(end, self.end)
+        if first >= last:
+            return None
+        return FlatRun(self.kind, self.dtype, first, (last - first) // self.dtype.itemsize)
+
+
+class Views:
+    """Views of flat runs in bodies. Small models keep them: making one takes as long as adding 10,000 floats.
+
+    Kept views keep their bodies, so bodies must be few and used again.
+    """
+
+    _MAX_KEPT = 256
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, FlatRun, torch.Tensor]] = {}
+
+    def of(self, run: FlatRun, body: torch.Tensor) -> torch.Tensor:
+        """As `run.view(body)`."""
+        if not self._keep:
+            return run.view(body)
+        key = (id(run), id(body))
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) >= self._MAX_KEPT:
+                self._kept.clear()
+            kept = self._kept[key] = (run.view(body), run, body)  # whose ids cannot be given to others then
+        return kept[0]
 
 
 class Layout:
@@ -110,7 +146,7 @@ class Layout:
         self._check()
         order = sorted(range(len(self.specs)), key=lambda i: (self.specs[i].kind, self.specs[i].dtype, i))
         self.entries: list[Entry] = []
-        self.runs: list[Run] = []
+        self.runs: list[FlatRun] = []
         ends = dict.fromkeys(Kind, 0)
         at = 0
         for index in order:
@@ -119,9 +155,9 @@ class Layout:
             last = self.runs[-1] if self.runs else None
             if last is None or (last.kind, last.dtype) != (spec.kind, dtype):
                 at = -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                last = Run(spec.kind, dtype, at, 0)
+                last = FlatRun(spec.kind, dtype, at, 0)
                 self.runs.append(last)
-            self.runs[-1] = Run(last.kind, last.dtype, last.offset, last.num_elements + spec.num_elements)
+            self.runs[-1] = FlatRun(last.kind, last.dtype, last.offset, last.num_elements + spec.num_elements)
             self.entries.append(Entry(spec, at, at + spec.num_bytes))
             at += spec.num_bytes
             ends[spec.kind] = at
@@ -165,7 +201,7 @@ class Layout:
         """Trained elements."""
         return sum(run.num_elements for run in self.runs if run.kind is Kind.PARAMETER)
 
-    def runs_of(self, kind: Kind) -> list[Run]:
+    def runs_of(self, kind: Kind) -> list[FlatRun]:
         return [run for run in self.runs if run.kind is kind]
 
     def views(self, body: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:

@@ -8,7 +8,8 @@ in torch is taken or refused by what it does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ _NOT_HYPERPARAMETERS = {
     "params", "param_names", "fused", "foreach", "capturable", "differentiable",
 }  # fmt: skip
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# A learning rate beyond this is none; in float32 its products would not stay finite.
+_MAX_NUMBER = 1e9
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,28 @@ class OptimizerSpec:
         return found
 
 
+def without_compiler() -> None:
+    """For programs that compile nothing: optimizers do not import torch.compile.
+
+    Torch marks some of their methods as never to be compiled, and the first call of one imports the compiler
+    for it: 1.2 s of CPU in every process. Here the mark is what that import would set (torch/_compile.py);
+    where a version of torch has it otherwise, nothing changes.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in filter(inspect.isfunction, vars(torch.optim.Optimizer).values()):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None and method.__code__.co_filename.endswith("_compile.py"):
+            setattr(plain, "__dynamo_disable", plain)
+
+
+def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """`step` without the hooks, profiler record and graph breaks that torch wraps around it: half of the time
+    of a small one, and the import of the compiler. For optimizers that nobody else can have hooked."""
+    step: Callable[[torch.optim.Optimizer], Any] = torch.no_grad()(inspect.unwrap(cls.step))
+    return step
+
+
 def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     """Optimizer classes of torch.optim by lower-case name."""
     return {
@@ -82,13 +107,16 @@ def _steps_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
     whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
     gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
+    step = plain_step(cls)
     try:
         for tensors, grads in (([whole], [gradient]), (halves, gradients)):
             optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
             for scale in (1.0, -0.5):
+                # One after another, as the server steps its windows.
                 for tensor, grad in zip(tensors, grads, strict=True):
                     tensor.grad = grad * scale
-                optimizer.step()
+                    optimizer.param_groups[0]["params"] = [tensor]
+                    step(optimizer)
     except Exception:
         return False  # it needs a closure, matrices, sparse gradients, ...
     return torch.equal(whole.flatten(), torch.cat(halves))
@@ -122,6 +150,46 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
     except (TypeError, ValueError, IndexError) as error:
         raise UsageError(f"optimizer '{name}': {error}") from None
     return cls
+
+
+def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparameters | None = None) -> None:
+    """Whether an elementwise optimizer takes `told`, in place of the same keys of `known`, with which the run began.
+
+    Raises a BAD_REQUEST refusal for what torch's class would not begin with, for numbers nobody means, and for a
+    change of anything but numbers: a switch such as amsgrad decides what state there is.
+    """
+    cls = find_optimizer(name)
+    defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
+    accepted = {key: value for key, value in defaults.items() if key not in _NOT_HYPERPARAMETERS}
+    for key, value in told.items():
+        if key in _NOT_HYPERPARAMETERS:
+            raise refusal(Reason.BAD_REQUEST, f"'{key}' is no hyperparameter")
+        expected = (known or {}).get(key, accepted.get(key))
+        is_changed = known is not None and not isinstance(value, (float, list)) and value != expected
+        if is_changed or (key in accepted and expected is not None and _kind_of(expected) != _kind_of(value)):
+            raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {key} is {value!r}, it was {expected!r}")
+        if any(abs(number) > _MAX_NUMBER for number in _numbers_in(value)):
+            message = f"optimizer {name}: {key} is {value!r}; at most {_MAX_NUMBER:g} is possible"
+            raise refusal(Reason.BAD_REQUEST, message)
+    # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
+    arguments = inspect.signature(cls).parameters
+    values = {key: value for key, value in {**(known or {}), **told}.items() if key in accepted and key in arguments}
+    try:
+        cls([torch.zeros(1)], **_as_torch(values))
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {error}") from None
+
+
+def _kind_of(value: Any) -> Any:
+    """A number, a switch, a text, or a list of so many of these."""
+    if isinstance(value, (list, tuple)):
+        return [_kind_of(item) for item in value]
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
+
+
+def _numbers_in(value: Any) -> list[float]:
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
 
 
 def build_optimizer(

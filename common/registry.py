@@ -54,6 +54,7 @@ class Family:
 
 
 MODES = Family("paramserver.ps.policies", "mode", frozenset({"base", "rounds"}))
+AGGREGATIONS = Family("paramserver.ps.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base"}))
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
@@ -64,3 +65,40 @@ MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", 
 def canonical_mode(name: str) -> str:
     """The mode's own name for it or one of its aliases; UsageError with the nearest name otherwise."""
     return MODES.check(MODE_ALIASES.get(name.strip().lower(), name.strip().lower()))
+
+
+def check_contributions(mode: str, aggregation: str, max_norm: float | None) -> None:
+    """Whether what this mode's workers send can be aggregated and capped so; UsageError, the server's and the
+    launcher's."""
+    AGGREGATIONS.check(aggregation)
+    kind = MODES.load(mode)
+    if aggregation != "mean" and not kind.may_aggregate:
+        able = ", ".join(name for name in MODES.names() if MODES.load(name).may_aggregate)
+        raise UsageError(
+            f"policy.aggregation is {aggregation}, and mode {mode} does not take one step along the gradients of all",
+            fix=f"leave it out, or take a mode that does: {able}",
+        )
+    if max_norm is not None and kind.contribution != "gradient":
+        able = ", ".join(name for name in MODES.names() if MODES.load(name).contribution == "gradient")
+        raise UsageError(
+            f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing",
+            fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}",
+        )
+
+
+def check_pipelined(mode: str, staleness: int) -> None:
+    """Whether workers of this mode may compute during an exchange; UsageError, the server's and the launcher's."""
+    kind = MODES.load(mode)
+    if not kind.may_pipeline:
+        able = ", ".join(name for name in MODES.names() if MODES.load(name).may_pipeline)
+        raise UsageError(
+            f"--pipelined (policy.pipelined) with mode {mode}: its workers compute on nothing but the newest weights",
+            fix=f"leave it out, or take a mode that can: {able}",
+        )
+    least = kind.least_pipelined_staleness
+    if staleness < least:
+        raise UsageError(
+            f"--pipelined (policy.pipelined) with mode {mode} and staleness {staleness}: the step computed during an "
+            "exchange is one ahead",
+            fix=f"--staleness {least} or more",
+        )

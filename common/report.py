@@ -45,6 +45,8 @@ _RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], int]]] = [
     ("restarts", lambda worker: worker.restarts),
     ("dropped", lambda worker: worker.dropped),
     ("rejected", lambda worker: worker.rejected),
+    ("skipped", lambda worker: worker.skipped),
+    ("clipped", lambda worker: worker.clipped),
 ]
 
 
@@ -73,6 +75,7 @@ def summary_table(summary: Summary) -> RenderableType:
         (describe_mode(summary), "bold"),
         f"   {summary.updates:,} updates in {duration(summary.wall_s)}",
         f"   {_rate(summary)}   waiting {share(summary.wait_share)}",
+        f"   {_lanes(summary)}" if summary.workers else "",
     )
     final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
     parts: list[RenderableType] = [headline]
@@ -131,6 +134,16 @@ def size(num_bytes: float) -> str:
 
 def _rate(summary: Summary) -> str:
     return f"{summary.num_samples / summary.wall_s:,.0f} samples/s" if summary.wall_s else "- samples/s"
+
+
+def _lanes(summary: Summary) -> str:
+    """`over tcp`, `through shared memory`, or which ranks do what."""
+    ranks = [str(worker.rank) for worker in summary.workers if worker.lane == "shared memory"]
+    if not ranks:
+        return "over tcp"
+    if len(ranks) == len(summary.workers):
+        return "through shared memory"
+    return f"through shared memory: rank {', '.join(ranks)}; the others over tcp"
 
 
 def _table() -> Table:

@@ -24,7 +24,10 @@ class WorkerSummary(BaseModel):
     bytes_received: int = 0
     restarts: int = 0  # times the rank joined again
     dropped: int = 0  # contributions that came after their round had closed
-    rejected: int = 0  # contributions with NaN or Inf
+    rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
+    skipped: int = 0  # steps of which nothing was folded, for the same reasons
+    clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
+    lane: str = "tcp"  # how its tensors travelled last: "tcp" or "shared memory"
 
 
 class Summary(BaseModel):

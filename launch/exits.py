@@ -21,6 +21,8 @@ MEANINGS = {
     143: "drained on SIGTERM",
 }
 
+UNREACHABLE = 15
+BUDGET_SPENT = 17
 CANNOT_START = 126  # as a shell says of a program it cannot execute
 
 

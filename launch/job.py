@@ -19,7 +19,7 @@ from .backends.base import Backend
 from .events import Event, parse_event, parse_status
 from .plan import SERVER, Child, Plan, ProcessSpec
 from .screen import Screen, make_screen
-from .supervise import Decision, Finish, Kill, Start, Supervisor, Terminate
+from .supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 
 _TICK_S = 0.1
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -40,12 +40,17 @@ class Job:
         self._plan = plan
         self._make_backend = make_backend
         self._specs: dict[Child, ProcessSpec] = {SERVER: plan.server} if plan.server else {}
+        self._address: str | None = None  # where the server listens, in its own words
+        self._has_snapshot = False  # one of this run, not of an earlier one
         self._summary: Summary | None = None
         self._supervisor = Supervisor(
             num_workers=plan.num_workers,
             with_server=plan.server is not None,
             grace_s=plan.config.launch.grace_s,
             is_script=plan.is_script,
+            keeps_snapshots=plan.checkpoint_dir is not None,
+            max_restarts=plan.config.launch.max_restarts,
+            backoff_s=plan.config.launch.backoff_s,
         )
         self._screen: Screen
         self._backend: Backend
@@ -82,15 +87,18 @@ class Job:
     def _begin(self) -> None:
         if self._plan.server is None:
             self._specs |= {spec.child: spec for spec in self._plan.workers(None)}
-        self._carry_out(self._supervisor.begin())
+        self._carry_out(self._supervisor.begin(self._loop.time()))
         self._tick()
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        self._screen.tick(now)
-        self._carry_out(self._supervisor.tick(now))
+        self._screen.tick(self._loop.time())
+        self._decide()
         if not self._finished.done():
             self._loop.call_later(_TICK_S, self._tick)
+
+    def _decide(self) -> None:
+        if not self._finished.done():
+            self._carry_out(self._supervisor.tick(self._loop.time()))
 
     def _on_line(self, child: Child, line: str) -> None:
         event = parse_event(line)
@@ -98,8 +106,8 @@ class Job:
             return
         if event is None or event.is_at_least(self._plan.config.log.level):
             self._screen.line(child, line, event)
-        if event is not None and event.name == "listening" and child == SERVER:
-            self._on_listening(event)
+        if event is not None and child == SERVER:
+            self._on_server_event(event)
 
     def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
@@ -115,10 +123,13 @@ class Job:
             return False
         return True
 
-    def _on_listening(self, event: Event) -> None:
-        address = reachable(str(event.fields.get("address", "")))
-        self._specs |= {spec.child: spec for spec in self._plan.workers(address)}
-        self._carry_out(self._supervisor.listening())
+    def _on_server_event(self, event: Event) -> None:
+        if event.name == "snapshot":
+            self._has_snapshot = True
+        elif event.name == "listening":
+            self._address = str(event.fields.get("address", ""))
+            self._specs |= {spec.child: spec for spec in self._plan.workers(reachable(self._address))}
+            self._carry_out(self._supervisor.listening(self._loop.time()))
 
     def _on_exit(self, child: Child, code: int) -> None:
         self._carry_out(self._supervisor.exited(child, code, self._loop.time()))
@@ -137,16 +148,31 @@ class Job:
         for decision in decisions:
             match decision:
                 case Start(child):
-                    self._backend.start(self._specs[child])
+                    self._backend.start(self._spec(child))
                 case Terminate(child):
                     self._backend.terminate(child)
                 case Kill(child):
                     self._backend.kill(child)
                 case Finish():
                     self._finished.set_result(decision)
+        deadline = self._supervisor.deadline
+        if deadline is not None and deadline < self._loop.time() + _TICK_S:
+            self._loop.call_at(deadline, self._decide)
+
+    def _spec(self, child: Child) -> ProcessSpec:
+        if child == SERVER and self._address is not None:
+            return self._plan.server_again(self._address, has_snapshot=self._has_snapshot)
+        return self._specs[child]
 
     def _say_why(self, decisions: list[Decision]) -> None:
-        """One note for all processes that end for the same reason."""
+        """A note for each failure that is mended, and one for all processes that end for the same reason."""
+        for decision in decisions:
+            if isinstance(decision, Restart):
+                child, attempt = decision.child, decision.attempt
+                self._screen.note(
+                    "restarting", decision.reason, "warning", role=child.role, rank=child.rank,
+                    in_s=attempt.in_s, restart=attempt.number, of=decision.max_restarts,
+                )  # fmt: skip
         for kind, event, what in ((Terminate, "draining", "told to end"), (Kill, "killing", "killed")):
             chosen = [decision for decision in decisions if isinstance(decision, kind)]
             if chosen:

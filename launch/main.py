@@ -5,6 +5,7 @@ Imports beyond Typer are made where they are needed, after the command line is k
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .plan import Plan, Request
 
 PROGRAM = "ps-launch"
+_COMMANDS = {"check": ".check_main", "chaos": ".chaos.main"}  # of their own, each with a main(arguments)
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 app = make_app(opt.HELP)
 
@@ -37,26 +39,41 @@ def launch(
     mode: opt.ModeOption = None,
     staleness: opt.StalenessOption = None,
     local_steps: opt.LocalStepsOption = None,
+    pipelined: opt.PipelinedOption = None,
     optimizer: opt.OptimizerOption = None,
     lr: opt.LrOption = None,
+    checkpoint_dir: opt.CheckpointDirOption = None,
+    checkpoint_every: opt.CheckpointEveryOption = None,
+    resume: opt.ResumeOption = None,
+    max_restarts: opt.MaxRestartsOption = None,
     save: opt.SaveOption = None,
     summary: opt.SummaryOption = None,
+    history: opt.HistoryOption = None,
     log_format: opt.LogFormatOption = None,
+    ca: opt.CaOption = None,
+    cert: opt.CertOption = None,
+    key: opt.KeyOption = None,
+    token_file: opt.TokenFileOption = None,
     port: opt.PortOption = None,
     sets: opt.SetOption = None,
     dry_run: opt.DryRunOption = False,
     print_config: opt.PrintConfigOption = False,
     script_args: opt.ScriptArgOption = None,
 ) -> int:
-    from .plan import SINGLE, Request
+    from .files import SINGLE
+    from .plan import Request
 
     modes = _modes(mode)
     flags = {
         "run.workers": workers, "run.steps": steps, "run.batch_size": batch_size, "run.seed": seed,
         "run.mode": next((name for name in modes if name != SINGLE), None), "task.name": task,
-        "policy.staleness": staleness, "policy.local_steps": local_steps, "optimizer.name": optimizer,
+        "policy.staleness": staleness, "policy.local_steps": local_steps, "policy.pipelined": pipelined or None,
+        "optimizer.name": optimizer,
         "optimizer.lr": lr, "worker.device": device, "output.save": save, "output.summary": summary,
         "log.format": log_format, "launch.script": script, "launch.port": port,
+        "checkpoint.dir": checkpoint_dir, "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume,
+        "launch.max_restarts": max_restarts, "output.history": history,
+        "security.ca": ca, "security.cert": cert, "security.key": key, "security.token_file": token_file,
     }  # fmt: skip
     resolved = _resolve(config, flags, sets or [])
     request = Request(
@@ -73,6 +90,8 @@ def launch(
 
 
 def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:  # all else is a run: `ps-launch CONFIG` needs no word for it
+        importlib.import_module(_COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:])
     sys.argv[1:] = opt.fold_script_arguments(sys.argv[1:])
     run_app(app, PROGRAM)
 
@@ -80,7 +99,7 @@ def main() -> None:
 def _modes(text: str | None) -> tuple[str, ...]:
     """The modes of a comma list, by their own names; empty when the flag was not given."""
     from ..common.registry import MODES, canonical_mode
-    from .plan import SINGLE
+    from .files import SINGLE
 
     if text is None:
         return ()
@@ -112,7 +131,7 @@ def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) ->
 def _plans(resolved: Resolved, request: Request) -> list[Plan]:
     """Plans whose files and backend exist. Raises UsageError and OutputError before anything starts."""
     from ..common.output import check_writable
-    from ..common.registry import BACKENDS
+    from ..common.registry import BACKENDS, check_contributions, check_pipelined
     from .plan import Machine, plan_runs
 
     config = resolved.config
@@ -121,11 +140,16 @@ def _plans(resolved: Resolved, request: Request) -> list[Plan]:
         origin = resolved.origins["launch.script"]
         raise UsageError(f"{origin}: no file {config.launch.script}", fix="the path is relative to where you are")
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    machine = Machine(python=sys.executable, num_cores=num_cores, environ=os.environ)
+    machine = Machine(python=sys.executable, num_cores=num_cores, environ=os.environ, exists=os.path.exists)
     plans = plan_runs(resolved, request, machine)
     for plan in plans:
-        if plan.save is not None:
-            check_writable(plan.save)
+        if config.policy.pipelined and plan.server is not None:
+            check_pipelined(plan.mode, config.policy.staleness)
+        if plan.server is not None:
+            check_contributions(plan.mode, config.policy.aggregation, config.store.max_norm)
+        for path in (plan.save, plan.history):
+            if path is not None:
+                check_writable(path)
     if config.output.summary is not None:
         check_writable(config.output.summary)
     return plans

@@ -16,15 +16,19 @@ Start a server and N workers, watch them, and end them together.
   ps-launch configs/digits.yaml --mode single,sync,async,ssp,localsgd
                                                    one after another, compared
   ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
+  ps-launch configs/digits.yaml --checkpoint-dir D once more: goes on where it was
   ps-launch configs/digits.yaml --dry-run          only show the commands
 
 What processes say goes to standard error, results to standard output.
 Ctrl-C lets the processes end in good order, a second one kills them.
-The exit code is that of the first process that failed; 130 after Ctrl-C,
-143 after SIGTERM.
+A worker that crashes or is killed is started again, and so is a server that
+keeps snapshots (--checkpoint-dir). The exit code is that of the process whose
+failure ended the job; 17 when it had been started again too often, 130 after
+Ctrl-C, 143 after SIGTERM.
 """
 
 _RUN, _MODE, _OPT, _OUT, _LAUNCH = "Run", "Synchronisation", "Optimizer", "Output", "Launcher"
+_KEEP, _SECURITY = "Snapshots and restarts", "Security"
 
 ConfigArgument = Annotated[
     str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.", show_default=False)
@@ -76,11 +80,55 @@ LocalStepsOption = Annotated[
     int | None,
     typer.Option("--local-steps", help="localsgd: steps between two averages.", rich_help_panel=_MODE),
 ]
+PipelinedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--pipelined",
+        help="async, ssp, localsgd: compute the next step while the exchange is in flight.",
+        rich_help_panel=_MODE,
+    ),
+]
 OptimizerOption = Annotated[
     str | None,
     typer.Option("--optimizer", metavar="NAME", help="sgd, adam, adamw, ... of torch.optim.", rich_help_panel=_OPT),
 ]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_OPT)]
+CheckpointDirOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="Keep snapshots there, and go on from the newest; with several modes DIR-MODE each.",
+        rich_help_panel=_KEEP,
+    ),
+]
+CheckpointEveryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="STEPS",
+        help="Steps between two snapshots; default one every 30 s.",
+        rich_help_panel=_KEEP,
+    ),
+]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="latest|never|PATH",
+        help="latest: there must be a snapshot; never: begin anew; or from this snapshot.",
+        rich_help_panel=_KEEP,
+    ),
+]
+MaxRestartsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        metavar="N",
+        help="How often each process is started again; default 3. 0: its first failure ends the job.",
+        rich_help_panel=_KEEP,
+    ),
+]
 SaveOption = Annotated[
     str | None,
     typer.Option(
@@ -94,9 +142,40 @@ SummaryOption = Annotated[
     str | None,
     typer.Option("--summary", metavar="FILE.json", help="Results as JSON.", rich_help_panel=_OUT),
 ]
+HistoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--history",
+        metavar="FILE.jsonl",
+        help="What was applied when; with several modes FILE-MODE.jsonl each.",
+        rich_help_panel=_OUT,
+    ),
+]
 LogFormatOption = Annotated[
     str | None,
     typer.Option("--log-format", metavar="text|json", help="How lines are shown.", rich_help_panel=_OUT),
+]
+CaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ca", metavar="FILE.pem", help="Certificates the other side's must be signed by.", rich_help_panel=_SECURITY
+    ),
+]
+CertOption = Annotated[
+    str | None,
+    typer.Option("--cert", metavar="FILE.pem", help="The server's certificate: TLS.", rich_help_panel=_SECURITY),
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", metavar="FILE.pem", help="The key of --cert.", rich_help_panel=_SECURITY)
+]
+TokenFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The token all processes share; or PS_TOKEN in the environment.",
+        rich_help_panel=_SECURITY,
+    ),
 ]
 PortOption = Annotated[
     int | None,

@@ -6,22 +6,22 @@ alone on the union batch (batch size times N), so that it makes sync's updates o
 Children read the same `--config FILE`. Settings from the launcher's flags follow as
 `--set key=value`, so there is one mechanism for all of them; `PS_SECTION__KEY` variables are
 inherited anyway. A user's script knows no such flags and gets everything as such variables.
-Workers need the server's address, known only once it listens: `Plan.workers(address)`.
+Workers need the server's address, known only once it listens: `Plan.workers(address)`. A server that
+is started again must be found where the first one was: `Plan.server_again(address)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ..common.config import DEFAULT_ADDRESS, Config
 from ..common.config_sources import Resolved, scalar_text
 from ..common.errors import UsageError
+from .files import SINGLE, check_snapshots, is_flag, own_path, worker_identity
 
-SINGLE = "single"  # not a mode of the server: one worker and no server
 DEFAULT_NUM_WORKERS = 2
 
 # Arguments of the interpreter that start each program.
@@ -32,7 +32,9 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
-# Beside those, what a script is told otherwise (RANK, ...) or decides itself.
+# Files and directories of which each mode has its own where several run.
+_OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
+# Beside the launcher's own, what a script is told otherwise (RANK, ...) or decides itself.
 _NOT_FOR_SCRIPTS = (*_NOT_PASSED_ON, "optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
 
 
@@ -74,6 +76,7 @@ class Machine:
     python: str
     num_cores: int
     environ: Mapping[str, str] = field(default_factory=dict)
+    exists: Callable[[str], bool] = lambda path: False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +87,12 @@ class Plan:
     config: Config
     num_workers: int
     save: str | None  # where this run's weights go
+    history: str | None  # and what was applied when
+    checkpoint_dir: str | None  # and its snapshots
     server: ProcessSpec | None
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
+    identities: tuple[Mapping[str, Any], ...] = ()  # of each worker, where they differ from the server's
 
     @property
     def is_script(self) -> bool:
@@ -101,11 +107,24 @@ class Plan:
         """The worker processes, given the server's address (None: there is no server)."""
         return [self._worker(Child("worker", rank), address or "none") for rank in range(self.num_workers)]
 
+    def server_again(self, address: str, *, has_snapshot: bool) -> ProcessSpec:
+        """The server after a failure: at the address it had, since its workers look for it there.
+
+        Once this run has a snapshot it goes on from that, whatever it was to begin with.
+        """
+        assert self.server is not None
+        again: dict[str, Any] = {"server.listen": address}
+        if has_snapshot:
+            again["checkpoint.resume"] = None
+        return dataclasses.replace(self.server, argv=(*self.server.argv, *_arguments(None, again)))
+
     def _worker(self, child: Child, address: str) -> ProcessSpec:
+        identity = self.identities[child.rank] if self.identities else {}
         if self.is_script:
+            own = {_variable(key): scalar_text(value) for key, value in identity.items()}
             places = {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers), "PS_SERVER": address}
-            return ProcessSpec(child, self.worker_argv, {**self.worker_env, **places})
-        argv = (*self.worker_argv, "--server", address, "--rank", str(child.rank))
+            return ProcessSpec(child, self.worker_argv, {**self.worker_env, **own, **places})
+        argv = (*self.worker_argv, *_arguments(None, identity), "--server", address, "--rank", str(child.rank))
         return ProcessSpec(child, argv, self.worker_env)
 
     def headline(self) -> str:
@@ -121,9 +140,11 @@ class Plan:
             else f"a server and {self.num_workers} worker{'s' if self.num_workers > 1 else ''},"
         )
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
+        pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
         work = f"script {what}" if self.is_script else f"{run.steps:,} steps, batch {batch}, task {what}"
         kept = f", weights to {self.save}" if self.save else ""
-        return f"{self.mode}{options.get(self.mode, '')}: {who} {work}{kept}"
+        kept += f", snapshots in {self.checkpoint_dir}" if self.checkpoint_dir else ""
+        return f"{self.mode}{options.get(self.mode, '')}{pipelined}: {who} {work}{kept}"
 
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
@@ -131,7 +152,7 @@ def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Pl
     script = resolved.config.launch.script
     if script is not None:
         for key, origin in resolved.origins.items():
-            if key.startswith("optimizer.") and _is_flag(origin):
+            if key.startswith("optimizer.") and is_flag(origin):
                 raise UsageError(
                     f"{origin} together with the script {script}: the script owns the optimizer",
                     fix="set it in the script, where session.optimizer() wraps it",
@@ -141,48 +162,47 @@ def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Pl
             f"arguments after -- ({' '.join(request.script_args)}) belong to a script, and there is none",
             fix="give the script: --script FILE.py -- ARGS",
         )
+    check_snapshots(resolved, request.modes)
     return [_plan(resolved, request, machine, mode) for mode in request.modes]
-
-
-def save_path(save: str | None, mode: str, num_modes: int) -> str | None:
-    """`weights-sync.safetensors` for `weights.safetensors` when several modes run."""
-    if save is None or num_modes == 1:
-        return save
-    path = PurePath(save)
-    return str(path.with_name(f"{path.stem}-{mode}{path.suffix}"))
 
 
 def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> Plan:
     config = resolved.config
     num_workers = config.run.workers or DEFAULT_NUM_WORKERS
     several = len(request.modes) > 1
-    save = save_path(config.output.save, mode, len(request.modes))
+    own = {key: own_path(_value(config, key), mode, len(request.modes)) for key in _OWN_PATHS}
     settings = _flag_settings(resolved)
     settings["run.workers"] = num_workers
+    if several:
+        # The launcher writes one summary for all runs; what else a run leaves goes to its own place.
+        settings |= {"output.summary": None} if config.output.summary else {}
+        settings |= {key: path for key, path in own.items() if path}
     if mode == SINGLE:
-        settings.pop("run.mode", None)
+        settings = {key: value for key, value in settings.items() if not key.startswith(("run.mode", "checkpoint."))}
         settings |= _single_settings(config, num_workers)
+        own["checkpoint.dir"] = None
     elif several or "run.mode" in settings:
         settings["run.mode"] = mode
-    if several:
-        # The launcher writes one summary for all runs; the weights of each go to their own file.
-        settings |= {"output.summary": None} if config.output.summary else {}
-        settings |= {"output.save": save} if save else {}
     common = _arguments(request.config_path, settings)
     level = "debug" if config.log.level == "debug" else "info"
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
+    identities: tuple[Mapping[str, Any], ...] = ()
     if mode != SINGLE:
         listen = f"server.listen={_listen(resolved)}"
         argv = (machine.python, *PROGRAMS["server"], *common, "--set", listen)
         server = ProcessSpec(SERVER, argv, env)
+        identities = tuple(worker_identity(config.security, rank, machine.exists) for rank in range(num_workers))
     plan = Plan(
         mode=mode,
         config=config,
         num_workers=1 if mode == SINGLE else num_workers,
-        save=save,
+        save=own["output.save"],
+        history=own["output.history"],
+        checkpoint_dir=own["checkpoint.dir"],
         server=server,
         worker_argv=(machine.python, *PROGRAMS["worker"], *common),
+        identities=identities,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
     )
     return _with_script(plan, resolved, request, machine) if config.launch.script else plan
@@ -192,10 +212,12 @@ def _with_script(plan: Plan, resolved: Resolved, request: Request, machine: Mach
     """The plan whose workers are the user's script; every setting reaches it as a variable."""
     script = str(plan.config.launch.script)
     env = {
-        f"PS_{key.upper().replace('.', '__')}": scalar_text(_value(plan.config, key))
+        _variable(key): scalar_text(_value(plan.config, key))
         for key, origin in resolved.origins.items()
         if not key.startswith(_NOT_FOR_SCRIPTS) and not origin.startswith("environment ") and key == key.lower()
     }
+    if plan.history is not None:  # unlike the server's other files this one is the workers' too
+        env["PS_OUTPUT__HISTORY"] = scalar_text(plan.history)
     argv = (machine.python, script, *request.script_args)
     return dataclasses.replace(plan, worker_argv=argv, worker_env={**env, **plan.worker_env})
 
@@ -231,12 +253,8 @@ def _flag_settings(resolved: Resolved) -> dict[str, Any]:
     return {
         key: _value(resolved.config, key)
         for key, origin in resolved.origins.items()
-        if _is_flag(origin) and not key.startswith(_NOT_PASSED_ON)
+        if is_flag(origin) and not key.startswith(_NOT_PASSED_ON)
     }
-
-
-def _is_flag(origin: str) -> bool:
-    return origin.startswith(("flag ", "--set "))
 
 
 def _arguments(config_path: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -244,6 +262,10 @@ def _arguments(config_path: str | None, settings: Mapping[str, Any]) -> tuple[st
     for key, value in settings.items():
         arguments += ["--set", f"{key}={scalar_text(value)}"]
     return tuple(arguments)
+
+
+def _variable(key: str) -> str:
+    return f"PS_{key.upper().replace('.', '__')}"
 
 
 def _value(config: Config, key: str) -> Any:

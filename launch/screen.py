@@ -30,8 +30,8 @@ _MAX_LINES_HELD = 200
 class Screen(Protocol):
     """What a job tells its user. One screen per run."""
 
-    def note(self, event: str, sentence: str, level: str = "info") -> None:
-        """Something the launcher itself did or found."""
+    def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
+        """Something the launcher itself did or found; `fields` say the same for programs."""
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """A child wrote a line."""
@@ -99,7 +99,7 @@ class PlainScreen:
         self._interval_s = interval_s
         self._shown, self._shown_at = "", float("-inf")
 
-    def note(self, event: str, sentence: str, level: str = "info") -> None:
+    def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
         self._output.print(Text.assemble(("ps-launch: ", style), sentence))
 
@@ -148,7 +148,7 @@ class LiveScreen(PlainScreen):
         )
         self._output.call(self._live.start)
 
-    def note(self, event: str, sentence: str, level: str = "info") -> None:
+    def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._flush()
         super().note(event, sentence, level)
 
@@ -189,8 +189,8 @@ class JsonScreen:
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._output = _Output(on_lost)
 
-    def note(self, event: str, sentence: str, level: str = "info") -> None:
-        self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch"})
+    def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
+        self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         place = {"role": child.role, "rank": child.rank}

@@ -1,13 +1,22 @@
 """What the launcher does when something happens to its processes. Pure; time comes in as `now`.
 
     STARTING ──listening──> RUNNING ──every worker ended with 0──> ENDING ──server ended──> OVER
-        │                      │                                      │
-        └──────────────────────┴── a failure or an interrupt ──> DRAINING ──nothing left──> OVER
+      │  ^ │                 ^ │ │                                    │
+      │  └─┴─── restarts ────┴─┘ │                                    │
+      └──────────────────────────┴─ a final failure, an interrupt ────┴> DRAINING ──nothing left──> OVER
 
-Events go in (`begin`, `listening`, `exited`, `interrupt`, `tick`), decisions come out, each with
-its reason as a sentence. The first process that fails is the root cause: its exit code becomes
-the launcher's, the others are drained and, after the grace time, killed. What they then exit
-with says nothing new and is ignored.
+One process, while the job is STARTING or RUNNING:
+
+    PLANNED ──> RUNNING ──ended with 0──> ENDED
+                 ^   └──failed, and a restart may mend it──> WAITING ──the back-off is over──┐
+                 └───────────────────────────────────────────────────────────────────────────┘
+
+Events go in (`begin`, `listening`, `exited`, `interrupt`, `tick`), decisions come out, each with its
+reason as a sentence. A failed process is started again if that may mend it (`restarts.py`), a worker as
+long as there is a server to join, a server only when it keeps snapshots to go on from. Any other failure
+is final: its exit code becomes the launcher's, or 17 if it was the budget of restarts that ended; the
+others are drained and, after the grace time, killed. What they then exit with says nothing new and is
+ignored. Nothing is started any more once the job is ENDING or DRAINING, or the server has ended with 0.
 """
 
 from __future__ import annotations
@@ -15,8 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .exits import describe_exit, shell_code, signal_name
+from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
 from .plan import SERVER, Child
+from .restarts import Attempt, Failure, Restarts, can_mend
 
 # A server whose workers are all done has nothing left to do but to write its results. It is told
 # to end soon (a script may leave without a goodbye), and killed late: large weights take a while.
@@ -38,6 +48,7 @@ class State(StrEnum):
     PLANNED = "planned"
     RUNNING = "running"
     STOPPING = "stopping"  # told to end
+    WAITING = "waiting"  # to be started again
     ENDED = "ended"
 
 
@@ -45,6 +56,16 @@ class State(StrEnum):
 class Start:
     child: Child
     reason: str
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Nothing to do yet: a Start of the process follows in `attempt.in_s` seconds."""
+
+    child: Child
+    reason: str
+    attempt: Attempt
+    max_restarts: int
 
 
 @dataclass(frozen=True)
@@ -69,41 +90,68 @@ class Finish:
 
     exit_code: int
     reason: str
-    culprit: Child | None = None  # whose failure it was
-    culprit_code: int = 0  # its own exit code; negative for a signal
+    culprit: Child | None = None  # whose failure ended it
 
 
-Decision = Start | Terminate | Kill | Finish
+Decision = Start | Restart | Terminate | Kill | Finish
+
+_COMPLETE = Finish(0, "the server ended with exit code 0: the run is complete")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A restart to come at `due`, and what the job ends with if it never does."""
+
+    due: float
+    attempt: Attempt
+    otherwise: Finish
 
 
 class Supervisor:
     """The state of one job. `deadline` is when `tick` has something to decide, None for never."""
 
     def __init__(
-        self, *, num_workers: int, with_server: bool = True, grace_s: float = 10.0, is_script: bool = False
+        self,
+        *,
+        num_workers: int,
+        with_server: bool = True,
+        grace_s: float = 10.0,
+        is_script: bool = False,
+        keeps_snapshots: bool = False,
+        max_restarts: int = 3,
+        backoff_s: float = 0.5,
     ) -> None:
         self.phase = Phase.STARTING
-        self.deadline: float | None = None
         self._grace_s = grace_s
         self._is_script = is_script
+        self._keeps_snapshots = keeps_snapshots
         self._workers = [Child("worker", rank) for rank in range(num_workers)]
         children = [SERVER, *self._workers] if with_server else self._workers
         self._states = dict.fromkeys(children, State.PLANNED)
+        self._restarts = Restarts(max_restarts, backoff_s)
+        self._pending: dict[Child, _Pending] = {}
+        self._patience: float | None = None  # when those that were told to end, or should end, are late
         self._outcome = Finish(0, "every process ended with exit code 0")
 
-    def begin(self) -> list[Decision]:
+    @property
+    def deadline(self) -> float | None:
+        if self._patience is not None:
+            return self._patience
+        return min((pending.due for pending in self._pending.values()), default=None)
+
+    def begin(self, now: float) -> list[Decision]:
         """The first processes to start."""
         if SERVER in self._states:
-            return [self._start(SERVER, "the workers need its address")]
+            return [self._start(SERVER, "the workers need its address", now)]
         self.phase = Phase.RUNNING
-        return [self._start(child, "there is no server to wait for") for child in self._workers]
+        return [self._start(child, "there is no server to wait for", now) for child in self._workers]
 
-    def listening(self) -> list[Decision]:
-        """The server answers on its address."""
+    def listening(self, now: float) -> list[Decision]:
+        """The server answers on its address, also when it does so again."""
         if self.phase is not Phase.STARTING:
             return []
         self.phase = Phase.RUNNING
-        return [self._start(child, "the server is listening") for child in self._workers]
+        return [self._start(child, "the server is listening", now) for child in self._workers]
 
     def exited(self, child: Child, code: int, now: float) -> list[Decision]:
         """A process has ended; `code` is negative for a signal."""
@@ -112,53 +160,102 @@ class Supervisor:
             return self._finish_when_empty()
         if was is State.STOPPING and code in (0, 143, -15):
             code = 0  # told to end after its workers, and it did
+        if code == UNREACHABLE and self._states.get(SERVER) is State.ENDED and self._restarts.has_restarted(child):
+            code, self._outcome = 0, _COMPLETE  # it came back too late: the others did without it
         if code != 0:
             return self._failed(child, code, now)
         if child == SERVER and self.phase is Phase.STARTING:
-            return self._failed(child, 1, now, "ended before it was listening")
+            return self._failed(child, 1, now, "exit code 0 before it was listening")
+        self._restarts.ended_well(child)
+        if child == SERVER and self._pending:  # the run is complete: who waits for a restart is not needed
+            self._give_up_restarts()
+            self._outcome = _COMPLETE
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            self.phase, self.deadline = Phase.ENDING, now + _SERVER_END_S
+            if SERVER in self._pending:  # nobody is left whom it could serve
+                self._outcome = self._pending[SERVER].otherwise
+                return self._drain(self._outcome.reason, now)
+            self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
         return self._finish_when_empty()
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
         """SIGINT, SIGTERM or the like reached the launcher: the first drains, the next one kills."""
         name = signal_name(signal_number)
         if self.phase is Phase.DRAINING:
-            self.deadline = None
+            self._patience = None
             return [Kill(child, f"{name} while ending") for child in self._alive()]
         self._outcome = Finish(128 + signal_number, f"interrupted by {name}")
         return self._drain(f"{name}: the job ends", now)
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed; does nothing before `deadline`."""
-        if self.deadline is None or now < self.deadline:
-            return []
-        self.deadline = None
+        decisions: list[Decision] = []
+        for child, pending in list(self._pending.items()):
+            if now >= pending.due:
+                del self._pending[child]
+                number, of = pending.attempt.number, self._restarts.max_restarts
+                decisions.append(self._start(child, f"restart {number} of {of}", now))
+        if self._patience is None or now < self._patience:
+            return decisions
+        self._patience = None
         if self.phase is Phase.ENDING:
             return self._server_is_late(now)
         return [Kill(child, f"still there after {self._grace_s:g} s") for child in self._alive()]
 
     def _server_is_late(self, now: float) -> list[Decision]:
-        patience_s = _SERVER_WRITE_GRACES * self._grace_s
+        wait_s = _SERVER_WRITE_GRACES * self._grace_s
         if self._states[SERVER] is State.RUNNING:
             self._states[SERVER] = State.STOPPING
-            self.deadline = now + patience_s
+            self._patience = now + wait_s
             return [Terminate(SERVER, "every worker is done")]
         self.phase = Phase.DRAINING
-        reason = f"the server was told to end and was still there after {patience_s:g} s"
-        self._outcome = Finish(1, reason, SERVER, -9)
+        reason = f"the server was told to end and was still there after {wait_s:g} s"
+        self._outcome = Finish(1, reason, SERVER)
         return [Kill(SERVER, reason)]
 
-    def _failed(self, child: Child, code: int, now: float, what: str = "") -> list[Decision]:
-        # A restart with back-off belongs here: while the budget lasts, answer with a later Start
-        # of this worker instead of the end of the job.
+    def _failed(self, child: Child, code: int, now: float, how: str = "") -> list[Decision]:
+        """Start it again after a while, or end the job."""
         is_script = self._is_script and child.role == "worker"
-        what = what or f"failed: {describe_exit(code, is_script=is_script)}"
-        self._outcome = Finish(shell_code(code), f"{child} {what}", child, code)
-        return self._drain(f"{child} {what}", now)
+        failure = Failure(child, how or describe_exit(code, is_script=is_script))
+        self._restarts.failed(failure, now)
+        final = self._final(shell_code(code), failure)
+        if how or not self._may_restart(child, code):
+            return self._end_with(final, now)
+        if child == SERVER and not self._keeps_snapshots:
+            is_up = self.phase is Phase.RUNNING
+            hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
+            return self._end_with(self._final(shell_code(code), failure, hint), now)
+        attempt = self._restarts.next(child)
+        if attempt is None:
+            times = "once" if self._restarts.max_restarts == 1 else f"{self._restarts.max_restarts} times"
+            spent = f"; it had been started again {times}, as often as launch.max_restarts allows"
+            return self._end_with(self._final(BUDGET_SPENT, failure, spent), now)
+        self._states[child] = State.WAITING
+        self._pending[child] = _Pending(now + attempt.in_s, attempt, final)
+        of = self._restarts.max_restarts
+        reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {of})"
+        return [Restart(child, reason, attempt, of)]
+
+    def _may_restart(self, child: Child, code: int) -> bool:
+        """Whether there is a point in it. With a budget of 0 nobody wants restarts, and 17 says nothing."""
+        if self.phase not in (Phase.STARTING, Phase.RUNNING) or not self._restarts.max_restarts:
+            return False
+        there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
+        return there_is_a_server and can_mend(child, code, has_listened=self.phase is Phase.RUNNING)
+
+    def _final(self, exit_code: int, failure: Failure, more: str = "") -> Finish:
+        """The end of the job by this failure; the first one in the job is named if it was another's."""
+        first = self._restarts.first
+        if first.child != failure.child:
+            more += f"; the first to fail was {first.child}: {first.how}"
+        return Finish(exit_code, f"{failure}{more}", failure.child)
+
+    def _end_with(self, outcome: Finish, now: float) -> list[Decision]:
+        self._outcome = outcome
+        return self._drain(outcome.reason, now)
 
     def _drain(self, reason: str, now: float) -> list[Decision]:
-        self.phase, self.deadline = Phase.DRAINING, now + self._grace_s
+        self._give_up_restarts()
+        self.phase, self._patience = Phase.DRAINING, now + self._grace_s
         decisions: list[Decision] = []
         for child in self._alive():
             if self._states[child] is State.RUNNING:
@@ -166,15 +263,21 @@ class Supervisor:
                 decisions.append(Terminate(child, reason))
         return decisions + self._finish_when_empty()
 
+    def _give_up_restarts(self) -> None:
+        for child in self._pending:
+            self._states[child] = State.ENDED
+        self._pending.clear()
+
     def _finish_when_empty(self) -> list[Decision]:
         """Finish once nothing runs and nothing will."""
         if self._alive() or self.phase in (Phase.STARTING, Phase.RUNNING):
             return []
-        self.phase, self.deadline = Phase.OVER, None
+        self.phase, self._patience = Phase.OVER, None
         return [self._outcome]
 
-    def _start(self, child: Child, reason: str) -> Start:
+    def _start(self, child: Child, reason: str, now: float) -> Start:
         self._states[child] = State.RUNNING
+        self._restarts.started(child, now)
         return Start(child, reason)
 
     def _alive(self) -> list[Child]:

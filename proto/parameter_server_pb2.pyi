@@ -24,6 +24,11 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_DIVERGED: _ClassVar[Reason]
     REASON_DRAINING: _ClassVar[Reason]
     REASON_NOT_READY: _ClassVar[Reason]
+    REASON_UNAUTHENTICATED: _ClassVar[Reason]
+    REASON_PERMISSION_DENIED: _ClassVar[Reason]
+    REASON_LIMIT_EXCEEDED: _ClassVar[Reason]
+    REASON_TOO_SLOW: _ClassVar[Reason]
+    REASON_INTERNAL: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_BAD_REQUEST: Reason
 REASON_RANK_OUT_OF_RANGE: Reason
@@ -38,15 +43,23 @@ REASON_STEP_GAP: Reason
 REASON_DIVERGED: Reason
 REASON_DRAINING: Reason
 REASON_NOT_READY: Reason
+REASON_UNAUTHENTICATED: Reason
+REASON_PERMISSION_DENIED: Reason
+REASON_LIMIT_EXCEEDED: Reason
+REASON_TOO_SLOW: Reason
+REASON_INTERNAL: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "offset", "data")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "placed", "offset", "data")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     join: Join
@@ -55,12 +68,15 @@ class WorkerMessage(_message.Message):
     contribution: Contribution
     finish: Finish
     leave: Leave
+    begin: Begin
+    taken: Taken
+    placed: int
     offset: int
     data: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs")
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs", "server_incarnation", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +85,8 @@ class Join(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -77,17 +95,35 @@ class Join(_message.Message):
     device: str
     program_version: str
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    server_incarnation: int
+    process: str
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
     optimizer: Optimizer
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ...) -> None: ...
+    segment: Segment
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    pid: int
+    descriptor: int
+    label: str
+    num_bytes: int
+    def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., label: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "kind", "dtype", "shape", "aliases")
@@ -135,8 +171,22 @@ class InitialWeights(_message.Message):
     body_bytes: int
     def __init__(self, body_bytes: _Optional[int] = ...) -> None: ...
 
+class Begin(_message.Message):
+    __slots__ = ("body_bytes", "codec", "in_segment")
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    body_bytes: int
+    codec: str
+    in_segment: bool
+    def __init__(self, body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_segment: _Optional[bool] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +197,8 @@ class Contribution(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    REPEAT_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -157,7 +209,9 @@ class Contribution(_message.Message):
     loss: float
     compute_s: float
     transfer_s: float
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
+    in_segment: bool
+    repeat: bool
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("transfer_s", "can_evaluate")
@@ -181,13 +235,15 @@ class Leave(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "offset", "data")
+    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "shared_memory", "placed", "offset", "data")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
@@ -196,26 +252,64 @@ class ServerMessage(_message.Message):
     answer: Answer
     final: Final
     snapshot: Snapshot
+    shared_memory: SharedMemory
+    placed: int
     offset: int
     data: bytes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings")
+    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
     step: int
     settings: RunSettings
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ...) -> None: ...
+    probe: Segment
+    server_incarnation: int
+    resumed: bool
+    lease_s: float
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ("run", "rank", "process")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    rank: int
+    process: str
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
+
+class Pulse(_message.Message):
+    __slots__ = ("is_gone", "lease_s", "durable_version")
+    IS_GONE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    is_gone: bool
+    lease_s: float
+    durable_version: int
+    def __init__(self, is_gone: _Optional[bool] = ..., lease_s: _Optional[float] = ..., durable_version: _Optional[int] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("accepted", "reason")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    reason: str
+    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -235,6 +329,7 @@ class RunSettings(_message.Message):
     TASK_ARGS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     POLYAK_FIELD_NUMBER: _ClassVar[int]
+    PIPELINED_FIELD_NUMBER: _ClassVar[int]
     mode: str
     contribution: RunSettings.ContributionKind
     num_workers: int
@@ -246,7 +341,8 @@ class RunSettings(_message.Message):
     task_args: _struct_pb2.Struct
     optimizer: Optimizer
     polyak: float
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ...) -> None: ...
+    pipelined: bool
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()
@@ -259,7 +355,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -285,6 +381,7 @@ class Answer(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -296,17 +393,20 @@ class Answer(_message.Message):
     num_workers: int
     worker_index: int
     training_steps: int
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ...) -> None: ...
+    segment: Segment
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("version", "body_bytes", "evaluate")
+    __slots__ = ("version", "body_bytes", "evaluate", "segment")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     version: int
     body_bytes: int
     evaluate: bool
-    def __init__(self, version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ...) -> None: ...
+    segment: Segment
+    def __init__(self, version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("run", "version", "body_bytes", "tensors")
@@ -351,7 +451,7 @@ class StatusReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., steps: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "state", "step", "lead", "loss", "samples_per_s", "compute_share", "transfer_share", "wait_share", "waiting_for")
+    __slots__ = ("rank", "state", "step", "lead", "loss", "samples_per_s", "compute_share", "transfer_share", "wait_share", "waiting_for", "lane")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +462,7 @@ class WorkerStatus(_message.Message):
     TRANSFER_SHARE_FIELD_NUMBER: _ClassVar[int]
     WAIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: str
     step: int
@@ -372,4 +473,5 @@ class WorkerStatus(_message.Message):
     transfer_share: float
     wait_share: float
     waiting_for: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., lead: _Optional[int] = ..., loss: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., compute_share: _Optional[float] = ..., transfer_share: _Optional[float] = ..., wait_share: _Optional[float] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    lane: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., lead: _Optional[int] = ..., loss: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., compute_share: _Optional[float] = ..., transfer_share: _Optional[float] = ..., wait_share: _Optional[float] = ..., waiting_for: _Optional[str] = ..., lane: _Optional[str] = ...) -> None: ...

@@ -44,6 +44,11 @@ class ParameterServerStub:
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.stream_stream(
+                '/paramserver.v1.ParameterServer/Heartbeat',
+                request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
+                response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/paramserver.v1.ParameterServer/Status',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.StatusRequest.SerializeToString,
@@ -69,6 +74,15 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeat(self, request_iterator, context):
+        """A worker's signs of life, on a connection of their own: while one of its streams is open and
+        a Beat comes within every lease, a lost Exchange stream is not the loss of the worker, which
+        may come back and go on (Join.server_incarnation). Without this call, closing Exchange is leaving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Where the run stands; cheap enough to poll every second.
         """
@@ -88,6 +102,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.FromString,
                     response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.SerializeToString,
+            ),
+            'Heartbeat': grpc.stream_stream_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.FromString,
+                    response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -149,6 +168,33 @@ class ParameterServer:
             '/paramserver.v1.ParameterServer/Pull',
             paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeat(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paramserver.v1.ParameterServer/Heartbeat',
+            paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
+            paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
             options,
             channel_credentials,
             insecure,

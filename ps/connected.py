@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from ..common.errors import ParamServerError
 from ..common.optimizers import Hyperparameters
+from ..common.segments import Segment
 from .membership import Seat
+from .publication import Publication
 from .stats import WorkerStats
 
 
@@ -76,17 +78,31 @@ class Worker:
     hyperparameters: list[Hyperparameters] | None = None
     interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
     can_evaluate: bool = False
+    process: str = ""  # as in Join: whose heartbeats count for it
+    resumes: bool = False  # goes on where it was: no START is due
+    is_away: bool = False  # its stream is lost, its process is not
     wants_weights: bool = True
+    segment: Segment | None = None  # the worker's own, on this host
+    reading: Publication | None = None  # in shared memory
 
     @property
     def rank(self) -> int:
         return self.seat.rank
+
+    def gets_weights(self, outcome: str) -> bool:
+        """Whether the answer to its contribution carries weights; only what was applied may go without."""
+        return self.wants_weights or outcome != "APPLIED"
 
     def refuse(self, error: ParamServerError) -> None:
         """End the worker's call, also while the service waits for its next message."""
         self.outbox.put_nowait(Refused(error))
         if self.state in ("computing", "uploading"):
             self.interrupt()
+
+    def evict(self, error: ParamServerError) -> None:
+        """The same to a worker that may never read another message."""
+        self.outbox.put_nowait(Refused(error))
+        self.interrupt()
 
     def pending_refusal(self) -> ParamServerError | None:
         """The refusal in the outbox, if there is one."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from typing import Annotated, Any
@@ -39,6 +41,9 @@ def serve(
         int | None, typer.Option(help="ssp: steps ahead of the slowest", rich_help_panel="Run")
     ] = None,
     local_steps: Annotated[int | None, typer.Option(help="localsgd: steps per round", rich_help_panel="Run")] = None,
+    pipelined: Annotated[
+        bool | None, typer.Option("--pipelined", help="workers compute during exchanges", rich_help_panel="Run")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="wait for this many", rich_help_panel="Run")] = None,
     steps: Annotated[int | None, typer.Option(help="training steps per worker", rich_help_panel="Run")] = None,
     batch_size: Annotated[int | None, typer.Option(help="samples per worker and step", rich_help_panel="Run")] = None,
@@ -50,19 +55,47 @@ def serve(
     insecure: Annotated[bool | None, typer.Option("--insecure", help="listen to other machines in the clear")] = None,
     save: Annotated[str | None, typer.Option(help="final weights, .safetensors")] = None,
     summary: Annotated[str | None, typer.Option(help="results as JSON")] = None,
+    history: Annotated[str | None, typer.Option(help="what was applied when, JSON lines")] = None,
+    checkpoint_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="keep snapshots here, and go on from them", rich_help_panel="Safety"),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="training steps between two snapshots", rich_help_panel="Safety")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="latest|never|PATH", help="where to go on from", rich_help_panel="Safety")
+    ] = None,
+    ca: Annotated[str | None, typer.Option(help="trusted certificates, PEM", rich_help_panel="Safety")] = None,
+    cert: Annotated[str | None, typer.Option(help="the server's certificate, PEM", rich_help_panel="Safety")] = None,
+    key: Annotated[str | None, typer.Option(help="its key, PEM", rich_help_panel="Safety")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="the token workers must have; or PS_TOKEN", rich_help_panel="Safety")
+    ] = None,
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
     """Hold the weights and the optimizer; let workers train."""
     flags: dict[str, Any] = {
         "run.mode": mode, "policy.staleness": staleness, "policy.local_steps": local_steps,
-        "run.workers": workers, "run.steps": steps, "run.batch_size": batch_size, "run.seed": seed,
-        "task.name": task, "optimizer.name": optimizer, "optimizer.lr": lr, "server.listen": listen,
-        "server.insecure": insecure or None, "output.save": save, "output.summary": summary,
+        "policy.pipelined": pipelined or None, "run.workers": workers, "run.steps": steps,
+        "run.batch_size": batch_size, "run.seed": seed, "task.name": task, "optimizer.name": optimizer,
+        "optimizer.lr": lr, "server.listen": listen, "server.insecure": insecure or None, "output.save": save,
+        "output.summary": summary, "output.history": history, "checkpoint.dir": checkpoint_dir,
+        "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume, "security.ca": ca,
+        "security.cert": cert, "security.key": key, "security.token_file": token_file,
     }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config)
     setup_logging(resolved.config.log, "ps-server")
     asyncio.run(_serve(resolved))
+
+
+def _allow_connections() -> None:
+    """As many as the system lets this process have: with 1,024, as is common, 1,500 silent ones kept workers out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _keep_memory() -> None:
@@ -85,9 +118,12 @@ async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load: only once the configuration has been found good.
     before_torch()
     _keep_memory()
+    _allow_connections()
+    from ..common.optimizers import without_compiler
     from .server import Server, check_before_start
 
     config: Config = resolved.config
+    without_compiler()
     check_before_start(config)
     server = Server(config)
     loop = asyncio.get_running_loop()

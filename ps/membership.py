@@ -6,9 +6,13 @@ rank. The newest incarnation is the rank: an older process that still speaks is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..common.errors import ParamServerError, Reason, refusal
+
+# More joins of one rank than this between two snapshots are not believed.
+_MAX_UNKNOWN_JOINS = 10_000
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,22 @@ class Membership:
         self.num_workers = num_workers
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._live: dict[int, Seat] = {}
+        self._processes: dict[int, str] = {}  # of each rank's newest join
+        self._unknown_joins = 0  # that a rank may have had and that are not known here
 
-    def join(self, rank: int | None, previous: int) -> tuple[Seat, Seat | None]:
+    def restore(self, num_joins: Mapping[int, int]) -> None:
+        """Go on from a snapshot: what joined after it was taken is known to the workers alone."""
+        self.num_joins = dict(num_joins)
+        self._unknown_joins = _MAX_UNKNOWN_JOINS
+
+    def join(self, rank: int | None, previous: int, process: str = "") -> tuple[Seat, Seat | None]:
         """Seat a process; also returns the seat it takes from an older process, if any.
 
         `rank` None takes the lowest free one. `previous` is the incarnation this same process
-        had before a lost connection, 0 on its first join. Refuses RANK_OUT_OF_RANGE, RUN_FULL,
-        and REPLACED when a newer process holds the rank.
+        had before a lost connection, 0 on its first join; it may be higher than any known here
+        after a server went back to a snapshot. `process` names the process, which may not have
+        heard of the incarnation it was given last. Refuses RANK_OUT_OF_RANGE, RUN_FULL, and
+        REPLACED when a newer process holds the rank.
         """
         if rank is None:
             rank = self._free_rank()
@@ -43,11 +56,16 @@ class Membership:
                 fix=f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more",
             )
         newest = self.num_joins.get(rank, 0)
-        if previous and previous != newest:
+        if newest < previous <= newest + self._unknown_joins:
+            newest = previous
+        known = self._processes.get(rank, "")
+        is_newest = process == known if process and known else previous == newest
+        if previous and not is_newest:
             raise replaced(rank, previous)
         replaced_seat = self._live.get(rank)
         seat = Seat(rank, newest + 1)
         self.num_joins[rank] = seat.incarnation
+        self._processes[rank] = process
         self._live[rank] = seat
         return seat, replaced_seat
 

@@ -16,7 +16,7 @@ def status(run: Run) -> dict[str, Any]:
     reasons = run.policy.waiting()
     live = run.policy.members
     rows = []
-    for rank, stats in sorted(run.stats.items()):
+    for rank, stats in sorted(run.roster.stats.items()):
         worker = run.workers.get(rank)
         compute, transfer, wait = stats.shares
         rows.append({
@@ -30,6 +30,7 @@ def status(run: Run) -> dict[str, Any]:
             "transfer_share": round(transfer, 3),
             "wait_share": round(wait, 3),
             "waiting_for": run.waiting_for(worker, reasons) if worker else "",
+            "lane": stats.lane,
         })  # fmt: skip
     return {
         "mode": run.config.run.mode,
@@ -47,14 +48,14 @@ def _waiting_for_all(run: Run) -> str:
     """What everyone waits for; empty when somebody may compute, or the run is over."""
     if not run.workers:
         return "" if run.is_any_rank_through() else "a worker to join"
-    return run.policy.waiting_reason() if run.store is not None else "the initial weights"
+    return run.policy.waiting_reason() if run.model.has_weights else "the initial weights"
 
 
 def summary(run: Run) -> Summary:
     """The results so far."""
     final = dict(run.final)
     if "loss" not in final:
-        losses = [stats.loss for stats in run.stats.values() if math.isfinite(stats.loss)]
+        losses = [stats.loss for stats in run.roster.stats.values() if math.isfinite(stats.loss)]
         if losses:
             final["train_loss"] = sum(losses) / len(losses)
     return Summary(
@@ -65,5 +66,5 @@ def summary(run: Run) -> Summary:
         version=run.policy.version,
         wall_s=round(run.elapsed_s, 3),
         final=final,
-        workers=[stats.summary() for _, stats in sorted(run.stats.items())],
+        workers=[stats.summary() for _, stats in sorted(run.roster.stats.items())],
     )

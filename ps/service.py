@@ -7,7 +7,8 @@ coroutine, for whatever reason, is the worker's leaving.
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
+import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,31 +17,40 @@ import grpc.aio
 
 from ..common.config import Config
 from ..common.errors import ParamServerError, Reason, refusal
-from ..common.layout import as_bytes, new_body
+from ..common.layout import Layout, as_bytes
 from ..common.log import get_logger
+from ..common.optimizers import OptimizerSpec
 from ..common.protocol import (
     SERVICE,
-    hyperparameters_from_proto,
+    check_beat,
     layout_from_proto,
     layout_to_proto,
     optimizer_from_proto,
     refusal_to_status,
+    segment_from_proto,
+    segment_to_proto,
     struct,
 )
-from ..common.registry import CODECS
+from ..common.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 from ..common.wire import Frame, body_frames, frame
 from ..proto import parameter_server_pb2 as pb
 from . import reports
-from .connected import Done, Go, Measured, Refused, SendWeights, Waiting, Worker
-from .policies.base import Contribution
+from .connected import Done, Go, Refused, SendWeights, Waiting, Worker
+from .delivery import deliver, taken
+from .intake import Intake
+from .limits import Joins, Watch
+from .roster import Asked
 from .run import Run
-from .staging import Body
+from .security import check_rank
 from .stream import Stream, StreamLost
 
 log = get_logger()
 
-_MAX_SAMPLES = 2**40
+_PROBE_BYTES = 4096
+# A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
+_LARGE_MODEL_BYTES = 64 << 10
 _SAY_WAITING_S = 1.0
+_MAX_LOGGED = 2_000
 
 
 class ParameterServerService:
@@ -49,50 +59,79 @@ class ParameterServerService:
     def __init__(self, run: Run, config: Config) -> None:
         self._run = run
         self._config = config
+        self._intake = Intake(run)
+        self._watch = Watch()
+        self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
+        self._pulls = asyncio.Semaphore(config.server.max_replies)
+        self._probe: Segment | None = None
+        if config.server.shared_memory:
+            with contextlib.suppress(SegmentError):
+                self._probe = new_segment(_PROBE_BYTES)
 
     # ---- Exchange ---------------------------------------------------------------------------
 
     async def exchange(self, _: AsyncIterator[bytes], context: Any) -> None:
         """A worker's whole life in the run."""
-        stream = Stream(context)
+        stream = self._stream(context)
         worker: Worker | None = None
-        reason = "connection lost"
+        refused: ParamServerError | None = None
         try:
-            worker = await self._welcome(stream)
+            worker = await self._welcome(stream, context)
             if worker is not None and (task := asyncio.current_task()) is not None:
                 worker.interrupt = task.cancel
-            if worker is not None and await self._send_outbox(stream, worker):
-                said_goodbye = await self._contributions(stream, worker)
-                reason = "said goodbye" if said_goodbye else reason
+            if (
+                worker is not None
+                and (worker.resumes or await self._send_outbox(stream, worker))
+                and await self._contributions(stream, worker)
+            ):
+                self._run.leave(worker, "said goodbye", how="goodbye")
             await stream.flush()
         except StreamLost:
             pass
         except ParamServerError as error:
-            reason = error.message
-            await self._refuse(context, worker, error)
-        except asyncio.CancelledError:
-            # Either the connection is gone, or the run has something to say that cannot wait.
-            if worker is None or (refused := worker.pending_refusal()) is None:
+            refused = error
+            traceback.clear_frames(error.__traceback__)
+            await self._refuse(stream, worker, error)
+        except asyncio.CancelledError as cancelled:
+            # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
+            traceback.clear_frames(cancelled.__traceback__)
+            # Either the connection is gone, or there is something to say that cannot wait.
+            refused = stream.too_slow or (worker.pending_refusal() if worker is not None else None)
+            if refused is None:
                 raise
-            reason = refused.message
-            await self._refuse(context, worker, refused)
+            await self._refuse(stream, worker, refused)
+        except Exception as error:
+            refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
+            await self._fail(stream, worker, error)
         finally:
-            stream.abandon()
+            stream.close()
             if worker is not None:
-                self._run.leave(worker, reason)
+                taken(self._run, worker)
+                if refused is not None:
+                    self._run.leave(worker, _loggable(refused.message))
+                else:
+                    self._run.stream_ended(worker, "connection lost")
+                # The call's traceback and the worker hold each other: let go of what is large at once.
+                worker.segment, worker.interrupt = None, _nothing
 
-    async def _welcome(self, stream: Stream) -> Worker | None:
-        timeout_s = self._config.server.join_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                first = await stream.read("join")
-        except TimeoutError:
-            raise refusal(Reason.BAD_REQUEST, f"no Join within {timeout_s:g} s (server.join_timeout_s)") from None
+    def _stream(self, context: Any) -> Stream:
+        model = self._run.model
+        return Stream(
+            context,
+            self._config.limits,
+            self._watch,
+            lambda: model.has_weights and model.staging.num_waiting > 0,
+        )
+
+    async def _welcome(self, stream: Stream, context: Any) -> Worker | None:
+        first = await self._read_in_time(stream, "join")
         if first is None:
             return None
         join = first.header
-        rank = join.rank if join.rank >= 0 else None
-        worker = self._run.join(rank, join.incarnation, join.run, host=join.host, pid=join.pid, device=join.device)
+        rank = check_rank(context, join.rank if join.rank >= 0 else None)
+        asked = Asked(rank, join.run, join.incarnation, join.server_incarnation, join.process)
+        await self._wait_turn(stream)
+        worker = self._run.join(asked, host=join.host, pid=join.pid, device=join.device)
         try:
             welcome = pb.Welcome(
                 run=self._run.name,
@@ -100,20 +139,67 @@ class ParameterServerService:
                 incarnation=worker.seat.incarnation,
                 step=self._run.policy.last_step.get(worker.rank, 0),
                 settings=self._settings(),
+                probe=segment_to_proto(self._probe.address if self._probe is not None else None),
+                server_incarnation=self._run.incarnation,
+                resumed=worker.resumes,
+                lease_s=self._config.server.lease_s,
             )
             await stream.write(frame(pb.ServerMessage(welcome=welcome)))
-            second = await stream.read("model", "leave")
-            if second is None or second.kind == "leave":
-                self._run.leave(worker, "said goodbye")
+            second = await self._read_in_time(stream, "model", "leave")
+            if second is None:
+                self._run.stream_ended(worker, "connection lost")
                 return None
-            layout = layout_from_proto(second.header.tensors)
-            if second.header.fingerprint != layout.fingerprint:
-                raise refusal(Reason.BAD_REQUEST, "Model.fingerprint does not belong to Model.tensors")
-            self._run.offer(worker, layout, optimizer_from_proto(second.header.optimizer, layout))
-        except BaseException as error:
-            self._run.leave(worker, getattr(error, "message", "connection lost"))
+            if second.kind == "leave":
+                self._run.leave(worker, "said goodbye", how="goodbye")
+                return None
+            layout, optimizer = await _read_model(second.header)
+            if second.header.HasField("segment"):
+                await self._share(stream, worker, layout, segment_from_proto(second.header.segment))
+            self._run.offer(worker, layout, optimizer)
+        except ParamServerError as error:
+            self._run.leave(worker, error.message)
+            raise
+        except BaseException:
+            self._run.stream_ended(worker, "connection lost")
             raise
         return worker
+
+    async def _wait_turn(self, stream: Stream) -> None:
+        """Joins beyond the rate wait, and are told so."""
+        left_s = self._joins.turn()
+        while left_s > 0:
+            if left_s > _SAY_WAITING_S:
+                waiting = pb.Waiting(reason="many workers join at once (limits.joins_per_s)")
+                await stream.write(frame(pb.ServerMessage(waiting=waiting)))
+            await asyncio.sleep(min(left_s, _SAY_WAITING_S))
+            left_s -= _SAY_WAITING_S
+
+    async def _read_in_time(self, stream: Stream, *kinds: str) -> Frame | None:
+        """The next message of a worker that has not been let in yet, or that others wait for."""
+        timeout_s = self._config.server.join_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await stream.read(*kinds)
+        except TimeoutError:
+            name = kinds[0].replace("_", " ").capitalize()
+            what = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
+            raise refusal(Reason.BAD_REQUEST, what) from None
+
+    async def _share(self, stream: Stream, worker: Worker, layout: Layout, address: SegmentAddress) -> None:
+        """Try to open the worker's segment, and say how it went."""
+        reason, worker.stats.lane = "", "tcp"
+        try:
+            if self._probe is None:
+                raise SegmentError("the server shares no memory (server.shared_memory)")
+            if address.num_bytes < layout.exchange_bytes:
+                raise SegmentError(f"{address.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
+            worker.segment = open_segment(address)
+            worker.stats.lane = "shared memory"
+        except SegmentError as error:
+            reason = str(error)
+            log.info("not_shared", rank=worker.rank, reason=reason)
+        verdict = pb.SharedMemory(accepted=worker.segment is not None, reason=reason)
+        await stream.write(frame(pb.ServerMessage(shared_memory=verdict)))
 
     def _settings(self) -> pb.RunSettings:
         config, policy = self._config, self._run.policy
@@ -134,84 +220,26 @@ class ParameterServerService:
                 groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
             ),
             polyak=config.store.polyak or 0.0,
+            pipelined=config.policy.pipelined,
         )
 
     async def _contributions(self, stream: Stream, worker: Worker) -> bool:
         """Exchange until the worker goes; True when it said goodbye."""
         while True:
-            first = await stream.read("contribution", "finish", "leave")
-            if first is None or first.kind == "leave":
-                return first is not None
-            if first.kind == "finish":
-                self._run.finish(worker, first.header.transfer_s, first.header.can_evaluate)
+            received = await self._intake.next(stream, worker)
+            if received is None or received.kind == "leave":
+                return received is not None
+            if received.kind == "finish":
+                self._run.finish(worker, received.header.transfer_s, received.header.can_evaluate)
                 if not await self._send_outbox(stream, worker):
                     return False
-                goodbye = await stream.read("leave")
+                while (goodbye := await stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
+                    taken(self._run, worker)
                 if goodbye is not None:
                     self._run.report(worker, dict(goodbye.header.metrics))
                 return goodbye is not None
-            if not await self._contribution(stream, worker, first) or not await self._send_outbox(stream, worker):
+            if not await self._send_outbox(stream, worker):
                 return False
-
-    async def _contribution(self, stream: Stream, worker: Worker, first: Frame) -> bool:
-        """Stage one contribution and hand it to the run; False when the stream ended in the middle."""
-        run, header = self._run, first.header
-        layout = run.check_contribution(worker).layout
-        codec = _codec(header.codec)
-        encoded_bytes = codec.encoded_bytes(layout)
-        num_bytes = encoded_bytes + layout.exchange_bytes - layout.parameter_bytes
-        if header.body_bytes != num_bytes:
-            raise refusal(
-                Reason.BAD_REQUEST,
-                f"a contribution of {header.body_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
-            )
-        if not 1 <= header.num_samples <= _MAX_SAMPLES:
-            raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
-        told_hyperparameters = hyperparameters_from_proto(header.hyperparameters)
-        run.check_hyperparameters(told_hyperparameters)
-        worker.state = "uploading"
-        body = await self._borrow(stream, worker)
-        whole = False
-        try:
-            staged = body if codec.name == "raw" else new_body(num_bytes)
-            whole = await stream.read_body(first, num_bytes, _copy_into(as_bytes(staged)))
-        finally:
-            if not whole:
-                run.staging.give_back(body)
-        if not whole:
-            return False
-        if staged is not body:
-            codec.decode(layout, staged[:encoded_bytes], body)
-            body[layout.parameter_bytes :].copy_(staged[encoded_bytes:])
-        if told_hyperparameters:
-            worker.hyperparameters = told_hyperparameters
-        worker.wants_weights = header.wants_weights
-        worker.stats.bytes_sent, stream.num_received = worker.stats.bytes_sent + stream.num_received, 0
-        contribution = Contribution(header.step, header.base_version, header.num_samples)
-        told = Measured(header.loss, header.compute_s, header.transfer_s)
-        await run.contribute(worker, contribution, body, told)
-        return True
-
-    async def _borrow(self, stream: Stream, worker: Worker) -> Body:
-        """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
-        policy, staging = self._run.policy, self._run.staging
-
-        def position() -> int:
-            return policy.upload_position(worker.rank)
-
-        body = staging.try_borrow(position)
-        if body is not None:
-            return body
-        borrowing = asyncio.ensure_future(staging.borrow(position))
-        try:
-            while not (await asyncio.wait({borrowing}, timeout=_SAY_WAITING_S))[0]:
-                reason = f"memory for the upload; {position()} contributions are folded before it"
-                await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
-            return borrowing.result()
-        except BaseException:
-            if not borrowing.cancel() and not borrowing.cancelled():
-                staging.give_back(borrowing.result())  # it came in the moment the call was cancelled
-            raise
 
     # ---- what the run says to a worker ----------------------------------------------------------
 
@@ -231,100 +259,149 @@ class ParameterServerService:
                     await self._answer(stream, worker, item)
                     return True
                 case Done():
-                    await self._final(stream, item)
+                    await self._final(stream, worker, item)
                     return True
 
     async def _take_initial_weights(self, stream: Stream, worker: Worker) -> bool:
         await stream.write(frame(pb.ServerMessage(send_weights=pb.SendWeights())))
-        first = await stream.read("initial_weights")
+        first = await self._read_in_time(stream, "initial_weights")
         if first is None:
             return False
-        layout = self._run.layout
+        layout = self._run.model.layout
         assert layout is not None
         if first.header.body_bytes != layout.total_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"initial weights of {first.header.body_bytes} bytes; this model's have {layout.total_bytes}",
             )
-        weights = new_body(layout.total_bytes)
-        if not await stream.read_body(first, layout.total_bytes, _copy_into(as_bytes(weights))):
+        try:
+            weights = self._run.model.new_memory()
+        except (MemoryError, RuntimeError):  # numpy's and torch's
+            raise refusal(
+                Reason.LIMIT_EXCEEDED,
+                f"no memory for a model of {layout.total_bytes:,} bytes",
+                fix="give the server more memory; limits.model_bytes is what it promises to take",
+            ) from None
+        if not await stream.read_body(first, layout.total_bytes, _copy_into(weights.bytes)):
             return False
         self._run.initialise(worker, weights)
         return True
 
     async def _answer(self, stream: Stream, worker: Worker, go: Go) -> None:
-        is_start = go.outcome == "START"
-        wants_weights = worker.wants_weights or go.outcome != "APPLIED"
-        reply = await self._run.replies.get(go.min_version) if wants_weights else None
+        policy = self._run.policy
         num_workers, index = self._run.division(worker)
-        answer = pb.Answer(
-            outcome=go.outcome,
-            step=self._run.policy.last_step.get(worker.rank, 0),
-            version=reply.version if reply is not None else go.min_version,
-            next_local_steps=self._run.policy.next_local_steps(worker.rank),
-            staleness=go.staleness,
-            held_s=go.held_s,
-            reason=go.reason,
-            num_workers=num_workers,
-            worker_index=index,
-            training_steps=self._run.policy.steps_done(worker.rank),
-        )
-        await self._send_body(stream, lambda size: _with_size(pb.ServerMessage(answer=answer), size), reply, is_start)
+
+        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
+            answer = pb.Answer(
+                outcome=go.outcome,
+                step=policy.last_step.get(worker.rank, 0),
+                version=version,
+                next_local_steps=policy.next_local_steps(worker.rank),
+                body_bytes=num_bytes,
+                staleness=go.staleness,
+                held_s=go.held_s,
+                reason=go.reason,
+                num_workers=num_workers,
+                worker_index=index,
+                training_steps=policy.steps_done(worker.rank),
+                segment=segment_to_proto(segment),
+            )
+            return pb.ServerMessage(answer=answer)
+
+        if worker.gets_weights(go.outcome):
+            await deliver(self._run, stream, worker, header, go.min_version, with_frozen=go.outcome == "START")
+        else:
+            await stream.write(frame(header(go.min_version, 0, None)))
         worker.stats.bytes_received, stream.num_sent = worker.stats.bytes_received + stream.num_sent, 0
 
-    async def _final(self, stream: Stream, done: Done) -> None:
-        reply = await self._run.replies.get(done.min_version)
-        final = pb.Final(version=reply.version, evaluate=done.evaluate)
-        await self._send_body(stream, lambda size: _with_size(pb.ServerMessage(final=final), size), reply, False)
+    async def _final(self, stream: Stream, worker: Worker, done: Done) -> None:
+        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
+            final = pb.Final(
+                version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment_to_proto(segment)
+            )
+            return pb.ServerMessage(final=final)
 
-    async def _send_body(
-        self, stream: Stream, header: Callable[[int], pb.ServerMessage], reply: Any, with_frozen: bool
-    ) -> None:
-        """`header` with the size of the body, then the shared frames of `reply`, then what never changes."""
-        if reply is None:
-            await stream.write(frame(header(0)))
-            return
-        layout = self._run.store.layout  # type: ignore[union-attr]
-        message = header(layout.total_bytes if with_frozen else reply.num_bytes)
-        await stream.write(frame(message, 0, [reply.inline] if reply.inline is not None else []))
-        for raw in reply.frames:
-            await stream.write(raw)
-        if with_frozen:
-            for raw in self._run.replies.frozen_frames():
-                await stream.write(raw)
+        await deliver(self._run, stream, worker, header, done.min_version)
 
-    async def _refuse(self, context: Any, worker: Worker | None, error: ParamServerError) -> None:
+    async def _refuse(self, call: Any, worker: Worker | None, error: ParamServerError) -> None:
+        """End a call, of a Stream or of gRPC's own context."""
         rank = worker.rank if worker is not None else None
-        log.warning("refused", rank=rank, reason=(error.reason or Reason.BAD_REQUEST).value, message=error.message)
+        message, reason = _loggable(error.message), (error.reason or Reason.BAD_REQUEST).value
+        log.warning("refused", rank=rank, reason=reason, message=message)
         code, details, metadata = refusal_to_status(error)
-        await context.abort(code, details, metadata)
+        await call.abort(code, details, metadata)
 
-    # ---- Pull and Status --------------------------------------------------------------------------
+    async def _fail(self, stream: Stream, worker: Worker | None, error: Exception) -> None:
+        """What nobody foresaw ends one call, and is logged in one line; never the run."""
+        frames = traceback.extract_tb(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        what = _loggable(f"{type(error).__name__}: {error}")
+        log.error("internal_error", rank=worker.rank if worker is not None else None, error=what, where=where)
+        details = f"the server failed on what it was sent: {what[:200]}"
+        await stream.abort(grpc.StatusCode.INTERNAL, details, (("ps-reason", Reason.INTERNAL.value),))
 
-    async def pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[bytes]:
-        """The weights of one version, or their Polyak average, whole."""
-        run = self._run
+    # ---- Heartbeat, Pull and Status --------------------------------------------------------------------------
+
+    async def heartbeat(self, beats: AsyncIterator[pb.Beat], context: Any) -> AsyncIterator[pb.Pulse]:
+        """A worker's signs of life, as long as its process keeps the connection open."""
+        process, roster = "", self._run.roster
         try:
-            if run.store is None:
-                raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
-            store = run.store
-            if request.averaged and store.averaged is None:
-                raise refusal(
-                    Reason.BAD_REQUEST,
-                    "no averaged weights are kept",
-                    fix="start ps-server with --set store.polyak=0.999",
+            async for beat in beats:
+                check_beat(beat)
+                if not process and beat.process:
+                    process = beat.process
+                    roster.heart_began(process)
+                is_member = beat.run == self._run.name and self._run.heard(beat.rank, beat.process)
+                yield pb.Pulse(
+                    is_gone=not is_member,
+                    lease_s=self._config.server.lease_s,
+                    durable_version=self._run.durable_version,
                 )
-            source = store.averaged if request.averaged else store.weights
-            version, body = await run.tensors.run(lambda: (store.version, source.clone()))  # type: ignore[union-attr]
         except ParamServerError as error:
             await self._refuse(context, None, error)
-            return
+        finally:
+            if process:
+                self._run.heart_stopped(process)
+
+    async def pull(self, request: pb.PullRequest, context: Any) -> None:
+        """The weights of one version, or their Polyak average, whole. A few at once: each is a copy of the weights."""
+        stream = self._stream(context)
+        try:
+            async with self._pulls:
+                await self._send_snapshot(stream, request.averaged)
+        except StreamLost:
+            pass
+        except ParamServerError as error:
+            await self._refuse(stream, None, error)
+        except asyncio.CancelledError:
+            if stream.too_slow is None:
+                raise
+            await self._refuse(stream, None, stream.too_slow)
+        except Exception as error:
+            await self._fail(stream, None, error)
+        finally:
+            stream.close()
+
+    async def _send_snapshot(self, stream: Stream, averaged: bool) -> None:
+        run = self._run
+        if not run.model.has_weights:
+            raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
+        store = run.model.store
+        if averaged and store.averaged is None:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                "no averaged weights are kept",
+                fix="start ps-server with --set store.polyak=0.999",
+            )
+        version, body = await run.tensors.run(lambda: run.model.copy(averaged))
         snapshot = pb.Snapshot(
             run=run.name, version=version, body_bytes=body.numel(), tensors=layout_to_proto(store.layout)
         )
-        yield frame(pb.ServerMessage(snapshot=snapshot))
+        await stream.write(frame(pb.ServerMessage(snapshot=snapshot)))
         for raw in body_frames([as_bytes(body)]):
-            yield raw
+            await stream.write(raw)
+        await stream.flush()
 
     async def status(self, _: pb.StatusRequest, context: Any) -> pb.StatusReply:
         status = reports.status(self._run)
@@ -339,6 +416,11 @@ class ParameterServerService:
         """Exchange and Pull in bytes, as `common/wire.py` frames them."""
         handlers = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
+            "Heartbeat": grpc.stream_stream_rpc_method_handler(
+                self.heartbeat,
+                request_deserializer=pb.Beat.FromString,
+                response_serializer=pb.Pulse.SerializeToString,
+            ),
             "Pull": grpc.unary_stream_rpc_method_handler(
                 self.pull,
                 request_deserializer=pb.PullRequest.FromString,
@@ -352,12 +434,27 @@ class ParameterServerService:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-@functools.cache
-def _codec(name: str) -> Any:
-    try:
-        return CODECS.load(name or "raw")()
-    except ParamServerError as error:
-        raise refusal(Reason.BAD_REQUEST, error.message, fix=error.fix) from None
+async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
+    """What a worker trains; nobody waits while one of very many tensors is read."""
+
+    def read() -> tuple[Layout, OptimizerSpec]:
+        layout = layout_from_proto(message.tensors)
+        if message.fingerprint != layout.fingerprint:
+            raise refusal(Reason.BAD_REQUEST, "Model.fingerprint does not belong to Model.tensors")
+        return layout, optimizer_from_proto(message.optimizer, layout)
+
+    is_large = message.ByteSize() > _LARGE_MODEL_BYTES
+    return await asyncio.to_thread(read) if is_large else read()
+
+
+def _loggable(text: str) -> str:
+    """Text that may come from anyone, for a line of the log."""
+    text = text[:_MAX_LOGGED]
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _nothing() -> None:
+    """The call is over."""
 
 
 def _copy_into(view: memoryview) -> Callable[[int, memoryview], None]:
@@ -366,8 +463,3 @@ def _copy_into(view: memoryview) -> Callable[[int, memoryview], None]:
         view[offset : offset + len(data)] = data
 
     return write
-
-
-def _with_size(message: pb.ServerMessage, num_bytes: int) -> pb.ServerMessage:
-    getattr(message, message.WhichOneof("kind")).body_bytes = num_bytes
-    return message

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..common.layout import new_body
+from ..common.layout import as_bytes, new_body
 
 Body = torch.Tensor  # uint8 [num_bytes]
 
@@ -29,6 +29,7 @@ class StagingPool:
         self.num_bytes = num_bytes
         self.num_lent = 0
         self._free: list[Body] = []
+        self._bytes: dict[int, memoryview] = {}  # by id, of the bodies of this pool, which it keeps for ever
         self._waiters: list[tuple[Callable[[], int], asyncio.Future[Body]]] = []
 
     def try_borrow(self, position: Callable[[], int]) -> Body | None:
@@ -53,20 +54,34 @@ class StagingPool:
         finally:
             self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
 
+    @property
+    def num_waiting(self) -> int:
+        """Uploads that wait for a body."""
+        return len(self._waiters)
+
+    def bytes_of(self, body: Body) -> memoryview:
+        """The memory of a lent body."""
+        return self._bytes[id(body)]
+
+    def is_own(self, body: Body) -> bool:
+        return id(body) in self._bytes
+
     def give_back(self, body: Body) -> None:
-        """Return a body."""
-        self.num_lent -= 1
-        self._free.append(body)
-        self.look_again()
+        """Return a body. One that is not of this pool, a worker's own segment, is nothing to the pool."""
+        if id(body) in self._bytes:
+            self.num_lent -= 1
+            self._free.append(body)
+            self.look_again()
 
-    def donate(self) -> None:
+    def donate(self, body: Body) -> None:
         """A lent body leaves the pool for a while: it has become the mean of a round."""
-        self.num_lent -= 1
-        self.look_again()
+        if id(body) in self._bytes:
+            self.num_lent -= 1
+            self.look_again()
 
-    def reclaim(self, body: Body) -> None:
-        """A donated body returns."""
-        self._free.append(body)
+    def reclaim(self, bodies: list[Body]) -> None:
+        """Donated bodies return."""
+        self._free += [body for body in bodies if id(body) in self._bytes]
 
     def look_again(self) -> None:
         """Serve waiters whose position has become low enough; call when positions change."""
@@ -78,4 +93,8 @@ class StagingPool:
 
     def _lend(self) -> Body:
         self.num_lent += 1
-        return self._free.pop() if self._free else new_body(self.num_bytes)
+        if not self._free:
+            body = new_body(self.num_bytes)
+            self._bytes[id(body)] = as_bytes(body)
+            return body
+        return self._free.pop()

@@ -31,6 +31,9 @@ class WorkerStats:
     dropped: int = 0
     rejected: int = 0
     rejected_in_a_row: int = 0
+    skipped: int = 0
+    clipped: int = 0
+    lane: str = "tcp"
     loss: float = math.nan
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
@@ -74,4 +77,7 @@ class WorkerStats:
             restarts=max(0, self.num_joins - 1),
             dropped=self.dropped,
             rejected=self.rejected,
+            skipped=self.skipped,
+            clipped=self.clipped,
+            lane=self.lane,
         )

@@ -35,6 +35,9 @@ class TensorThread:
         """Choose by the size of a contribution whether work runs inline; call before any work."""
         if num_bytes > INLINE_BYTES:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+            # Half of the cores: the others receive and send. Few threads also suit windows of 2 MiB.
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+            self._loop = asyncio.get_running_loop()
         else:
             # A fused optimizer wakes every OpenMP thread, however small the model.
             torch.set_num_threads(1)
@@ -61,6 +64,13 @@ class TensorThread:
             callback()
         else:
             self.submit(lambda: None, lambda _: callback())
+
+    def notify(self, callback: Callable[[], Any]) -> None:
+        """From inside work: call `callback` on the loop."""
+        if self._executor is None:
+            callback()
+        else:
+            self._loop.call_soon_threadsafe(callback)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, run after all earlier work."""

@@ -26,14 +26,17 @@ from torch.utils.data import Dataset
 from ..common.cli import report
 from ..common.config import Config
 from ..common.config_sources import load_config
-from ..common.errors import ParamServerError, UsageError
+from ..common.errors import ParamServerError, UnreachableError, UsageError
 from ..common.log import setup_logging
 from ..common.optimizers import describe_optimizer
-from .data import num_samples_of, sharded_batches
+from .data import num_samples_of, sharded_batches, step_seed
 from .exchange import Exchange
-from .messages import Settings
+from .messages import Final, Settings
 from .optimizer import ExchangeOptimizer
+from .security import worker_security
+from .session import Progress
 from .slowdown import Slowdown
+from .strategy import Strategy, make_strategy
 from .transfer import ModelTensors
 
 
@@ -58,7 +61,12 @@ class Session(Protocol):
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
 
     def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
-        """This worker's batches (samples that no other rank sees in the epoch), ending with the run."""
+        """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
+        workers have taken all their steps and the model has the final weights.
+
+        Torch's generator is seeded before each batch, from the run's seed, the rank and the step: what is drawn
+        at a step (dropout, augmentation) is the same in a run that was killed and resumed.
+        """
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
@@ -83,32 +91,41 @@ class Session(Protocol):
 class RemoteSession:
     """A session with a server."""
 
-    def __init__(self, config: Config) -> None:
-        self._exchange = Exchange(config.worker, config.worker.rank)
+    def __init__(self, config: Config, overlap: bool = False) -> None:
+        self._may_send_early = config.worker.overlap if config.worker.overlap is not None else overlap
+        self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_security(config))
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
+        self._strategy: Strategy | None = None
         self._figures: dict[str, float] = {}
+        self._final: Final | None = None
         self._is_closed = False
         self.settings = self._exchange.settings
         atexit.register(self.close)  # for scripts that just end
 
     @property
     def rank(self) -> int:
-        return self._exchange.progress.rank or 0
+        return self._progress.rank or 0
 
     @property
     def num_workers(self) -> int:
-        return max(1, self._exchange.progress.num_workers)
+        return max(1, self._progress.num_workers)
 
     @property
     def is_done(self) -> bool:
-        return self._exchange.progress.is_done
+        return self._progress.is_done
+
+    @property
+    def _progress(self) -> Progress:
+        """The training thread's; the exchange's own may be another thread's for the moment."""
+        return self._strategy.progress if self._strategy is not None else self._exchange.progress
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
         tensors = ModelTensors(model)
-        self._exchange.start(tensors, describe_optimizer(optimizer, tensors.names))
+        self._strategy = make_strategy(self._exchange, tensors, self._may_send_early)
+        self._strategy.start(describe_optimizer(optimizer, tensors.names))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
-        self._optimizer = ExchangeOptimizer(optimizer, self._exchange, slowdown)
+        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown)
         return self._optimizer
 
     def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
@@ -117,26 +134,50 @@ class RemoteSession:
                 "session.shard() before session.optimizer()",
                 fix="call session.optimizer(model, ...) first: it says where in the data this rank goes on",
             )
-        progress = self._exchange.progress
-        batches = sharded_batches(
-            dataset,
-            batch_size or self.settings.batch_size,
-            self.settings.seed,
-            lambda: (progress.num_workers, progress.worker_index),
-            progress.training_steps,
-            **loader_options,
-        )
-        while not progress.is_done:
+        progress = self._progress
+        size = batch_size or self.settings.batch_size
+        num_starts = 0
+        batches: Iterator[Any] = iter(())
+        while not self._is_over():
+            if num_starts != progress.num_starts:  # at the first step, and when the run has moved without this worker
+                num_starts = progress.num_starts
+                batches = sharded_batches(
+                    dataset,
+                    size,
+                    self.settings.seed,
+                    lambda: (progress.num_workers, progress.worker_index),
+                    progress.training_steps,
+                    **loader_options,
+                )
+            torch.manual_seed(step_seed(self.settings.seed, self.rank, progress.position))
             batch = next(batches)
             self._optimizer.record(num_samples=num_samples_of(batch))
             yield batch
+
+    def _is_over(self) -> bool:
+        """All steps are taken, everyone else's too, and the model has the final weights."""
+        while self._progress.is_done:
+            if self._wait_for_final() is not None:
+                return True
+        return False
+
+    def _wait_for_final(self) -> Final | None:
+        if self._final is None:
+            self._final = (self._strategy or self._exchange).finish(can_evaluate=True)
+        return self._final
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         assert self._optimizer is not None, "record() before optimizer()"
         self._optimizer.record(num_samples, loss)
 
     def finish(self) -> bool:
-        return self._exchange.finish(can_evaluate=True).evaluate
+        final = self._wait_for_final()
+        if final is None:
+            raise UnreachableError(
+                f"the server was lost and went back to step {self._progress.step}, and this loop had ended",
+                fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
+            )
+        return final.evaluate
 
     def averaged(self, model: nn.Module) -> bool:
         if not self.settings.polyak:
@@ -148,13 +189,20 @@ class RemoteSession:
         self._figures.update({name: float(value) for name, value in figures.items()})
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        self._close(is_interrupted=False)
+
+    def _close(self, is_interrupted: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._strategy is not None:
+            self._strategy.leave(self._figures, is_interrupted)
+        else:
             self._exchange.leave(self._figures)
 
     def _drop(self) -> None:
         self._is_closed = True
-        self._exchange.drop()
+        (self._strategy or self._exchange).drop()
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +210,7 @@ class RemoteSession:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         # Interrupted or asked to stop is leaving in good order; a failure is not.
         if kind is None or not issubclass(kind, Exception):
-            self.close()
+            self._close(is_interrupted=kind is not None)
         else:
             self._drop()
 
@@ -258,8 +306,12 @@ def _explain(kind: type[BaseException], error: BaseException, traceback: Traceba
     os._exit(code)
 
 
-def open_session(config: Config, alone: bool = False) -> Session:
-    """A session for a resolved configuration; `worker.server: none` trains alone too."""
+def open_session(config: Config, alone: bool = False, overlap: bool = False) -> Session:
+    """A session for a resolved configuration; `worker.server: none` trains alone too.
+
+    `overlap` is what worker.overlap means where it is not set: true only for a loop that leaves
+    gradients as backward left them.
+    """
     if alone or config.worker.server == "none":
         return AloneSession(config)
-    return RemoteSession(config)
+    return RemoteSession(config, overlap)

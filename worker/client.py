@@ -6,6 +6,7 @@ becomes the error of its reason.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,8 @@ from ..common.protocol import SERVICE, refusal_from_status
 from ..common.wire import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ..proto import parameter_server_pb2 as pb
 from .interrupts import uninterrupted
+from .security import PLAINTEXT, Security, open_channel, wait_until_ready
+from .tls_probe import diagnose
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -29,13 +32,15 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # gRPC's own back-off reaches two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 200),
     # Every worker process has its own connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_KEEPALIVE = ("grpc.keepalive_", "grpc.http2.")
+
 # Refusals after which the same process may simply join again.
-_JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY)
+_JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
 
 
 class Lost(Exception):
@@ -45,24 +50,52 @@ class Lost(Exception):
 class Client:
     """A channel to one server, and on it one Exchange stream at a time."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security = PLAINTEXT) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._security = security
+        self._channel = open_channel(address, security, _OPTIONS)
+        self._hearts: grpc.Channel | None = None
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call: Any = None
         self._is_reading = False
+        # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
+        atexit.register(self.close)
+
+    def beat(self, beats: Iterator[bytes]) -> Iterator[Any]:
+        """The Heartbeat call, on a connection that only the end of this process closes; ConnectionError when
+        it breaks off."""
+        if self._hearts is None:
+            options = [option for option in _OPTIONS if not option[0].startswith(_KEEPALIVE)]
+            self._hearts = open_channel(self.address, self._security.renewed(), options)
+        try:
+            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats)
+        except grpc.RpcError as error:
+            if self._security.pem.ca is not None:  # the next one may need renewed certificates
+                self._hearts.close()
+                self._hearts = None
+            raise ConnectionError(error.details()) from None
 
     def open(self, timeout_s: float) -> None:
-        """Connect and begin a stream; Lost when the server does not answer within `timeout_s`."""
+        """Connect and begin a stream; Lost when the server does not answer within `timeout_s`. A mistake in the
+        TLS settings, its or ours, is an AuthError at once."""
         self.close_stream()
-        try:
-            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            raise Lost("connection refused or no answer") from None
+        if not wait_until_ready(self._channel, timeout_s, self._explain):
+            raise Lost("connection refused or no answer")
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
         self._call = exchange(_drain(self._outgoing))
         self._is_reading = False
+
+    def _explain(self) -> None:
+        """A connection has failed: take certificates that were renewed meanwhile, or say what is wrong with TLS."""
+        renewed = self._security.renewed()
+        if renewed != self._security:
+            self._channel.close()
+            self._security, self._channel = renewed, open_channel(self.address, renewed, _OPTIONS)
+            raise Lost("the certificates were renewed")
+        mistake = diagnose(self.address, renewed.config, renewed.pem)
+        if mistake is not None:
+            raise mistake
 
     def send(self, frames: Iterable[bytes]) -> None:
         """Queue messages; a generator is drawn from only as fast as the connection takes them."""
@@ -81,9 +114,18 @@ class Client:
             self._is_reading = False
         return parse(pb.ServerMessage, raw)
 
-    def receive_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> None:
-        """The body that `first` announces, handed to `write(offset, data)` piece by piece."""
-        reader = BodyReader(num_bytes, write)
+    def receive_body(
+        self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None], segment: memoryview | None = None
+    ) -> None:
+        """The body that `first` announces, handed to `write(offset, data)` piece by piece, from the
+        connection or from the segment that its pieces are placed in."""
+        place = None
+        if segment is not None:
+
+            def place(offset: int, num_bytes: int) -> None:
+                write(offset, segment[offset : offset + num_bytes])
+
+        reader = BodyReader(num_bytes, write, place)
         reader.feed(first)
         while not reader.is_complete:
             piece = self.receive()
@@ -135,8 +177,11 @@ class Client:
             self._call = None
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.close_stream()
         self._channel.close()
+        if self._hearts is not None:
+            self._hearts.close()
 
 
 def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None]) -> Iterator[bytes]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from ..common.errors import UsageError
+
+_PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def num_samples_of(batch: Any) -> int:
@@ -34,6 +40,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         parts = [to_device(value, device) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """A seed for what a rank draws at a step; any two differ (for seeds, ranks and steps in their limits)."""
+    return (seed << 32 ^ rank << 52 ^ step) % 2**63
 
 
 def sharded_batches(
@@ -73,4 +84,15 @@ def _load(dataset: Dataset[Any], indices: list[int], batch_size: int, options: d
             rows = order[start : start + batch_size]
             yield [tensor[rows.to(tensor.device)] for tensor in dataset.tensors]
     else:
+        if options.get("num_workers"):
+            options = options | {"worker_init_fn": partial(_begin_loader, options.get("worker_init_fn"))}
         yield from DataLoader(dataset, batch_size, sampler=indices, **options)
+
+
+def _begin_loader(then: Callable[[int], None] | None, index: int) -> None:
+    """A forked loader has copies of this worker's connections, which end with the last copy: it must not outlive
+    a worker that is killed, or the server would wait for the lease (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if then is not None:
+        then(index)

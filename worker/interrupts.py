@@ -4,40 +4,63 @@ An exception raised by a signal in the middle of a gRPC operation leaves the cal
 the goodbye could not be said any more. So the handlers of `ps-worker` raise at once only where
 no operation is under way, and otherwise at its end. A waiting worker hears from its server
 every second, so that end is near.
+
+Python runs signal handlers on the main thread only. An operation on another thread (`pipeline.py`)
+holds nothing back there, and is itself ended in the same way, at its next safe place, by `stop`.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from types import TracebackType
 from typing import Any
 
 
+class _Depth(threading.local):
+    """How many `with uninterrupted:` blocks this thread is in."""
+
+    value = 0
+
+
 class _Uninterrupted:
-    """`with uninterrupted:` holds back the exceptions of signals until the outermost block ends."""
+    """`with uninterrupted:` holds back the exceptions for this thread until the outermost block ends."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._pending: BaseException | None = None
+        self._depth = _Depth()
+        self._pending: dict[int, BaseException] = {}  # by thread
 
     def __enter__(self) -> None:
-        self._depth += 1
+        self._depth.value += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._pending is not None and kind is None:
-            pending, self._pending = self._pending, None
-            raise pending
+        self._depth.value -= 1
+        if self._depth.value == 0 and kind is None:
+            pending = self._pending.pop(threading.get_ident(), None)
+            if pending is not None:
+                raise pending
 
     def raise_when_safe(self, error: BaseException) -> None:
-        """Called by a signal handler."""
-        if self._depth:
-            self._pending = error
+        """Called by a signal handler, for the thread it runs on."""
+        if self._depth.value:
+            self._pending[threading.get_ident()] = error
         else:
             raise error
 
+    def stop(self, thread: int, error: BaseException) -> None:
+        """Raise `error` on another thread, where it next leaves a block."""
+        self._pending[thread] = error
+
 
 uninterrupted = _Uninterrupted()
+
+
+def sleep(seconds: float) -> None:
+    """Sleep on any thread; a safe place at the end. A signal on the main thread ends it at once."""
+    time.sleep(seconds)
+    with uninterrupted:
+        pass
 
 
 def install(errors: dict[int, type[BaseException]]) -> None:

@@ -47,6 +47,11 @@ def work(
     steps: Annotated[int | None, typer.Option(help="training steps; only without a server")] = None,
     save: Annotated[str | None, typer.Option(help="final weights; only without a server")] = None,
     summary: Annotated[str | None, typer.Option(help="results as JSON; only without a server")] = None,
+    history: Annotated[str | None, typer.Option(help="what was sent and answered, JSON lines")] = None,
+    ca: Annotated[str | None, typer.Option(help="trusted certificates, PEM: speak TLS")] = None,
+    cert: Annotated[str | None, typer.Option(help="this worker's certificate, PEM")] = None,
+    key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
+    token_file: Annotated[str | None, typer.Option(help="the server's token; or PS_TOKEN")] = None,
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
@@ -54,6 +59,8 @@ def work(
     flags: dict[str, Any] = {
         "worker.rank": rank, "worker.server": server, "task.name": task, "run.batch_size": batch_size,
         "worker.device": device, "run.steps": steps, "output.save": save, "output.summary": summary,
+        "output.history": history, "security.ca": ca, "security.cert": cert, "security.key": key,
+        "security.token_file": token_file,
     }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config)
     servers_own = [flag for flag, value in (("--steps", steps), ("--save", save), ("--summary", summary)) if value]
@@ -72,6 +79,7 @@ def _work(resolved: Resolved) -> None:
     before_torch()
     import torch
 
+    from ..common.optimizers import without_compiler
     from ..common.output import check_writable
     from .alone import AloneReport
     from .api import AloneSession, open_session
@@ -79,6 +87,7 @@ def _work(resolved: Resolved) -> None:
     from .trainer import choose_device, train
 
     config: Config = resolved.config
+    without_compiler()
     device = choose_device(config.worker.device)
     if config.worker.threads is not None:
         torch.set_num_threads(config.worker.threads)
@@ -86,7 +95,7 @@ def _work(resolved: Resolved) -> None:
         if path is not None and config.worker.server == "none":
             check_writable(path)
     try:
-        session = open_session(config)
+        session = open_session(config, overlap=True)
         with session:
             task = _load_task(resolved, session, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size

@@ -8,11 +8,19 @@ from typing import Any, Literal, NamedTuple
 
 from ..common.layout import Layout
 from ..common.optimizers import Hyperparameters, OptimizerSpec
-from ..common.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
+from ..common.protocol import (
+    from_struct,
+    layout_to_proto,
+    optimizer_to_proto,
+    segment_from_proto,
+    segment_to_proto,
+    struct,
+)
+from ..common.segments import SegmentAddress
+from ..common.version import PROGRAM_VERSION
 from ..common.wire import frame, message_frames
 from ..proto import parameter_server_pb2 as pb
 from .session import Progress
-from .version import PROGRAM_VERSION
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Settings:
     optimizer: str = "sgd"
     optimizer_args: dict[str, Any] | None = None
     polyak: float = 0.0
+    pipelined: bool = False
 
 
 class Answer(NamedTuple):
@@ -46,12 +55,29 @@ class Answer(NamedTuple):
     num_workers: int
     worker_index: int
     training_steps: int
+    segment: SegmentAddress | None  # where the weights lie, when they are placed
 
 
 class Final(NamedTuple):
     version: int
     body_bytes: int
     evaluate: bool
+    segment: SegmentAddress | None
+
+
+class Welcome(NamedTuple):
+    """Who this process is in the run; see Welcome in the proto."""
+
+    run: str
+    rank: int
+    incarnation: int
+    step: int  # contributions that count
+    server_incarnation: int
+    is_resumed: bool
+    lease_s: float
+    pull_every: int
+    settings: Settings
+    probe: SegmentAddress | None  # by which a worker finds out whether it shares the server's host
 
 
 def join_frames(progress: Progress, host: str, pid: int, device: str) -> list[bytes]:
@@ -63,13 +89,27 @@ def join_frames(progress: Progress, host: str, pid: int, device: str) -> list[by
         pid=pid,
         device=device,
         program_version=PROGRAM_VERSION,
+        server_incarnation=progress.server_incarnation,
+        process=progress.process,
     )
     return [frame(pb.WorkerMessage(join=join))]
 
 
-def model_frames(layout: Layout, optimizer: OptimizerSpec) -> list[bytes]:
+def beat_bytes(progress: Progress) -> bytes:
+    return pb.Beat(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
+
+
+def repeat_frame(step: int) -> bytes:
+    """Ask again for the answer to a contribution that counts."""
+    return frame(pb.WorkerMessage(contribution=pb.Contribution(step=step, repeat=True)))
+
+
+def model_frames(layout: Layout, optimizer: OptimizerSpec, segment: SegmentAddress | None) -> list[bytes]:
     model = pb.Model(
-        tensors=layout_to_proto(layout), fingerprint=layout.fingerprint, optimizer=optimizer_to_proto(optimizer)
+        tensors=layout_to_proto(layout),
+        fingerprint=layout.fingerprint,
+        optimizer=optimizer_to_proto(optimizer),
+        segment=segment_to_proto(segment),
     )
     return [frame(pb.WorkerMessage(model=model))]
 
@@ -79,29 +119,50 @@ def initial_weights_frames(pieces: list[memoryview]) -> Iterator[bytes]:
     return message_frames(pb.WorkerMessage(initial_weights=header), pieces)
 
 
-def contribution_frames(
-    progress: Progress,
-    pieces: list[memoryview],
-    codec: str,
-    num_samples: int,
-    hyperparameters: list[Hyperparameters],
-    told: tuple[float, float, float],
-) -> Iterator[bytes]:
-    """`told` is (mean loss, compute_s, transfer_s)."""
-    loss, compute_s, transfer_s = told
+class Facts(NamedTuple):
+    """What a contribution says about itself; times in seconds, `loss` the mean since the last one."""
+
+    num_samples: int
+    loss: float
+    compute_s: float
+    transfer_s: float
+    hyperparameters: list[Hyperparameters]  # empty: as before
+
+
+def contribution(progress: Progress, body_bytes: int, codec: str, in_segment: bool, facts: Facts) -> pb.WorkerMessage:
     header = pb.Contribution(
         step=progress.step + 1,
         base_version=progress.version,
-        num_samples=num_samples,
-        body_bytes=sum(map(len, pieces)),
+        num_samples=max(1, facts.num_samples),
+        body_bytes=body_bytes,
         wants_weights=progress.wants_weights,
-        hyperparameters=[struct(group) for group in hyperparameters],
+        hyperparameters=[struct(group) for group in facts.hyperparameters],
         codec=codec,
-        loss=loss,
-        compute_s=compute_s,
-        transfer_s=transfer_s,
+        loss=facts.loss,
+        compute_s=facts.compute_s,
+        transfer_s=facts.transfer_s,
+        in_segment=in_segment,
     )
-    return message_frames(pb.WorkerMessage(contribution=header), pieces)
+    return pb.WorkerMessage(contribution=header)
+
+
+def contribution_frames(progress: Progress, pieces: list[memoryview], codec: str, facts: Facts) -> Iterator[bytes]:
+    """The contribution and its body."""
+    return message_frames(contribution(progress, sum(map(len, pieces)), codec, False, facts), pieces)
+
+
+def facts_frame(progress: Progress, body_bytes: int, in_segment: bool, facts: Facts) -> bytes:
+    """The contribution alone; its body is placed in a segment, or comes in pieces before and after."""
+    return frame(contribution(progress, body_bytes, "raw", in_segment, facts))
+
+
+def begin_frame(body_bytes: int, codec: str, in_segment: bool) -> bytes:
+    """The body of the next contribution begins to leave."""
+    return frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=body_bytes, codec=codec, in_segment=in_segment)))
+
+
+def taken_frame() -> bytes:
+    return frame(pb.WorkerMessage(taken=pb.Taken()))
 
 
 def finish_frames(transfer_s: float, can_evaluate: bool) -> list[bytes]:
@@ -110,6 +171,21 @@ def finish_frames(transfer_s: float, can_evaluate: bool) -> list[bytes]:
 
 def leave_frames(metrics: dict[str, float]) -> list[bytes]:
     return [frame(pb.WorkerMessage(leave=pb.Leave(metrics=metrics)))]
+
+
+def read_welcome(message: pb.Welcome) -> Welcome:
+    return Welcome(
+        run=message.run,
+        rank=message.rank,
+        incarnation=message.incarnation,
+        step=message.step,
+        server_incarnation=message.server_incarnation,
+        is_resumed=message.resumed,
+        lease_s=message.lease_s,
+        pull_every=max(1, message.settings.pull_every),
+        settings=read_settings(message.settings),
+        probe=segment_from_proto(message.probe) if message.HasField("probe") else None,
+    )
 
 
 def read_settings(message: pb.RunSettings) -> Settings:
@@ -126,6 +202,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer=message.optimizer.name,
         optimizer_args=arguments,
         polyak=message.polyak,
+        pipelined=message.pipelined,
     )
 
 
@@ -142,11 +219,16 @@ def read_answer(message: pb.Answer) -> Answer:
         num_workers=message.num_workers,
         worker_index=message.worker_index,
         training_steps=message.training_steps,
+        segment=_segment(message),
     )
 
 
 def read_final(message: pb.Final) -> Final:
-    return Final(message.version, message.body_bytes, message.evaluate)
+    return Final(message.version, message.body_bytes, message.evaluate, _segment(message))
+
+
+def _segment(message: Any) -> SegmentAddress | None:
+    return segment_from_proto(message.segment) if message.HasField("segment") else None
 
 
 def _whole_numbers(value: Any) -> Any:

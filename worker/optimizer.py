@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..common.optimizers import Hyperparameters, current_hyperparameters
-from .exchange import Exchange
 from .session import Progress
 from .slowdown import Slowdown
+from .strategy import Strategy, Work
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):
@@ -23,25 +23,25 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     contribution.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, exchange: Exchange, slowdown: Slowdown) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, strategy: Strategy, slowdown: Slowdown) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         # The same dicts, not copies: what a scheduler changes here, the inner optimizer sees.
         self.param_groups = inner.param_groups
         self.state = inner.state
-        self._exchange = exchange
+        self._strategy = strategy
         self._slowdown = slowdown
-        self._local_step = inner.step if exchange.settings.source == "weights" else _nothing
+        self._local_step = inner.step if strategy.source == "weights" else _nothing
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
         self._losses: list[float] = []
-        self._num_steps = exchange.progress.step
+        self._num_steps = strategy.progress.step
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
 
     @property
     def progress(self) -> Progress:
-        return self._exchange.progress
+        return self._strategy.progress
 
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
         """Count samples, and a loss to show, towards the next contribution."""
@@ -50,7 +50,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             self._losses.append(loss)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One training step. Blocks while the run's mode makes this worker wait.
+        """One training step. Blocks while the run's mode makes this worker wait (pipelined: for the step before).
 
         Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
         """
@@ -63,12 +63,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._slow_down()
         if self.progress.took_step():
             mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-            self._exchange.contribute(
-                self._exchange.settings.source,
-                self._num_samples,
-                mean_loss,
-                self._compute_s,
-                self._current_hyperparameters(),
+            self._strategy.contribute(
+                Work(self._num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
             )
             self._num_samples, self._losses, self._compute_s = 0, [], 0.0
         self._resumed_at = time.perf_counter()
@@ -90,7 +86,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._compute_s += time.perf_counter() - self._resumed_at
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_exchange"):
+        if hasattr(self, "_strategy"):
             raise RuntimeError("the run's parameter groups are fixed once session.optimizer() has been called")
         super().add_param_group(param_group)
 

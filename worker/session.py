@@ -5,9 +5,10 @@
        |                                                  +------- answered -------+
        +----------------------------- lost --------------------------------------- (any)
 
-A contribution in flight when the connection is lost is not sent again: the server's answer to
-the new join says which step counts. If it was applied, nothing is missing; if not, nothing was
-taken, and the worker computes on the weights it is given. Either way it is applied at most once.
+When the connection is lost with a contribution in flight, the welcome of the new join says which
+step counts. If the worker is still a member (`resumed`), it sends the contribution again, or, if that
+counts already, only asks for its answer again. If it is not, because its lease ended or the server
+went back to a snapshot, it begins on the weights, the step and the place in the data it is told.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..common.errors import UnreachableError
 
 # Back-off between attempts to reach the server: doubles from the first to the last.
 _FIRST_DELAY_S = 0.05
-_LAST_DELAY_S = 0.5
+_LAST_DELAY_S = 0.25
 
 
 @dataclass
@@ -26,27 +27,35 @@ class Progress:
     """One worker's place in the run. `version` is that of the weights it holds."""
 
     run: str = ""
+    process: str = ""  # random: tells its joins from those of another process
     rank: int | None = None
     incarnation: int = 0
     step: int = 0  # contributions that count
     version: int = 0
     steps_left: int = 0  # local steps before the next contribution
+    local_steps: int = 0  # in the next contribution
     num_workers: int = 1
     worker_index: int = 0
     training_steps: int = 0  # batches of this rank that count
     is_done: bool = False
     pull_every: int = 1
+    server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
+    num_starts: int = 0  # answers that told it where to start
 
-    def welcomed(self, run: str, rank: int, incarnation: int, step: int) -> None:
+    def welcomed(self, run: str, rank: int, incarnation: int) -> None:
         """The server has seated this process."""
-        self.run, self.rank, self.incarnation, self.step = run, rank, incarnation, step
+        self.run, self.rank, self.incarnation = run, rank, incarnation
+
+    def started(self) -> None:
+        """The answer just taken says where to start."""
+        self.num_starts += 1
 
     def answered(self, step: int, version: int, next_local_steps: int, has_weights: bool) -> None:
         """The server lets the worker go on. Without weights it still holds those of its old version."""
         self.step = step
         if has_weights:
             self.version = version
-        self.steps_left = next_local_steps
+        self.steps_left = self.local_steps = next_local_steps
         self.is_done = next_local_steps == 0
 
     def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
@@ -57,6 +66,25 @@ class Progress:
         """One local step is done; True when it is time to contribute."""
         self.steps_left -= 1
         return self.steps_left <= 0
+
+    def become(self, other: Progress) -> None:
+        """Take over everything another one says; whoever holds this one sees it."""
+        vars(self).update(vars(other))
+
+    def assume_counted(self, total_steps: int) -> bool:
+        """A contribution is handed over and not answered: go on as if it counted. True when it is the last one.
+
+        Every contribution covers as many local steps as the one before, except a last, shorter one.
+        """
+        self.step += 1
+        self.training_steps += self.local_steps
+        self.local_steps = self.steps_left = max(0, min(self.local_steps, total_steps - self.training_steps))
+        return self.steps_left == 0
+
+    @property
+    def position(self) -> int:
+        """Batches of this rank that are behind it: those that count and those of its next contribution."""
+        return self.training_steps + self.local_steps - self.steps_left
 
     @property
     def wants_weights(self) -> bool:

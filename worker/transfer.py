@@ -1,25 +1,31 @@
 """A model's tensors as bodies of bytes: gathered from wherever they lie, written back in place.
 
-On the CPU nothing is staged: frames are made from views of the gradients' own memory, and
-received bytes go straight into the parameters. Elsewhere (CUDA, other memory formats) two
-host buffers stand between, pinned where there is a GPU, copied on a stream of their own.
+On the CPU nothing is staged: frames are made from views of the gradients' own memory, and received
+bytes go straight into the parameters. Tensors that lie elsewhere are in `staged.py`.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..common.errors import UsageError
-from ..common.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
+from ..common.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
+# So much is copied before the server is told: it looks through it while the next is copied.
+_PLACED_AT_ONCE = 8 << 20
+
+_COPIED_WITH_GIL = 64 << 10
+
 Source = Literal["gradient", "weights"]
+Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 
 class ModelTensors:
@@ -43,13 +49,15 @@ class ModelTensors:
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
 
-    def sources(self, source: Source) -> list[torch.Tensor | None]:
-        """For every exchanged entry, the tensor whose bytes are sent; None means zeros (no gradient came)."""
+    def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
+        """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
+
+        None in the place of a tensor means zeros: no gradient came.
+        """
         found: list[torch.Tensor | None] = []
-        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
-            if entry.spec.kind is Kind.FROZEN:
-                break  # frozen tensors lie last
-            if source == "gradient" and entry.spec.kind is Kind.PARAMETER:
+        for index in indices if indices is not None else stretches(self.layout, None)[0]:
+            tensor = self.tensors[index]
+            if source == "gradient" and self.layout.entries[index].spec.kind is Kind.PARAMETER:
                 gradient = tensor.grad
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
             else:
@@ -68,27 +76,79 @@ def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, kind, dtype, tuple(tensor.shape))
 
 
+def exchanged_views(layout: Layout, body: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters and buffers of `body`, uint8 [>= exchange_bytes], in the order of the layout.
+
+    `data`: each counts its own changes in place, where views would count those of the whole body.
+    """
+    return [
+        body[entry.offset : entry.end].view(DTYPES[entry.spec.dtype]).view(entry.spec.shape).data
+        for entry in layout.entries
+        if entry.spec.kind is not Kind.FROZEN
+    ]
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """One thread, without the GIL where it is worth giving up: others send and receive meanwhile."""
+    if len(source) < _COPIED_WITH_GIL:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Stretch(NamedTuple):
+    """Bytes of a body from `offset` on, in pieces."""
+
+    offset: int
+    pieces: list[memoryview]
+
+
 class Transfer(Protocol):
-    """Bodies out of and into a model."""
+    """Bodies out of and into a model. Tensors are named by their index in the layout's entries."""
 
     def gather(self, source: Source) -> list[memoryview]:
         """The body of a contribution, as pieces that stay valid until the next call or backward."""
 
+    def gather_some(self, source: Source, indices: Indices) -> list[Stretch]:
+        """What of it holds these tensors; as long valid."""
+
     def gather_all(self) -> list[memoryview]:
         """The body of initial weights."""
+
+    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
+        """The same, copied to `segment`, uint8 [exchange_bytes]; yields (start, end) of what lies there, as it does."""
+
+    def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """Take a piece of a body of weights."""
 
-    def finish_write(self) -> None:
-        """The body is whole: the model has the new weights when this returns, or its stream's next kernel runs."""
+    def finish_write(self, num_bytes: int) -> None:
+        """The body of so many bytes is whole: the model has the new weights when this returns, or when its
+        stream's next kernel runs."""
+
+    def leave_segment(self) -> None:
+        """The segment used so far is the server's alone from now on."""
 
 
-def make_transfer(model: ModelTensors) -> Transfer:
-    """In place where every tensor is plain CPU memory, staged otherwise."""
-    if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in model.tensors):
-        return DirectTransfer(model)
-    return StagedTransfer(model)
+def stretches(layout: Layout, indices: Indices) -> list[range]:
+    """The exchanged tensors asked for, neighbours together."""
+    num_exchanged = sum(entry.spec.kind is not Kind.FROZEN for entry in layout.entries)
+    if indices is None:
+        return [range(num_exchanged)]
+    found: list[range] = []
+    for index in sorted(indices):
+        if found and found[-1].stop == index:
+            found[-1] = range(found[-1].start, index + 1)
+        else:
+            found.append(range(index, index + 1))
+    return found
+
+
+def start_of(layout: Layout, index: int) -> int:
+    """Where a tensor's bytes begin, the gap before it included."""
+    return layout.entries[index - 1].end if index else 0
 
 
 class DirectTransfer:
@@ -100,24 +160,70 @@ class DirectTransfer:
         self._offsets = [entry.offset for entry in self._entries]
         self._targets = [as_bytes(tensor) for tensor in model.tensors]
         self._zeros = memoryview(bytes(64))
+        self._segment: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
 
     def gather(self, source: Source) -> list[memoryview]:
-        return self._pieces(self._model.sources(source))
+        sources = self._model.sources(source)
+        return self._pieces(range(len(sources)), sources)
+
+    def gather_some(self, source: Source, indices: Indices) -> list[Stretch]:
+        layout = self._model.layout
+        return [
+            Stretch(start_of(layout, group.start), self._pieces(group, self._model.sources(source, group)))
+            for group in stretches(layout, indices)
+        ]
 
     def gather_all(self) -> list[memoryview]:
-        return self._pieces(self._model.tensors)
+        return self._pieces(range(len(self._entries)), self._model.tensors)
 
-    def _pieces(self, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
-        pieces, at = [], 0
-        for entry, tensor in zip(self._entries, tensors, strict=False):
+    def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
+        pieces = []
+        for index, tensor in zip(indices, tensors, strict=True):
+            entry, at = self._entries[index], start_of(self._model.layout, index)
             if entry.offset > at:
                 pieces.append(self._zero_bytes(entry.offset - at))
-            at = entry.end
             if tensor is None:
                 pieces.append(self._zero_bytes(entry.num_bytes))
             elif entry.num_bytes:
                 pieces.append(as_bytes(tensor.contiguous()))
         return pieces
+
+    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
+        """What lies there already is not copied: a gradient that was placed once stays there, as `grad`."""
+        if segment is not self._segment:
+            self._segment, self._places = segment, exchanged_views(self._model.layout, segment)
+        for group in stretches(self._model.layout, indices):
+            start = end = start_of(self._model.layout, group.start)
+            num_copied = 0
+            for index, tensor in zip(group, self._model.sources(source, group), strict=True):
+                if self._place(index, tensor):
+                    num_copied += self._entries[index].num_bytes
+                end = self._entries[index].end
+                if num_copied >= _PLACED_AT_ONCE:
+                    yield start, end
+                    start, num_copied = end, 0
+            if start < end:
+                yield start, end
+
+    def _place(self, index: int, tensor: torch.Tensor | None) -> bool:
+        """False when it lay there already."""
+        place, owner = self._places[index], self._model.tensors[index]
+        if tensor is None:
+            place.zero_()
+        elif tensor.data_ptr() == place.data_ptr():
+            return False
+        else:
+            if tensor.is_contiguous():
+                copy_bytes(as_bytes(place), as_bytes(tensor))
+            else:
+                place.copy_(tensor.detach())
+            if tensor is owner.grad and not tensor.requires_grad:
+                owner.grad = place
+        return True
+
+    def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
+        return False
 
     def _zero_bytes(self, num_bytes: int) -> memoryview:
         if len(self._zeros) < num_bytes:
@@ -131,67 +237,20 @@ class DirectTransfer:
             entry = self._entries[index]
             first, last = max(at, entry.offset), min(end, entry.end)
             if first < last:
-                self._targets[index][first - entry.offset : last - entry.offset] = data[first - offset : last - offset]
+                copy_bytes(
+                    self._targets[index][first - entry.offset : last - entry.offset],
+                    data[first - offset : last - offset],
+                )
             at = max(at, entry.end)
             index += 1
 
-    def finish_write(self) -> None:
+    def finish_write(self, num_bytes: int) -> None:
         pass
 
-
-class StagedTransfer:
-    """Through two host buffers, one for each direction; pinned and on a side stream with CUDA."""
-
-    def __init__(self, model: ModelTensors) -> None:
-        self._model = model
-        self._device = next((t.device for t in model.tensors if t.device.type == "cuda"), None)
-        self._out = self._new_buffer(model.layout.total_bytes)
-        self._in = self._new_buffer(model.layout.total_bytes)
-        self._out_views = [view for _, view in model.layout.views(self._out)]
-        self._in_views = [view for _, view in model.layout.views(self._in)]
-        self._in_bytes = as_bytes(self._in)
-        self._received = 0
-        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
-
-    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
-        body = new_body(num_bytes)
-        return body.pin_memory() if self._device is not None else body
-
-    def gather(self, source: Source) -> list[memoryview]:
-        return self._copy_out(self._model.sources(source), self._model.layout.exchange_bytes)
-
-    def gather_all(self) -> list[memoryview]:
-        return self._copy_out(self._model.tensors, self._model.layout.total_bytes)
-
-    def _copy_out(self, tensors: Sequence[torch.Tensor | None], num_bytes: int) -> list[memoryview]:
-        with self._side_stream():
-            for view, tensor in zip(self._out_views, tensors, strict=False):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor.detach(), non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()  # this thread waits; the training stream does not
-        return [as_bytes(self._out)[:num_bytes]]
-
-    def write(self, offset: int, data: memoryview) -> None:
-        if offset == 0 and self._stream is not None:
-            self._stream.synchronize()  # the last copy out of this buffer must be over
-        self._in_bytes[offset : offset + len(data)] = data
-        self._received = offset + len(data)
-
-    def finish_write(self) -> None:
-        received = self._received
-        with torch.no_grad(), self._side_stream():
-            entries = self._model.layout.entries
-            for entry, tensor, view in zip(entries, self._model.tensors, self._in_views, strict=True):
-                if entry.end <= received:
-                    tensor.copy_(view, non_blocking=True)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def _side_stream(self) -> torch.cuda.StreamContext:
-        if self._stream is not None:
-            # Copies begin after what the training stream has been given so far.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+    def leave_segment(self) -> None:
+        """Gradients that lie there move out: the loop may add to them."""
+        for place, owner in zip(self._places, self._model.tensors, strict=False):
+            gradient = owner.grad
+            if gradient is not None and gradient.data_ptr() == place.data_ptr():
+                owner.grad = gradient.clone()
+        self._segment, self._places = None, []

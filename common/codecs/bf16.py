@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ..layout import Kind, Layout, Run
+from ..layout import FlatRun, Kind, Layout
 
 _WIDE = (torch.float32, torch.float64)
 
 
-def _places(layout: Layout) -> Iterator[tuple[Run, int, int]]:
+def _places(layout: Layout) -> Iterator[tuple[FlatRun, int, int]]:
     """(run, start, end) of every parameter run in the encoded part."""
     at = 0
     for run in layout.runs_of(Kind.PARAMETER):
@@ -40,7 +40,7 @@ class Bf16Codec:
             run.view(body).copy_(encoded[start:end].view(_wire_dtype(run)))
 
 
-def _wire_dtype(run: Run) -> torch.dtype:
+def _wire_dtype(run: FlatRun) -> torch.dtype:
     return torch.bfloat16 if run.dtype in _WIDE else run.dtype
 
 

@@ -95,6 +95,7 @@ class Options:
     straggler_timeout_s: float | None = None
     backup_workers: int = 0
     weighting: Literal["samples", "equal"] = "samples"
+    pipelined: bool = False  # workers compute their next step while an exchange is in flight
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -114,6 +115,7 @@ class Member:
     rank: int
     step: int
     pending: Outcome | None = Outcome.START
+    is_fresh: bool = True  # nothing contributed since it was let in
 
 
 class Policy(ABC):
@@ -123,6 +125,13 @@ class Policy(ABC):
     contribution: ClassVar[Literal["gradient", "weights"]] = "gradient"
     # Whether a worker may contribute without fetching weights (policy.pull_every).
     may_skip_pulls: ClassVar[bool] = False
+    # Whether a commit is one step along the gradients of all, which something other than their mean may then
+    # stand for (policy.aggregation).
+    may_aggregate: ClassVar[bool] = False
+    # Whether workers may compute their next step while an exchange is in flight (policy.pipelined),
+    # and the least policy.staleness with which they may.
+    may_pipeline: ClassVar[bool] = False
+    least_pipelined_staleness: ClassVar[int] = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -131,6 +140,19 @@ class Policy(ABC):
         # Contributions counted per rank, kept after it leaves: what makes a repeated one harmless.
         self.last_step: dict[int, int] = {}
         self.has_started = False
+        self._first_step = 0  # of a rank that is new while nobody is live
+
+    # ---- what a snapshot keeps -----------------------------------------------------------
+
+    def committed_steps(self) -> dict[int, int]:
+        """Contributions per rank that the newest version holds, with those that came to nothing."""
+        return dict(self.last_step)
+
+    def restore(self, version: int, steps: Mapping[int, int]) -> None:
+        """Go on from a snapshot, with whichever workers join. Before any event."""
+        self.version = version
+        self.last_step = dict(steps)
+        self._first_step = min(steps.values(), default=0)
 
     # ---- events ------------------------------------------------------------------------
 
@@ -148,6 +170,11 @@ class Policy(ABC):
             return []
         return self._left(rank) + self._settle(now)
 
+    def disconnected(self, rank: int) -> None:
+        """A worker is still a member, but an answer would not reach it: it will ask again."""
+        if rank in self.members:
+            self.members[rank].pending = None
+
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """A contribution is staged: fold it, or discard it with an answer or a refusal."""
         member = self.members.get(rank)
@@ -160,7 +187,9 @@ class Policy(ABC):
         if contribution.step != self.last_step[rank] + 1:
             reason = f"rank {rank} sent step {contribution.step}; the next one is {self.last_step[rank] + 1}"
             return [Discard(rank), Refuse(rank, "STEP_GAP", reason)]
-        return self._take(member, contribution, now) + self._settle(now)
+        decisions = self._take(member, contribution, now)
+        member.is_fresh = False
+        return decisions + self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
         """Look again at whatever depends on time."""
@@ -171,7 +200,7 @@ class Policy(ABC):
     @property
     def min_step(self) -> int:
         """Step of the slowest live worker."""
-        return min((member.step for member in self.members.values()), default=0)
+        return min((member.step for member in self.members.values()), default=self._first_step)
 
     def lead(self, rank: int) -> int:
         """Steps of a live worker ahead of the slowest live one."""
@@ -195,6 +224,10 @@ class Policy(ABC):
     def staleness_bound(self) -> int | None:
         """How far ahead of the slowest a worker may start a step; None where nothing bounds it by lead."""
         return None
+
+    def staleness(self, rank: int, contribution: Contribution) -> int:
+        """Versions between the weights a contribution was computed on and those it is about to meet."""
+        return max(0, self.version - contribution.base_version)
 
     def upload_position(self, rank: int) -> int:
         """How many contributions are folded before this worker's; uploads are staged in this order."""

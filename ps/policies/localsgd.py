@@ -3,6 +3,12 @@
 Local SGD (Stich 2018; federated averaging, McMahan et al. 2017), weighted by samples. The
 optimizer's state stays with the worker. A last, shorter round covers a number of steps that
 K does not divide. Bytes per step are 1/K of sync's.
+
+Pipelined, a worker goes on with its next K steps while its weights are averaged, and then has
+average + (its weights now - those it sent), which is what it contributes next: delayed averaging
+(CoCoD-SGD, Shen et al. 2019; a close relative is Overlap Local-SGD, Wang et al. 2020). With equal
+weights of the workers the mean of that is the mean of what they computed, so nothing is lost; the
+K steps were taken without the others' last K, which is counted as one version of staleness.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from .rounds import RoundPolicy
 
 class LocalSgdPolicy(RoundPolicy):
     contribution = "weights"
+    may_pipeline = True
 
     @property
     def local_steps(self) -> int:

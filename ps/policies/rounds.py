@@ -21,6 +21,9 @@ class RoundPolicy(Policy):
         self._folded: set[int] = set()
         self._opened_at: float | None = None  # time of the round's first contribution
 
+    def committed_steps(self) -> dict[int, int]:
+        return {rank: step - (rank in self._weights) for rank, step in self.last_step.items()}
+
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if contribution.base_version != self.version:
             member.pending = Outcome.DROPPED  # answered by _settle, so not while training holds
@@ -97,6 +100,12 @@ class RoundPolicy(Policy):
 
     def _rounds_done(self, rank: int) -> int:
         return self.version
+
+    def staleness(self, rank: int, contribution: Contribution) -> int:
+        # A contribution stands on the average that it contains, or it would undo the round before. Pipelined,
+        # all but the first were computed before that average came.
+        computed_before = self.options.pipelined and rank in self.members and not self.members[rank].is_fresh
+        return super().staleness(rank, contribution) + computed_before
 
     def upload_position(self, rank: int) -> int:
         if not self.has_fixed_set or rank not in self._order:

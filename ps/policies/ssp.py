@@ -7,6 +7,17 @@ contribution is at most (2s + 1)(N - 1), because between two contributions of on
 other one can make at most 2s + 1.
 
 (A rule found elsewhere, "next step minus minimum <= s", deadlocks at s = 0.)
+
+Pipelined, the answer to contribution c lets a worker hand over c + 1, which it has computed
+meanwhile, and start step c + 2 at once, so c + 1 contributions are behind it when it starts. The
+step in flight counts: it goes on when c + 1 - min(live steps) <= s, so that as before nobody is
+more than s ahead when it starts a step. That needs s >= 1, or the slowest itself would wait.
+
+Staleness then is at most 2s(N - 1) + 1, for N > 1 no more than without (by (2s + 1)(N - 1)). Step j
+is computed on the weights that came with the answer to j - 2 (or at the start, to j - 1, where the
+same count gives less). In between lies one contribution of its own, j - 1. That answer said that
+every other worker had made at least j - 1 - s; when j is applied, none has made more than s + (j - 1),
+because what is counted was admitted as one in flight. The difference is 2s.
 """
 
 from __future__ import annotations
@@ -17,6 +28,7 @@ from .base import Member
 
 class SspPolicy(AsyncPolicy):
     may_skip_pulls = False
+    least_pipelined_staleness = 1  # the step in flight is one ahead
 
     @property
     def staleness_bound(self) -> int:
@@ -24,12 +36,13 @@ class SspPolicy(AsyncPolicy):
 
     def _gate(self, member: Member) -> str | None:
         bound, slowest = self.staleness_bound, self.min_step
-        if member.step - slowest <= bound:
+        in_flight = 1 if self.options.pipelined else 0
+        ahead = member.step + in_flight - slowest
+        if ahead <= bound:
             return None
         ranks = ", ".join(str(m.rank) for m in self.members.values() if m.step == slowest)
-        return (
-            f"{member.step - slowest} steps ahead, at most {bound} allowed; slowest is rank {ranks} at step {slowest}"
-        )
+        counted = " with the one in flight" if in_flight else ""
+        return f"{ahead} steps ahead{counted}, at most {bound} allowed; slowest is rank {ranks} at step {slowest}"
 
 
 ENTRY = SspPolicy

@@ -2,152 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-from paramserver.benchmarks.model import synthetic_model
-from paramserver.benchmarks.results import percentile
-
-DEADLINE_S = 100.0
-
-
-class Bench:
-    """`ps-bench` as a process; whatever it starts carries its mark in the environment."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-
-    def start(self, *argv: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "paramserver.benchmarks", *argv],
-            env={**os.environ, "BENCH_TEST_MARK": self.mark, **env},
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*argv, **env)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return subprocess.CompletedProcess(argv, process.returncode, out, err)
-
-    def left(self) -> list[psutil.Process]:
-        """Processes with the mark that still run."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("BENCH_TEST_MARK") == self.mark and process.status() != "zombie":
-                    found.append(process)
-            except psutil.Error:
-                pass
-        return found
-
-
-class Measurement(Bench):
-    """A measurement in the background: most of its time is the loading of torch, so all are started at once."""
-
-    def __init__(self, folder: Path, *argv: str, **env: str) -> None:
-        super().__init__(folder)
-        self.process = self.start(*argv, "--json", "figures.json", **env)
-
-    def result(self) -> tuple[dict[str, Any], str]:
-        """The JSON file and the table of a run that succeeds and leaves no process behind."""
-        out, err = self.process.communicate(timeout=DEADLINE_S)
-        assert self.process.returncode == 0, err
-        assert self.left() == []
-        return json.loads((self.folder / "figures.json").read_text()), out
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Measurement]]:
-    # Settings of the user's mean nothing to a benchmark: this server address does not exist.
-    lines = {
-        "exchange": "exchange --mb 1 --runs 2 --mode bsp --codec bf16",
-        "latency": "latency --exchanges 50 --optimizer adam",
-        "memory": "memory --mb 8 --workers 1",
-    }
-    started = {
-        what: Measurement(tmp_path_factory.mktemp(what), *line.split(), PS_SERVER="127.0.0.1:1")
-        for what, line in lines.items()
-    }
-    yield started
-    for measurement in started.values():
-        for process in measurement.left():
-            process.kill()
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    for process in bench.left():
-        process.kill()
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["exchange", "--mb", "0"], "--mb"),
-        (["exchange", "--mode", "snyc"], "did you mean 'sync'?"),
-        (["exchange", "--codec", "zip"], "unknown codec 'zip'"),
-        (["latency", "--exchange", "10"], "--exchanges"),
-    ],
-)
-def test_a_wrong_flag_is_refused_before_anything_starts(bench: Bench, argv: list[str], words: str) -> None:
-    done = bench.run(*argv)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_help_loads_no_torch(bench: Bench) -> None:
-    names = (
-        "import sys; from paramserver.benchmarks import main; print([n for n in ('torch', 'grpc') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.stdout.strip() == "[]"
-    out = bench.run("--help").stdout
-    assert out.index("Examples") < out.index("Commands")
-
-
-def test_sigterm_stops_the_server_too(bench: Bench) -> None:
-    process = bench.start("memory", "--mb", "1000")
-    deadline = time.monotonic() + DEADLINE_S
-    while len(bench.left()) < 2:
-        assert time.monotonic() < deadline, "no server was started"
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 143
-    assert bench.left() == []
-
-
-@pytest.mark.parametrize("num_floats", [1, 11, 203, 250_000, 1_000_003])
-def test_a_synthetic_model_has_exactly_the_size_asked_for(num_floats: int) -> None:
-    model = synthetic_model(num_floats)
-    assert sum(parameter.numel() for parameter in model) == num_floats
-    assert len(model) <= 200
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.9), percentile(values, 0.99), percentile([5.0], 0.99)) == (90.0, 99.0, 5.0)
 
 
 def check_origin(report: dict[str, Any], what: str) -> None:
@@ -159,43 +24,195 @@ def check_origin(report: dict[str, Any], what: str) -> None:
     assert report["date"].startswith("20")
 
 
-def test_exchange(started: dict[str, Measurement]) -> None:
-    report, table = started["exchange"].result()
+def check_numbers(value: Any) -> None:
+    """Every figure, however deep, is a finite one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            check_numbers(inner)
+    elif not isinstance(value, str):
+        assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("exchange --mb 0", "--mb"),
+        ("exchange --mode snyc", "did you mean 'sync'?"),
+        ("exchange --codec zip", "unknown codec 'zip'"),
+        ("exchange --lane shard", "did you mean 'shared'?"),
+        ("round --peers gloo,rey", "did you mean 'ray'?"),
+        ("exchange --plot x.png", "add --sweep"),
+        ("exchange --sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"),
+        ("scale --workers 1,x", "'x' is no whole number"),
+        ("memory --mode sync,sspp", "did you mean 'ssp'?"),
+        ("memory --workers 0", "from 1 to 64"),
+        ("step --task digit", "did you mean 'digits'?"),
+        ("latency --exchange 10", "--exchanges"),
+        ("xor --json nowhere/x.json", "there is no directory"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_anything_starts(bench: Any, argv: str, words: str) -> None:
+    done = bench.run(*argv.split())
+    assert done.returncode == 2 or "nowhere" in argv
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_loads_no_torch(bench: Any) -> None:
+    names = (
+        "import sys; from paramserver.benchmarks import main; print([n for n in ('torch', 'grpc') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+    out = bench.run("--help").stdout
+    assert out.index("Examples") < out.index("Commands")
+
+
+def test_sigterm_stops_every_process_too(bench: Any) -> None:
+    process = bench.start("memory", "--mb", "1000", "--lane", "tcp")
+    deadline = time.monotonic() + bench.deadline_s
+    while len(bench.left()) < 2:
+        assert time.monotonic() < deadline, "nothing was started"
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=bench.deadline_s)
+    assert process.returncode == 143
+    assert bench.left() == []
+
+
+def test_exchange_beside_peers(bench: Any) -> None:
+    report, table = bench.measure("exchange --mb 1 --runs 2 --mode bsp --codec bf16 --lane tcp --peers unary,iperf,ddp")
     check_origin(report, "exchange")
-    assert report["config"] == {
-        "mb": 1, "runs": 2, "mode": "sync", "optimizer": "sgd", "codec": "bf16",
-        "num_floats": 250_000, "workers": 1, "warmup": 3,
-    }  # fmt: skip
-    found = report["results"]
-    assert found["size_mb"] == 1.0
-    assert found["sent_mb"] == 0.5
-    assert all(math.isfinite(value) and value >= 0 for value in found.values())
-    for part in ("total", "up", "held", "down"):
+    config = report["config"]
+    assert (config["mode"], config["codec"], config["lane"], config["workers"]) == ("sync", "bf16", "tcp", 1)
+    check_numbers(report["results"])
+    found = report["results"]["ours"]["tcp"]
+    assert (report["results"]["size_mb"], found["sent_mb"], found["is_shared"]) == (1.0, 0.5, 0)
+    for part in ("exchange", "up", "held", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
     for part, num_mb in (("up", 0.5), ("down", 1.0)):
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
-    assert found["held_best_ms"] + found["down_best_ms"] < found["total_ms"] * 1.01
-    assert "GB/s" in table
+    assert found["held_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
+    peers, ratios = report["results"]["peers"], report["results"]["ratios"]["tcp"]
+    assert ratios["unary"]["exchange"] == pytest.approx(peers["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01)
+    assert ratios.keys() == peers.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}
+    assert "our rate / the peer's" in table
+    assert "ddp: has no part in exchange" in table
+    assert ("iperf: NOT INSTALLED" in table) == (shutil.which("iperf3") is None)
 
 
-def test_latency(started: dict[str, Measurement]) -> None:
-    report, table = started["latency"].result()
+@pytest.mark.slow
+def test_a_sweep_and_its_picture(bench: Any) -> None:
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    plot = "--plot sweep.png" if has_matplotlib else ""
+    report, table = bench.measure(f"exchange --sweep --min-kb 400 --max-mb 1 --runs 1 --lane shared {plot}")
+    check_origin(report, "exchange")
+    (size,) = report["results"]["sizes"]
+    assert size["size_mb"] == 0.4
+    assert set(size["ours"]) == {"shared", "shared, in place"}
+    check_numbers(size["ours"])
+    assert "0.4 MB" in table
+    if has_matplotlib:
+        assert (bench.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
+    report, table = bench.measure("round --mb 1 --runs 2 --lane tcp --workers 2 --peers gloo,ddp")
+    check_origin(report, "round")
+    found = report["results"]
+    assert set(found["peers"]) == {"gloo", "ddp"}
+    check_numbers(found)
+    for figure in (found["ours"]["tcp"], *found["peers"].values()):
+        assert 0 < figure["round_best_ms"] <= figure["round_ms"]
+        assert figure["gb_s"] == pytest.approx(4 / figure["round_ms"], rel=0.01)
+    assert "the slowest worker of each" in table
+
+
+def test_latency_beside_torch_rpc(bench: Any) -> None:
+    report, table = bench.measure("latency --exchanges 50 --optimizer adam --peers torch-rpc")
     check_origin(report, "latency")
     assert report["config"]["payload_bytes"] == 203 * 4
-    exchange, ping, ratio = (report["results"][name] for name in ("exchange", "ping", "ratio"))
-    for figures in (exchange, ping):
+    found = report["results"]
+    for name in ("exchange", "ping", "torch-rpc"):
+        figures = found[name]
         assert 0 < figures["best_us"] <= figures["median_us"] <= figures["p90_us"] <= figures["p99_us"]
-    assert ratio["median_us"] == pytest.approx(exchange["median_us"] / ping["median_us"], rel=0.01)
+    assert found["ratio"]["median_us"] == pytest.approx(
+        found["exchange"]["median_us"] / found["ping"]["median_us"], rel=0.01
+    )
+    assert found["peer_ratios"].keys() == {"torch-rpc"}
     assert "bare gRPC ping-pong" in table
 
 
-def test_memory(started: dict[str, Measurement]) -> None:
-    report, table = started["memory"].result()
-    check_origin(report, "memory")
+@pytest.mark.slow
+def test_scale(bench: Any) -> None:
+    report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2")
+    check_origin(report, "scale")
+    found = report["results"]["workers"]["3"]
+    assert found["exchanges_per_s"] > 0
+    assert found["per_worker_ms"] == pytest.approx(3e3 / found["exchanges_per_s"], rel=0.01)
+    # Each is a few threads on all cores.
+    assert 0 < found["server_cpu"] < report["machine"]["cores"] * 1.2
+    assert 0 < found["generator_cpu"] < report["machine"]["cores"] * 1.2
+    assert "2 processes play the workers" in table
+
+
+@pytest.mark.slow
+def test_step(bench: Any) -> None:
+    report, table = bench.measure("step --task digits --steps 5 --workers 2 --batch-size 4")
+    check_origin(report, "step")
     found = report["results"]
+    workers = found["lanes"]["tcp"]
+    assert len(workers) == 2
+    assert all(0 <= worker["overhead"] < 1 and worker["compute_ms"] > 0 for worker in workers)
+    assert workers[0]["apply_ms"] == workers[1]["apply_ms"]
+    one = found["body_mb"] / found["stream_gb_s"]
+    assert found["predicted_ms"] == pytest.approx(
+        {"parameter_server": 2 * one, "parameter_server_shared_link": 4 * one, "ring_all_reduce": one}, rel=0.01
+    )
+    assert "a ring all-reduce" in table
+
+
+@pytest.mark.slow
+def test_memory(bench: Any) -> None:
+    report, table = bench.measure("memory --mb 8 --workers 1 --mode async --lane tcp")
+    check_origin(report, "memory")
+    (found,) = report["results"]["runs"]
+    assert (found["mode"], found["lane"], found["workers"]) == ("async", "tcp", 1)
     # Parameters, twice that for Adam, a mean, one upload (there is one worker), a reply.
     assert found["expected_mb"] == 8 * (1 + 2 + 1 + 1 + 1)
     assert found["model_mb"] == pytest.approx(found["peak_mb"] - found["before_mb"], abs=0.2)
-    assert found["model_mb"] > 8 * (1 + 2 + 1), "less than what it certainly holds"
-    assert "server's peak" in table
+    assert found["model_mb"] > 8 * (1 + 2), "less than what it certainly holds"
+    assert found["anonymous_mb"] > 8 * (1 + 2)
+    assert "worker's copies" in table
+
+
+@pytest.mark.slow
+def test_xor(bench: Any) -> None:
+    report, table = bench.measure("xor --workers 1 --steps 10 --runs 1")
+    check_origin(report, "xor")
+    found = report["results"]["ours"]
+    assert 0 < found["steps_per_s"] == found["best_steps_per_s"]
+    assert "worker-steps/s" in table
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None or "PS_TEST_RAY" not in os.environ,
+    reason="RAY IS NOT TESTED: it takes half a minute; pip install ray, and set PS_TEST_RAY=1",
+)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "exchange --mb 1 --runs 1 --lane tcp --peers ray",
+        "latency --exchanges 20 --peers ray",
+        "xor --workers 2 --steps 5 --runs 1 --peers ray",
+    ],
+)
+def test_ray(bench: Any, line: str) -> None:
+    report, _ = bench.measure(line)
+    check_numbers(report["results"])
+    assert "ray" in report["config"]["peers"]

@@ -16,6 +16,7 @@ from paramserver.common.optimizers import (
     apply_hyperparameters,
     build_optimizer,
     check_arguments,
+    check_hyperparameters,
     current_hyperparameters,
     describe_optimizer,
     find_optimizer,
@@ -362,3 +363,11 @@ def test_a_tensor_learning_rate_is_a_number() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.25))
     assert current_hyperparameters(optimizer.param_groups[0])["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"])
+def test_what_a_class_puts_into_its_groups_itself_is_no_mistake(name: str) -> None:
+    optimizer = build_optimizer(name, [{"params": [torch.nn.Parameter(torch.zeros(2))]}], {"lr": 0.1})
+    told = current_hyperparameters(optimizer.param_groups[0])
+    check_hyperparameters(name, told)
+    check_hyperparameters(name, told | {"lr": 0.05}, told)

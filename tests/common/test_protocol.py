@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paramserver.common.errors import (
+    AuthError,
     DivergedError,
     MismatchError,
     NotAdmittedError,
@@ -161,6 +162,11 @@ CLASSES = {
     Reason.DIVERGED: DivergedError,
     Reason.DRAINING: UnreachableError,
     Reason.NOT_READY: UnreachableError,
+    Reason.UNAUTHENTICATED: AuthError,
+    Reason.PERMISSION_DENIED: AuthError,
+    Reason.LIMIT_EXCEEDED: NotAdmittedError,
+    Reason.TOO_SLOW: UnreachableError,
+    Reason.INTERNAL: ParamServerError,
 }
 
 
@@ -168,7 +174,8 @@ CLASSES = {
 def test_a_refusal_is_the_same_error_on_both_sides(reason: Reason) -> None:
     code, details, metadata = refusal_to_status(refusal(reason, "what happened", fix="what to do"))
     assert code is STATUS_OF_REASON[reason]
-    assert code not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    assert code not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN)
+    assert (code is grpc.StatusCode.INTERNAL) == (reason is Reason.INTERNAL)
     error = refusal_from_status(Failure(details, metadata))
     assert type(error) is CLASSES[reason]
     assert (error.reason, error.message, error.fix) == (reason, "what happened", "what to do")

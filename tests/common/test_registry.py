@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.errors import UsageError
-from paramserver.common.registry import BACKENDS, CODECS, MODE_ALIASES, MODES, TASKS, Family, canonical_mode
+from paramserver.common.registry import (
+    AGGREGATIONS,
+    BACKENDS,
+    CODECS,
+    MODE_ALIASES,
+    MODES,
+    TASKS,
+    Family,
+    canonical_mode,
+)
 
-FAMILIES = [MODES, CODECS, TASKS, BACKENDS]
+FAMILIES = [MODES, AGGREGATIONS, CODECS, TASKS, BACKENDS]
 
 
 @pytest.fixture

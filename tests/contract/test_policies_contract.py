@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
 from paramserver.ps.staging import StagingPool
+from paramserver.worker.session import Progress
 
 ALL_MODES = MODES.names()
 _MAX_RANK = 5
@@ -46,7 +47,9 @@ class Worker:
 
     rank: int
     step: int
-    base_version: int = 0
+    base_version: int = 0  # of its next contribution
+    held_version: int = 0  # of the weights in its model; pipelined, that contribution is computed already
+    is_fresh: bool = True  # nothing contributed since it joined
     state: str = "waiting"  # waiting, computing, finished
     unanswered: Contribution | None = None
     is_repeat: bool = False
@@ -145,9 +148,13 @@ class ModelStore:
             raise AssertionError(f"unknown outcome {outcome}")
         bound = self.policy.staleness_bound
         if bound is not None:
-            assert self.lead(worker.rank) <= bound, f"rank {worker.rank} admitted {self.lead(worker.rank)} steps ahead"
+            # Pipelined, it hands over the step that it computed meanwhile, and starts the one after.
+            ahead = self.lead(worker.rank) + self.options.pipelined
+            assert ahead <= bound, f"rank {worker.rank} starts a step {ahead} ahead"
         worker.state = "finished" if self.policy.next_local_steps(worker.rank) == 0 else "computing"
-        worker.base_version = self.version
+        is_computed = self.options.pipelined and self.policy.contribution == "gradient" and outcome != Outcome.START
+        worker.base_version = worker.held_version if is_computed else self.version
+        worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
         assert self.policy.last_step[worker.rank] == worker.step
 
@@ -204,6 +211,12 @@ class World:
         self.store.weights[key] = float(num_samples) if self.options.weighting == "samples" else 1.0
         worker.state, worker.unanswered = "waiting", contribution
         before, self.is_sound = self.policy.last_step[rank], False
+        staleness = self.policy.staleness(rank, contribution)
+        assert staleness >= 0
+        # Weights contain the average they were last built on, but pipelined they were computed before it came.
+        if self.policy.contribution == "weights" and base == self.policy.version:
+            assert staleness == (1 if self.options.pipelined and not worker.is_fresh else 0)
+        worker.is_fresh = False
         # Whether it is accepted shows in the policy's own table; the model notes it before it sees folds.
         decisions = getattr(self.policy, "contributed")(rank, contribution, self.now)  # noqa: B009
         self.events.append(("contributed", (rank, contribution, self.now)))
@@ -217,7 +230,7 @@ class World:
             self.last_steps[rank] = worker.step
             bound = self.policy.staleness_bound
             if bound is not None and not worker.was_admitted_before_return:
-                assert self.store.lead(rank) <= bound + 1
+                assert self.store.lead(rank) <= bound + 1 - self.options.pipelined
         else:
             assert Discard(rank) in decisions, "neither accepted nor discarded"
         self.store.carry_out(decisions, rank)
@@ -337,8 +350,11 @@ class PolicyMachine(RuleBasedStateMachine):
 
     mode: str
 
-    @initialize(options=mode_options())
-    def start(self, options: Options) -> None:
+    @initialize(options=mode_options(), pipelined=st.booleans())
+    def start(self, options: Options, pipelined: bool) -> None:
+        kind = MODES.load(self.mode)
+        may = kind.may_pipeline and options.staleness >= kind.least_pipelined_staleness
+        options = replace(options, pipelined=pipelined and may)
         self.world = World(self.mode, options)
         self.last_rank = (options.num_workers or _MAX_RANK) - 1
 
@@ -491,6 +507,24 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
 
 
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if MODES.load(mode).may_pipeline])
+@pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (7, 3), (8, 4), (10, 1)])
+def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
+    """Before its answer has come a worker knows how many local steps follow, and which contribution is the last."""
+    policy = make_policy(mode, steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True)
+    policy.joined(0, 0.0)
+    progress = Progress()
+    progress.answered(0, 0, policy.next_local_steps(0), True)
+    is_last = False
+    while not is_last:
+        is_last = progress.assume_counted(steps)
+        policy.contributed(0, Contribution(progress.step, policy.version), 0.0)
+        assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
+        assert progress.training_steps == policy.steps_done(0)
+        assert is_last == (policy.next_local_steps(0) == 0)
+    assert progress.step == policy.last_step[0]
+
+
 # ---- the order of folding -----------------------------------------------------------------------
 
 
@@ -635,11 +669,11 @@ class Uploads:
                     body = self.staged.pop(rank)
                     if self.mean is None:
                         self.mean = body
-                        self.pool.donate()
+                        self.pool.donate(body)
                     else:
                         self.pool.give_back(body)
                 case Commit():
-                    self.pool.reclaim(self.mean)
+                    self.pool.reclaim([self.mean])
                     self.mean = None
                 case Answer(rank):
                     self.computing.add(rank)

@@ -1,8 +1,9 @@
-"""Real launchers with stand-in programs, and a way to see which processes are left of them."""
+"""Real launchers with stand-in programs, a way to see which processes are left of them, and transcripts."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from paramserver.launch.plan import SERVER, Child
+from paramserver.launch.supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHER = str(PROGRAMS / "launch_with_fakes.py")
@@ -100,3 +104,65 @@ def read_until() -> Callable[..., str]:
         raise AssertionError(f"no line with {words} in:\n{''.join(seen)}")
 
     return read
+
+
+@pytest.fixture
+def check_transcript() -> Callable[[Supervisor, str], None]:
+    return _check_transcript
+
+
+def _check_transcript(supervisor: Supervisor, transcript: str) -> None:
+    """The supervisor decides what the transcript says, line by line."""
+    expected = [line.strip() for line in transcript.strip().splitlines() if line.strip()]
+    played = []
+    for line in expected:
+        event = line.partition("->")[0]
+        played.append(f"{event}-> {_show(_play(supervisor, event.split()))}".rstrip())
+    assert played == expected
+
+
+def _play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
+    now = float(words[words.index("at") + 1]) if "at" in words else 0.0
+    match words:
+        case ["begin"]:
+            return supervisor.begin(now)
+        case ["listening", *_]:
+            return supervisor.listening(now)
+        case ["exit", "server", code, *_]:
+            return supervisor.exited(SERVER, int(code), now)
+        case ["exit", "worker", rank, code, *_]:
+            return supervisor.exited(Child("worker", int(rank)), int(code), now)
+        case ["interrupt", number, *_]:
+            return supervisor.interrupt(int(number), now)
+        case ["tick", *_]:
+            return supervisor.tick(now)
+    raise AssertionError(words)
+
+
+def _show(decisions: list[Decision]) -> str:
+    """`end server, end worker 0 (why)`; the longest reasons in short, spelled out in test_launch_restarts.py."""
+    words = []
+    for decision in decisions:
+        match decision:
+            case Restart(child, _, attempt, of):
+                words.append(f"await {child} for {attempt.in_s:g} s, restart {attempt.number} of {of}")
+            case Finish(code):
+                words.append(f"finish {code}")
+            case _:
+                verb = {Start: "start", Terminate: "end", Kill: "kill"}[type(decision)]
+                words.append(f"{verb} {decision.child}")
+    reasons = dict.fromkeys(_brief(decision.reason) for decision in decisions if not isinstance(decision, Restart))
+    return ", ".join(words) + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def _brief(reason: str) -> str:
+    for pattern, short in _SHORTHAND.items():
+        reason = re.sub(pattern, short, reason)
+    return reason
+
+
+_SHORTHAND = {
+    r"; it had been started again (\w+)( times)?, as often as launch.max_restarts allows": r"; restarts spent: \1",
+    r"; with --checkpoint-dir DIR it would have been started again": "; no snapshots",
+    r"; the first to fail was (.*): killed by SIGKILL": r"; first: \1",
+}

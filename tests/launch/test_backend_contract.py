@@ -124,14 +124,65 @@ def test_the_launchers_own_place_is_not_the_childs(name: str, monkeypatch: pytes
     for variable in ("RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID"):
         monkeypatch.setenv(variable, "7")
     monkeypatch.setenv("PS_RUN__SEED", "5")
-    names = ["RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID", "PS_RUN__SEED"]
+    monkeypatch.setenv("PS_TOKEN", "secret")  # which reaches children in no other way
+    names = ["RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID", "PS_RUN__SEED", "PS_TOKEN"]
     code = f"import os, sys; print(*[os.environ.get(n) for n in {names}], sys.stdin.read())"
 
     async def story(backend: Backend, reports: Reports) -> None:
         backend.start(python(W0, "-c", code, RANK="1"))
         await reports.wait(lambda: W0 in reports.codes)
 
-    assert use(name, story).lines == [(W0, "1 None None None 5 ")]
+    assert use(name, story).lines == [(W0, "1 None None None 5 secret ")]
+
+
+def test_a_child_is_started_again_after_its_end(name: str, wait_until) -> None:
+    """From within the report of its end, or later; each life has its own lines, its own end and its own family."""
+    lives = [worker(W0, "orphan 3"), python(W0, "-c", "print('second life', end='')"), worker(W0, "family")]
+
+    async def play() -> tuple[list[str], list[tuple[int, int]]]:
+        lines: list[str] = []
+        ends: list[tuple[int, int]] = []  # lines before it, exit code
+        news = asyncio.Event()
+
+        def on_line(child: Child, line: str) -> None:
+            assert child == W0
+            lines.append(line)
+            news.set()
+
+        def on_exit(child: Child, code: int) -> None:
+            assert child == W0
+            ends.append((len(lines), code))
+            if len(ends) == 1:
+                backend.start(lives[1])
+            news.set()
+
+        async def wait(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while not condition():
+                    news.clear()
+                    await news.wait()
+
+        backend = BACKENDS.load(name)(on_line, on_exit)
+        try:
+            backend.start(lives[0])
+            await wait(lambda: len(ends) == 2)
+            backend.terminate(W0)  # between two lives there is nothing to end
+            backend.kill(W0)
+            backend.start(lives[2])
+            await wait(lambda: any("hanging" in line for line in lines))
+            backend.kill(W0)
+            await wait(lambda: len(ends) == 3)
+        finally:
+            backend.close()
+        return lines, ends
+
+    lines, ends = asyncio.run(play())
+    assert [code for _, code in ends] == [3, 0, -signal.SIGKILL]
+    assert lines[ends[0][0] : ends[1][0]] == ["second life"]
+    events = [event for event in map(parse_event, lines) if event is not None]
+    families = [int(event.fields["pid"]) for event in events if event.name == "has_child"]
+    assert len(families) == 2
+    wait_until(lambda: all(map(is_gone, families)))
 
 
 def test_terminate_lets_a_process_end_in_good_order(name: str) -> None:

@@ -66,6 +66,12 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--save", "no/w.safetensors"], 14, ["cannot write no/w.safetensors", "mkdir -p no"]),
         (["--summary", "/proc/s.json"], 14, ["cannot write /proc/s.json"]),
         (["--summary", "."], 14, ["cannot write ."]),
+        (["--history", "no/h.jsonl"], 14, ["cannot write no/h.jsonl", "mkdir -p no"]),
+        (["--mode", "single", "--checkpoint-dir", "kept"], 2, ["together with --mode single", "-n 1 --mode sync"]),
+        (["--checkpoint-every", "5"], 2, ["every_steps and every_s need checkpoint.dir"]),
+        (["--resume", "latest"], 2, ["needs checkpoint.dir"]),
+        (["--max-restarts", "-1"], 2, ["flag --max-restarts", "-1"]),
+        (["--cert", "server.pem"], 2, ["security.cert and security.key go together"]),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
@@ -103,6 +109,24 @@ def test_dry_run_shows_the_commands(marked) -> None:
     ]
     assert "--server HOST:PORT --rank 2" in lines[-1]
     assert run.stderr == ""
+
+
+def test_every_flag_of_robustness_reaches_its_setting(marked) -> None:
+    flags = {
+        "--checkpoint-dir": ("checkpoint.dir", "kept"),
+        "--checkpoint-every": ("checkpoint.every_steps", "20"),
+        "--resume": ("checkpoint.resume", "latest"),
+        "--max-restarts": ("launch.max_restarts", "7"),
+        "--history": ("output.history", "h.jsonl"),
+        "--ca": ("security.ca", "ca.pem"),
+        "--cert": ("security.cert", "s.pem"),
+        "--key": ("security.key", "s.key"),
+        "--token-file": ("security.token_file", "token"),
+    }
+    run = marked.run("--print-config", *(word for flag, (_, value) in flags.items() for word in (flag, value)))
+    assert run.returncode == 0, run.stderr
+    rows = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()[1:]}
+    assert {key: rows[key] for key, _ in flags.values()} == dict(flags.values())
 
 
 def test_print_config_names_the_origin_of_every_value(marked) -> None:

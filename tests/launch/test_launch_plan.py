@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import paramserver.launch.plan as plan_module
 from paramserver.common.config_sources import Resolved, load_config
 from paramserver.common.errors import UsageError
-from paramserver.launch.plan import SERVER, Machine, Plan, Request, plan_runs, save_path
+from paramserver.launch.files import own_path
+from paramserver.launch.plan import SERVER, Machine, Plan, Request, plan_runs
 
 MACHINE = Machine(python="python", num_cores=8)
 
@@ -115,7 +116,122 @@ def test_several_modes_save_to_their_own_files_and_leave_the_summary_to_the_laun
         assert plan.server is not None
         child = load_config(None, {}, sets_of(plan.server.argv), {}).config
         assert (child.run.mode, child.output.save, child.output.summary) == (plan.mode, plan.save, None)
-    assert save_path("w.safetensors", "sync", 1) == "w.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("path", "num_modes", "own"),
+    [
+        ("w.safetensors", 1, "w.safetensors"),
+        ("w.safetensors", 2, "w-sync.safetensors"),
+        ("out/run1/", 2, "out/run1-sync"),
+        ("/kept", 2, "/kept-sync"),
+        (".", 2, "sync"),
+        ("..", 2, "../sync"),
+        (None, 2, None),
+    ],
+)
+def test_each_mode_has_its_own_place(path: str | None, num_modes: int, own: str | None) -> None:
+    assert own_path(path, "sync", num_modes) == own
+
+
+def test_several_modes_keep_snapshots_and_history_apart() -> None:
+    resolved = resolve(checkpoint__dir="kept", checkpoint__every_steps=5, output__history="h.jsonl", run__mode="ssp")
+    plans = plan_runs(resolved, Request(modes=("single", "sync", "ssp")), MACHINE)
+    assert [plan.checkpoint_dir for plan in plans] == [None, "kept-sync", "kept-ssp"]
+    assert [plan.history for plan in plans] == ["h-single.jsonl", "h-sync.jsonl", "h-ssp.jsonl"]
+    assert not [text for text in sets_of(plans[0].worker_argv) if text.startswith("checkpoint.")]
+    for plan in plans[1:]:
+        assert plan.server is not None
+        for argv in (plan.server.argv, plan.worker_argv):
+            child = load_config(None, {}, sets_of(argv), {}).config
+            assert (child.checkpoint.dir, child.checkpoint.every_steps) == (plan.checkpoint_dir, 5)
+            assert child.output.history == plan.history
+        assert f"snapshots in {plan.checkpoint_dir}" in plan.headline()
+
+
+@pytest.mark.parametrize("resume", ["never", "latest", "old/snapshot"])
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_a_server_is_started_again_where_it_was(resume: str, has_snapshot: bool) -> None:
+    """At its address; from its own newest snapshot if it has one, otherwise as the first time."""
+    plan = plan_of(resolve(checkpoint__dir="kept", checkpoint__resume=resume, run__steps=7))
+    again = plan.server_again("127.0.0.1:4321", has_snapshot=has_snapshot)
+    assert plan.server is not None
+    first, second = (load_config(None, {}, sets_of(spec.argv), {}).config for spec in (plan.server, again))
+    assert (first.server.listen, second.server.listen) == ("127.0.0.1:0", "127.0.0.1:4321")
+    assert second.checkpoint.resume == (None if has_snapshot else resume)
+    assert second.run == first.run
+    assert (again.child, again.env) == (plan.server.child, plan.server.env)
+
+
+def test_one_snapshot_is_not_for_several_modes() -> None:
+    resolved = resolve(checkpoint__resume="old/snapshot", run__mode="ssp")
+    with pytest.raises(UsageError, match=r"flag --resume: old/snapshot is a snapshot of one mode, and 2 are to run"):
+        plan_runs(resolved, Request(modes=("sync", "ssp")), MACHINE)
+
+
+def test_a_worker_alone_takes_no_snapshots(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="together with --mode single: a worker alone has no server"):
+        plan_of(resolve(checkpoint__dir="kept"), "single")
+    path = tmp_path / "run.yaml"
+    path.write_text("checkpoint:\n  dir: kept\n")  # of a configuration for other modes as well
+    plan = plan_of(resolve(path=str(path)), "single", config_path=str(path))
+    assert plan.checkpoint_dir is None
+
+
+def security_of(argv: tuple[str, ...], **environ: str) -> dict[str, Any]:
+    return load_config(None, {}, sets_of(argv), environ).config.security.model_dump(exclude_defaults=True)
+
+
+def test_the_servers_certificate_is_no_workers() -> None:
+    files = {"ca": "ca.pem", "cert": "server.pem", "key": "server.key", "token_file": "token"}
+    plan = plan_of(resolve(**{f"security__{name}": file for name, file in files.items()}))
+    assert plan.server is not None
+    assert security_of(plan.server.argv) == files
+    for worker in plan.workers("h:1"):
+        assert security_of(worker.argv) == {"ca": "ca.pem", "token_file": "token"}
+
+
+@pytest.mark.parametrize(
+    ("there", "names"),
+    [
+        ({"lab/rank-0.crt", "lab/rank-1.crt"}, ["rank-0", "rank-1"]),
+        ({"lab/worker.crt"}, ["worker", "worker"]),
+        ({"lab/worker.crt", "lab/rank-1.crt"}, ["worker", "rank-1"]),
+    ],
+)
+@pytest.mark.parametrize("script", [None, "t.py"])
+def test_with_mutual_tls_each_worker_shows_its_own_certificate(
+    there: set[str], names: list[str], script: str | None
+) -> None:
+    sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
+    resolved = resolve(*sets, "security.mutual=true", run__workers=2, launch__script=script)
+    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
+    for worker, name in zip(plan.workers("h:1"), names, strict=True):
+        environ = {key: value for key, value in worker.env.items() if key.startswith("PS_SECURITY")}
+        own = security_of(worker.argv, **environ)
+        assert (own["cert"], own["key"]) == (f"lab/{name}.crt", f"lab/{name}.key")
+        assert (own["ca"], own["mutual"]) == ("lab/ca.crt", True)
+
+
+def test_a_worker_without_a_certificate_is_noticed_before_anything_starts() -> None:
+    sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
+    with pytest.raises(UsageError, match=r"worker 0 needs a certificate.* beside lab/server\.crt") as raised:
+        plan_of(resolve(*sets, "security.mutual=true"))
+    assert "ps-certs init lab" in raised.value.fix
+
+
+def test_a_script_is_told_where_history_and_certificates_are() -> None:
+    plan = plan_of(resolve(security__ca="ca.pem", output__history="h.jsonl", launch__script="t.py"))
+    assert plan.worker_env["PS_SECURITY__CA"] == "ca.pem"
+    assert plan.worker_env["PS_OUTPUT__HISTORY"] == "h.jsonl"
+
+
+def test_the_token_itself_is_in_no_plan() -> None:
+    machine = Machine(python="python", num_cores=8, environ={"PS_TOKEN": "the secret"})
+    resolved = load_config(None, {"run.workers": 2}, [], {"PS_TOKEN": "the secret"})
+    (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
+    assert "the secret" not in repr([plan.server, *plan.workers("h:1"), resolved.rows()])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +285,15 @@ def test_plan_and_supervise_are_pure() -> None:
     """They decide; time, processes and the environment come in as arguments."""
     impure = {"torch", "grpc", "time", "random", "threading", "asyncio", "os", "logging", "subprocess"}
     folder = Path(plan_module.__file__).parent
-    for name in ("plan.py", "supervise.py", "exits.py", "events.py", "view.py"):
+    for name in ("plan.py", "files.py", "supervise.py", "restarts.py", "exits.py", "events.py", "view.py"):
         for node in ast.walk(ast.parse((folder / name).read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not impure & {name.partition(".")[0] for name in names}, name
+
+
+def test_the_headline_says_that_a_run_is_pipelined() -> None:
+    resolved = resolve(policy__pipelined=True)
+    assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), pipelined: a server and 4 workers,")
+    assert "pipelined" not in plan_of(resolved, "single").headline()
+    assert "policy.pipelined=true" in " ".join(plan_of(resolved, "ssp").server.argv)

@@ -47,13 +47,13 @@ def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
 
 
 def test_a_traceback_is_shown_once(marked) -> None:
-    run = marked.run("-n", "2", FAKE_WORKER="hang", FAKE_WORKER_0="crash")
+    run = marked.run("-n", "2", "--max-restarts", "0", FAKE_WORKER="hang", FAKE_WORKER_0="crash")
     assert run.returncode == 1
     assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
 
 
 def test_a_killed_worker_is_named(marked, read_until) -> None:
-    launcher = marked.launch("-n", "2", FAKE_WORKER="hang")
+    launcher = marked.launch("-n", "2", "--max-restarts", "0", FAKE_WORKER="hang")
     joined = read_until(launcher.stderr, "[worker 1] joined")
     os.kill(int(re.search(r"pid=(\d+)", joined)[1]), signal.SIGKILL)
     _, err = launcher.communicate(timeout=DEADLINE_S)
@@ -205,8 +205,16 @@ def test_a_quiet_run_still_understands_its_children(marked) -> None:
 def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:
     terminal, slave = pty.openpty()
     launcher = subprocess.Popen(
-        [sys.executable, marked.launcher, "-n", "2"],
-        env={**os.environ, "PS_TEST_MARK": marked.mark, "FAKE_WORKER": "hang", "TERM": "xterm", "COLUMNS": "100"},
+        [sys.executable, marked.launcher, "-n", "2", "--set", "launch.backoff_s=0.01"],
+        env={
+            **os.environ,
+            "PS_TEST_MARK": marked.mark,
+            "TERM": "xterm",
+            "COLUMNS": "100",
+            "FAKE_WORKER": "hang",
+            "FAKE_WORKER_1": "once kill",
+        },
+        cwd=marked.folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=slave,
@@ -214,8 +222,9 @@ def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:
     )
     os.close(slave)
     shown = ""
-    while "computing" not in shown:
+    while "computing" not in shown.partition("(restart 1 of 3)")[2]:  # and the table goes on
         shown += os.read(terminal, 65536).decode()
+    assert "worker 1 failed: killed by SIGKILL" in shown
     assert "samples/s" in shown
     assert "\x1b[" in shown
     launcher.send_signal(signal.SIGINT)

@@ -1,11 +1,14 @@
-"""What the launcher decides, as transcripts: `event -> decisions` with a grace time of 10 s."""
+"""What the launcher decides, as transcripts: `event -> decisions` with a grace time of 10 s.
+
+What holds for any sequence of events is in test_launch_restarts.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from paramserver.launch.plan import SERVER, Child
-from paramserver.launch.supervise import Decision, Finish, Supervisor
+from paramserver.launch.plan import Child
+from paramserver.launch.supervise import Supervisor
 
 TRANSCRIPTS = {
     "everything goes well": """
@@ -30,12 +33,12 @@ TRANSCRIPTS = {
         exit worker 0 143 at 6   ->
         exit server 15 at 7      -> finish 12 (worker 1 failed: exit code 12 (model or run mismatch))
     """,
-    "a killed worker is reported as a shell does": """
+    "a server that was told to end by someone else ends the job: its workers have been sent away": """
         begin                    -> start server (the workers need its address)
         listening                -> start worker 0, start worker 1 (the server is listening)
-        exit worker 0 -9 at 5    -> end server, end worker 1 (worker 0 failed: killed by SIGKILL)
-        exit server 0 at 6       ->
-        exit worker 1 -15 at 6   -> finish 137 (worker 0 failed: killed by SIGKILL)
+        exit server 143 at 5     -> end worker 0, end worker 1 (server failed: exit code 143 (drained on SIGTERM))
+        exit worker 0 15 at 6    ->
+        exit worker 1 -15 at 6   -> finish 143 (server failed: exit code 143 (drained on SIGTERM))
     """,
     "who does not end in time is killed": """
         begin                    -> start server (the workers need its address)
@@ -53,7 +56,7 @@ TRANSCRIPTS = {
     """,
     "the server ends without a word": """
         begin                    -> start server (the workers need its address)
-        exit server 0 at 1       -> finish 1 (server ended before it was listening)
+        exit server 0 at 1       -> finish 1 (server failed: exit code 0 before it was listening)
     """,
     "Ctrl-C drains": """
         begin                    -> start server (the workers need its address)
@@ -114,57 +117,184 @@ TRANSCRIPTS = {
     """,
 }
 
+UP = """
+        begin                    -> start server (the workers need its address)
+        listening                -> start worker 0, start worker 1 (the server is listening)
+"""
+RESTARTS = {
+    "a killed worker is started again after the back-off, and the job goes well": """
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 5.4              ->
+        tick at 5.5              -> start worker 1 (restart 1 of 3)
+        tick at 7                ->
+        exit worker 0 0 at 50    ->
+        exit worker 1 0 at 51    ->
+        exit server 0 at 52      -> finish 0 (every process ended with exit code 0)
+    """,
+    "a worker that dies at every start: longer and longer waits, then the end": """
+        exit worker 1 1 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 5.5              -> start worker 1 (restart 1 of 3)
+        exit worker 1 -6 at 6    -> await worker 1 for 1 s, restart 2 of 3
+        tick at 6.9              ->
+        tick at 7                -> start worker 1 (restart 2 of 3)
+        exit worker 1 15 at 8    -> await worker 1 for 2 s, restart 3 of 3
+        tick at 10               -> start worker 1 (restart 3 of 3)
+        exit worker 1 3 at 11    -> end server, end worker 0 (worker 1 failed: exit code 3; restarts spent: 3)
+        exit server 0 at 12      ->
+        exit worker 0 143 at 12  -> finish 17 (worker 1 failed: exit code 3; restarts spent: 3)
+    """,
+    "who has run well for a minute begins to count anew": """
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 6                -> start worker 1 (restart 1 of 3)
+        exit worker 1 -9 at 65.9 -> await worker 1 for 1 s, restart 2 of 3
+        tick at 67               -> start worker 1 (restart 2 of 3)
+        exit worker 1 -9 at 127  -> await worker 1 for 0.5 s, restart 1 of 3
+    """,
+    "a killed server is started again, its workers stay": """
+        exit server -9 at 5      -> await server for 0.5 s, restart 1 of 3
+        tick at 5.5              -> start server (restart 1 of 3)
+        listening at 7           ->
+        exit worker 0 0 at 50    ->
+        exit worker 1 0 at 51    ->
+        exit server 0 at 52      -> finish 0 (every process ended with exit code 0)
+    """,
+    "its port may be taken for a moment": """
+        exit server -9 at 5      -> await server for 0.5 s, restart 1 of 3
+        tick at 5.5              -> start server (restart 1 of 3)
+        exit server 10 at 6      -> await server for 1 s, restart 2 of 3
+    """,
+    "a worker that gives up while the server is away comes back too": """
+        exit server -9 at 5      -> await server for 0.5 s, restart 1 of 3
+        exit worker 0 15 at 5.2  -> await worker 0 for 0.5 s, restart 1 of 3
+        tick at 5.6              -> start server (restart 1 of 3)
+        tick at 5.7              -> start worker 0 (restart 1 of 3)
+    """,
+    "a failure that no restart mends ends the job at once; the first to fail is named": """
+        exit server -9 at 5      -> await server for 0.5 s, restart 1 of 3
+        exit worker 1 12 at 5.2  -> end worker 0 (worker 1 failed: exit code 12 (model or run mismatch); first: server)
+        tick at 5.6              ->
+        exit worker 0 143 at 6   -> finish 12 (worker 1 failed: exit code 12 (model or run mismatch); first: server)
+    """,
+    "unless that one has run well since": """
+        exit worker 0 -9 at 5    -> await worker 0 for 0.5 s, restart 1 of 3
+        tick at 5.5              -> start worker 0 (restart 1 of 3)
+        exit worker 1 12 at 66   -> end server, end worker 0 (worker 1 failed: exit code 12 (model or run mismatch))
+    """,
+    "when the server has ended well, who waits is not needed any more": """
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        exit server 0 at 5.1     ->
+        tick at 6                ->
+        exit worker 0 0 at 7     -> finish 0 (the server ended with exit code 0: the run is complete)
+    """,
+    "and who came back too late finds nobody": """
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 6                -> start worker 1 (restart 1 of 3)
+        exit server 0 at 6.1     ->
+        exit worker 1 15 at 66   ->
+        exit worker 0 0 at 67    -> finish 0 (the server ended with exit code 0: the run is complete)
+    """,
+    "who was there all the time should have found it": """
+        exit server 0 at 5       ->
+        exit worker 1 15 at 65   -> end worker 0 (worker 1 failed: exit code 15 (the peer cannot be reached))
+    """,
+    "and who fails after it cannot be helped": """
+        exit server 0 at 5       ->
+        exit worker 1 -9 at 5    -> end worker 0 (worker 1 failed: killed by SIGKILL)
+        exit worker 0 0 at 6     -> finish 137 (worker 1 failed: killed by SIGKILL)
+    """,
+    "the last worker of all may fail and come back": """
+        exit worker 0 0 at 50    ->
+        exit worker 1 -9 at 51   -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 51.5             -> start worker 1 (restart 1 of 3)
+        exit worker 1 0 at 55    ->
+        exit server 0 at 56      -> finish 0 (every process ended with exit code 0)
+    """,
+    "a server that waits when its last worker is done has nobody to serve": """
+        exit worker 0 0 at 50    ->
+        exit server -9 at 50     -> await server for 0.5 s, restart 1 of 3
+        exit worker 1 0 at 50    -> finish 137 (server failed: killed by SIGKILL)
+    """,
+    "Ctrl-C during a back-off": """
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        interrupt 2 at 5.1       -> end server, end worker 0 (SIGINT: the job ends)
+        tick at 5.6              ->
+        interrupt 2 at 5.7       -> kill server, kill worker 0 (SIGINT while ending)
+        exit server -9 at 5.8    ->
+        exit worker 0 -9 at 5.8  -> finish 130 (interrupted by SIGINT)
+    """,
+    "Ctrl-C while all that there was waits to be started again": """
+        exit worker 0 0 at 5     ->
+        exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
+        exit server -9 at 5      -> await server for 0.5 s, restart 1 of 3
+        interrupt 15 at 5.1      -> finish 143 (interrupted by SIGTERM)
+    """,
+}  # fmt: skip
+WITHOUT_SNAPSHOTS = """
+        exit server -9 at 5      -> end worker 0, end worker 1 (server failed: killed by SIGKILL; no snapshots)
+        exit worker 0 143 at 5   ->
+        exit worker 1 143 at 5   -> finish 137 (server failed: killed by SIGKILL; no snapshots)
+"""
+WITHOUT_RESTARTS = """
+        exit worker 0 -9 at 5    -> end server, end worker 1 (worker 0 failed: killed by SIGKILL)
+        exit server 0 at 6       ->
+        exit worker 1 -15 at 6   -> finish 137 (worker 0 failed: killed by SIGKILL)
+"""
+
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_transcript(name: str) -> None:
-    supervisor = Supervisor(num_workers=2, grace_s=10.0)
-    expected = [line.strip() for line in TRANSCRIPTS[name].strip().splitlines()]
-    played = []
-    for line in expected:
-        event = line.partition("->")[0]
-        played.append(f"{event}-> {show(play(supervisor, event.split()))}".rstrip())
-    assert played == expected
+def test_transcript(name: str, check_transcript) -> None:
+    check_transcript(Supervisor(num_workers=2, grace_s=10.0, keeps_snapshots=True), TRANSCRIPTS[name])
 
 
-def play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
-    now = float(words[words.index("at") + 1]) if "at" in words else 0.0
-    match words:
-        case ["begin"]:
-            return supervisor.begin()
-        case ["listening"]:
-            return supervisor.listening()
-        case ["exit", "server", code, *_]:
-            return supervisor.exited(SERVER, int(code), now)
-        case ["exit", "worker", rank, code, *_]:
-            return supervisor.exited(Child("worker", int(rank)), int(code), now)
-        case ["interrupt", number, *_]:
-            return supervisor.interrupt(int(number), now)
-        case ["tick", *_]:
-            return supervisor.tick(now)
-    raise AssertionError(words)
+@pytest.mark.parametrize("name", RESTARTS)
+def test_transcript_with_restarts(name: str, check_transcript) -> None:
+    supervisor = Supervisor(num_workers=2, grace_s=10.0, keeps_snapshots=True, max_restarts=3, backoff_s=0.5)
+    check_transcript(supervisor, UP + RESTARTS[name])
 
 
-def show(decisions: list[Decision]) -> str:
-    verbs = {"Start": "start", "Terminate": "end", "Kill": "kill"}
-    words = [
-        f"finish {decision.exit_code}"
-        if isinstance(decision, Finish)
-        else f"{verbs[type(decision).__name__]} {decision.child}"
-        for decision in decisions
-    ]
-    reasons = dict.fromkeys(decision.reason for decision in decisions)
-    return ", ".join(words) + (f" ({'; '.join(reasons)})" if decisions else "")
+def test_a_server_without_snapshots_is_not_started_again(check_transcript) -> None:
+    check_transcript(Supervisor(num_workers=2), UP + WITHOUT_SNAPSHOTS)
+    transcript = """
+        begin                    -> start server (the workers need its address)
+        exit server 1 at 1       -> finish 1 (server failed: exit code 1 (a bug of ours))
+    """
+    check_transcript(Supervisor(num_workers=2), transcript)
+
+
+def test_without_restarts_the_first_failure_ends_the_job_with_its_own_code(check_transcript) -> None:
+    check_transcript(Supervisor(num_workers=2, max_restarts=0), UP + WITHOUT_RESTARTS)
+
+
+def test_a_server_that_fails_before_it_listens_is_started_again_too(check_transcript) -> None:
+    supervisor = Supervisor(num_workers=1, keeps_snapshots=True, max_restarts=1, backoff_s=0.5)
+    transcript = """
+        begin                    -> start server (the workers need its address)
+        exit server -9 at 1      -> await server for 0.5 s, restart 1 of 1
+        tick at 1.5              -> start server (restart 1 of 1)
+        listening at 2           -> start worker 0 (the server is listening)
+        exit server 1 at 3       -> end worker 0 (server failed: exit code 1 (a bug of ours); restarts spent: once)
+        exit worker 0 15 at 4    -> finish 17 (server failed: exit code 1 (a bug of ours); restarts spent: once)
+    """
+    check_transcript(supervisor, transcript)
 
 
 def test_without_a_server_the_worker_is_the_job() -> None:
     supervisor = Supervisor(num_workers=1, with_server=False)
-    assert show(supervisor.begin()) == "start worker 0 (there is no server to wait for)"
-    finish = supervisor.exited(Child("worker", 0), 0, 5.0)
-    assert show(finish) == "finish 0 (every process ended with exit code 0)"
+    (start,) = supervisor.begin(0.0)
+    assert (str(start.child), start.reason) == ("worker 0", "there is no server to wait for")
+    (finish,) = supervisor.exited(Child("worker", 0), 0, 5.0)
+    assert (finish.exit_code, finish.reason) == (0, "every process ended with exit code 0")
+
+
+def test_a_worker_without_a_server_has_nothing_to_come_back_to() -> None:
+    supervisor = Supervisor(num_workers=1, with_server=False)
+    supervisor.begin(0.0)
+    (finish,) = supervisor.exited(Child("worker", 0), -9, 5.0)
+    assert (finish.exit_code, finish.reason) == (137, "worker 0 failed: killed by SIGKILL")
 
 
 def test_exit_code_1_of_a_script_is_not_called_our_bug() -> None:
     supervisor = Supervisor(num_workers=1, with_server=False, is_script=True)
-    supervisor.begin()
-    finish = supervisor.exited(Child("worker", 0), 1, 5.0)
-    assert show(finish) == "finish 1 (worker 0 failed: exit code 1 (the script failed))"
+    supervisor.begin(0.0)
+    (finish,) = supervisor.exited(Child("worker", 0), 1, 5.0)
+    assert (finish.exit_code, finish.reason) == (1, "worker 0 failed: exit code 1 (the script failed)")

@@ -78,6 +78,7 @@ class Cluster:
         self.scripts = SCRIPTS
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
         self._env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._env |= {"PS_SERVER__ABSENT_S": "0"}  # tests that kill a worker for good do not wait for it
 
     def start(self, name: str, *argv: str, **env: str) -> Process:
         process = Process(name, [sys.executable, *argv], self._env | env, self.folder)

@@ -112,7 +112,7 @@ def test_health_and_reflection_are_served(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     assert SERVICE in database.get_services()
     described = DescriptorPool(database).FindServiceByName(SERVICE)
-    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Status"]
+    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Heartbeat", "Status"]
 
 
 def test_a_whole_run_with_generated_code_alone(channel):
@@ -176,6 +176,9 @@ def test_a_repeated_contribution_is_answered_and_not_applied(channel):
     assert (answer.answer.outcome, answer.answer.version, answer.answer.step) == (pb.Answer.REPEATED, 1, 1)
 
 
+_ANNOUNCED = {"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}
+
+
 def test_an_unfinished_upload_leaves_nothing_behind(channel):
     worker = _ready(channel)
     worker.send(contribution=pb.Contribution(step=1, num_samples=1, body_bytes=32, wants_weights=True))
@@ -195,8 +198,10 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
         ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 2**50}}], "32"),
         ([{"contribution": {"step": 1, "num_samples": 0, "body_bytes": 32}}], "num_samples is 0"),
         ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
-        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}, {"offset": 4, "data": bytes(8)}], "at 4"),
-        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}, {"data": bytes(33)}], "33 bytes"),
+        ([_ANNOUNCED, {"offset": 4, "data": bytes(8)}, {"data": bytes(5)}], "at 0..5"),
+        ([_ANNOUNCED, {"offset": 28, "data": bytes(8)}], "at 28..36"),
+        ([_ANNOUNCED, {"offset": 0, "placed": 8}], "not in one"),
+        ([_ANNOUNCED, {"data": bytes(33)}], "at 0..33"),
         ([{"data": bytes(8)}], "a piece of a body"),
         ([{"join": {"rank": 0}}], "got join"),
     ],

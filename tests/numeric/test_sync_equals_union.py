@@ -98,7 +98,7 @@ class Worker:
 
     def receive(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights[: self.tensors.layout.exchange_bytes].numpy()))
-        self.transfer.finish_write()
+        self.transfer.finish_write(self.tensors.layout.exchange_bytes)
 
 
 def arrivals(num_workers: int, order: str) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,14 +94,33 @@ async def test_a_donated_body_makes_room_and_comes_back() -> None:
     mean = await finished(pool.borrow(lambda: 0))
     waiting = ask(pool, 0)
     await turn()
-    pool.donate()
+    pool.donate(mean)
     other = await finished(waiting)
     assert other is not mean
-    pool.reclaim(mean)
+    pool.reclaim([mean])
     assert pool.num_lent == 1
     pool.give_back(other)
     again = {id(await finished(pool.borrow(lambda: 0)))}
     assert again <= {id(mean), id(other)}
+
+
+@in_loop
+async def test_a_body_that_is_not_the_pools_changes_nothing() -> None:
+    """A worker's own segment passes through the same hands as the pool's bodies, and is never lent to others."""
+    pool = StagingPool(1, 16)
+    body = await finished(pool.borrow(lambda: 0))
+    foreign = torch.zeros(16, dtype=torch.uint8)
+    assert pool.is_own(body)
+    assert not pool.is_own(foreign)
+    waiting = ask(pool, 0)
+    pool.give_back(foreign)
+    pool.donate(foreign)
+    pool.reclaim([foreign, foreign])
+    await turn()
+    assert not waiting.done()
+    assert pool.num_lent == 1
+    pool.give_back(body)
+    assert await finished(waiting) is body
 
 
 @in_loop
@@ -154,9 +174,9 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
                 pool.give_back(held.pop(pick % len(held)))
             elif kind == 3 and held and not donated:
                 donated.append(held.pop(pick % len(held)))
-                pool.donate()
+                pool.donate(donated[-1])
             elif kind == 3 and donated:
-                pool.reclaim(donated.pop())
+                pool.reclaim([donated.pop()])
             if pick % 2:
                 await turn()  # or several things happen at once
                 for task in [task for task in asking if task.done()]:
@@ -190,11 +210,11 @@ def test_memory_does_not_grow_with_rounds(limit: int) -> None:
         pool, seen = StagingPool(limit, 8), set()
         for _ in range(20):
             mean = await finished(pool.borrow(lambda: 0))
-            pool.donate()
+            pool.donate(mean)
             others = [await finished(pool.borrow(lambda: 0)) for _ in range(limit)]
             for body in others:
                 pool.give_back(body)
-            pool.reclaim(mean)
+            pool.reclaim([mean])
             seen |= {id(body) for body in (mean, *others)}
         assert len(seen) <= limit + 1
 

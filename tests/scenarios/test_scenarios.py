@@ -6,7 +6,8 @@
 
     join w0            -> what the policy decides, in its own words
     contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
-    contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples
+    contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; pipelined, gradients are on
+                                    the version given one answer earlier
     left w0            -> rank 0 is gone
     after 2.5 s        -> time passes
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
@@ -43,7 +45,8 @@ class Teller:
 
     policy: Policy
     now: float = 0.0
-    bases: dict[int, int] = field(default_factory=dict)
+    bases: dict[int, int] = field(default_factory=dict)  # version of the next contribution
+    held: dict[int, int] = field(default_factory=dict)  # version of the weights in the worker's model
     staleness: dict[int, int] = field(default_factory=dict)  # of the last contribution
     folded: list[str] = field(default_factory=list)  # since the last commit, in the order of folding
 
@@ -52,7 +55,7 @@ class Teller:
             rank, step = int(match[1]), int(match[2])
             base = int(match[3]) if match[3] else self.bases.get(rank, 0)
             contribution = Contribution(step, base, int(match[4] or 1))
-            self.staleness[rank] = self.policy.version - base
+            self.staleness[rank] = self.policy.staleness(rank, contribution)
             return self._say(self.policy.contributed(rank, contribution, self.now), rank)
         if match := re.fullmatch(r"(join|left) w(\d+)", event):
             rank = int(match[2])
@@ -77,7 +80,7 @@ class Teller:
                     said.append(f"commit [{' '.join(self.folded)}] ({reason}{f'; staleness {stale}' if stale else ''})")
                     self.folded = []
                 case Answer(answered, outcome, _):
-                    self.bases[answered] = self.policy.version
+                    self._take_weights(answered, outcome)
                     answers.setdefault(self._going_on(answered) + _NAMES[outcome], []).append(answered)
                 case Refuse(refused, kind, reason):
                     said.append(f"refuse w{refused} {kind} ({reason})")
@@ -87,6 +90,13 @@ class Teller:
         if rank is not None and (reason := self.policy.waiting().get(rank)) is not None:
             said.append(f"(w{rank} waits: {reason})")
         return "; ".join(said) or "(nothing)"
+
+    def _take_weights(self, rank: int, outcome: Outcome) -> None:
+        """What the answered worker's next contribution is based on."""
+        policy = self.policy
+        is_computed = policy.options.pipelined and policy.contribution == "gradient" and outcome != Outcome.START
+        self.bases[rank] = self.held[rank] if is_computed else policy.version
+        self.held[rank] = policy.version
 
     def _going_on(self, rank: int) -> str:
         steps = self.policy.next_local_steps(rank)
@@ -115,7 +125,7 @@ def play(story: str) -> str:
             told.append(line)
         elif words[0] == "option":
             value = words[2]
-            options[words[1]] = value if words[1] == "weighting" else float(value) if "." in value else int(value)
+            options[words[1]] = yaml.safe_load(value)
             told.append(line)
         else:
             assert mode is not None, "a story begins with its mode"

@@ -13,7 +13,8 @@ from torch import nn
 
 from paramserver.common.errors import UsageError
 from paramserver.common.layout import Kind, as_bytes, new_body
-from paramserver.worker.transfer import DirectTransfer, ModelTensors, StagedTransfer, Transfer, make_transfer
+from paramserver.worker.staged import StagedTransfer, make_transfer
+from paramserver.worker.transfer import DirectTransfer, ModelTensors, Transfer
 
 TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
 
@@ -58,7 +59,7 @@ def write(transfer: Transfer, body: bytes, boundaries: list[int]) -> None:
     """Hand over `body` in pieces that end at the boundaries."""
     for start, end in zip([0, *boundaries], [*boundaries, len(body)], strict=True):
         transfer.write(start, memoryview(body)[start:end])
-    transfer.finish_write()
+    transfer.finish_write(len(body))
 
 
 # ---- out -------------------------------------------------------------------------------------------

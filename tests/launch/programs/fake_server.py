@@ -1,16 +1,25 @@
 """Stands in for ps-server: a real process with a real port that says what ps-server says.
 
-It ends when all workers have come and gone. FAKE_SERVER_<mode> or FAKE_SERVER makes it misbehave:
-`exit CODE` (before it listens), `die CODE` (once all workers are there), `linger` (never ends by
-itself), `stubborn` (also ignores SIGTERM).
+It ends when all workers have said goodbye; one that comes back after an accident is let go on at
+once. FAKE_SERVER_<mode> or FAKE_SERVER makes it misbehave:
+`exit CODE` (before it listens), `die CODE` and `kill` (by SIGKILL; once all workers are there),
+`linger` (never ends by itself), `stubborn` (also ignores SIGTERM). After the word `once` only the
+first process that starts in this directory does so.
+
+With checkpoint.dir it keeps a snapshot: who has said goodbye. It is taken as ps-server would take
+it: with resume `never` from the start, otherwise from what is there.
 """
 
 import json
 import os
+import selectors
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
+
+GOODBYE = b"!"
 
 
 def say(event: str, **fields: object) -> None:
@@ -35,10 +44,67 @@ def status(mode: str, step: int, num_workers: int, num_joined: int) -> None:
         workers=rows, waiting=waiting)  # fmt: skip
 
 
+def todo_of(text: str, marker: Path) -> tuple[str, str]:
+    """What to do and its code; nothing when it was to be done once and has been."""
+    words = text.split()
+    if words[:1] == ["once"]:
+        if marker.exists():
+            return "", ""
+        marker.touch()
+        del words[0]
+    return (*words, "", "")[:2]
+
+
+class Snapshot:
+    """How many workers have said goodbye, in a file if there is a place for it."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        folder = options.get("checkpoint.dir")
+        self.path = Path(folder) / "snapshot" if folder else None
+        self.num_goodbyes = 0
+        if self.path and self.path.exists() and options.get("checkpoint.resume") != "never":
+            self.num_goodbyes = int(self.path.read_text())
+            say("resumed", num_goodbyes=self.num_goodbyes)
+
+    def take(self) -> None:
+        if self.path:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text(str(self.num_goodbyes))
+            say("snapshot", num_goodbyes=self.num_goodbyes)
+
+
+def serve(listener: socket.socket, snapshot: Snapshot, num_workers: int, all_are_there) -> None:
+    """Let workers go on once all are there, and each later one at once, until all have said goodbye."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    waiting: list[socket.socket] = []
+    is_open = False
+    while snapshot.num_goodbyes < num_workers:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                waiting.append(listener.accept()[0])
+                selector.register(waiting[-1], selectors.EVENT_READ)
+                continue
+            data = key.fileobj.recv(4096)
+            if data == GOODBYE:
+                snapshot.num_goodbyes += 1
+                snapshot.take()
+            elif not data:
+                selector.unregister(key.fileobj)
+                if key.fileobj in waiting:
+                    waiting.remove(key.fileobj)
+        if not is_open and len(waiting) + snapshot.num_goodbyes >= num_workers:
+            is_open = True
+            all_are_there()
+        while is_open and waiting:
+            waiting.pop().sendall(b".")
+
+
 def main() -> int:
     options = settings()
     num_workers, mode = int(options["run.workers"]), options.get("run.mode", "sync")
-    todo, _, code = os.environ.get(f"FAKE_SERVER_{mode}", os.environ.get("FAKE_SERVER", "")).partition(" ")
+    text = os.environ.get(f"FAKE_SERVER_{mode}", os.environ.get("FAKE_SERVER", ""))
+    todo, code = todo_of(text, Path(f"server-{mode}.once"))
     if todo == "exit":
         say("refused", why="told to")
         return int(code)
@@ -57,13 +123,17 @@ def main() -> int:
     listener.listen()
     say("listening", address=f"{host}:{listener.getsockname()[1]}")
     status(mode, 0, num_workers, 0)
-    workers = [listener.accept()[0] for _ in range(num_workers)]
-    status(mode, 5, num_workers, num_workers)
-    if todo == "die":
-        return int(code)
-    for worker in workers:
-        while worker.recv(4096):
-            pass
+    snapshot = Snapshot(options)
+
+    def all_are_there() -> None:
+        status(mode, 5, num_workers, num_workers)
+        snapshot.take()
+        if todo == "die":
+            sys.exit(int(code))
+        if todo == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    serve(listener, snapshot, num_workers, all_are_there)
     while todo in ("linger", "stubborn"):
         signal.pause()
     rows = [{"rank": rank, "steps": 10, "samples": 320, "compute_s": 1.0} for rank in range(num_workers)]
@@ -71,4 +141,5 @@ def main() -> int:
     return 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

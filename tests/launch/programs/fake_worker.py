@@ -1,9 +1,11 @@
 """Stands in for ps-worker, and for a user's script (then RANK and PS_SERVER are its arguments).
 
-FAKE_WORKER_<rank> or FAKE_WORKER makes it misbehave, at once after it has connected:
-`exit CODE`, `crash` (uncaught exception), `hang` (drained by SIGTERM), `stubborn` (ignores
-SIGTERM), `family` (hangs, with a child process), `orphan CODE` (ends and leaves a child),
-`chatty` (prints for ever).
+It looks for a server that is gone, as ps-worker does. FAKE_WORKER_<rank> or FAKE_WORKER makes it
+misbehave once all workers have connected, so that every one of them has said what it says:
+`exit CODE`, `crash` (uncaught exception), `kill` (by SIGKILL), `hang` (drained by SIGTERM),
+`stubborn` (ignores SIGTERM), `family` (hangs, with a child process), `orphan CODE` (ends and leaves
+a child), `chatty` (prints for ever), `flood CODE` (waits for a file `flood`, prints 500 lines and
+ends). After the word `once` only the first process of the rank that starts in this directory does so.
 """
 
 import json
@@ -13,8 +15,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+from fake_server import GOODBYE, todo_of
 
 SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+GIVE_UP_S = 10.0
 
 
 def say(event: str, **fields: object) -> None:
@@ -29,10 +35,17 @@ def place() -> tuple[int, str]:
 
 
 def misbehave(todo: str, code: str) -> None:
-    if todo == "exit":
+    if todo == "flood":
+        while not Path("flood").exists():
+            time.sleep(0.01)
+        for number in range(500):
+            print(f"flood {number}")
+    if todo in ("exit", "flood"):
         sys.exit(int(code))
     if todo == "crash":
         raise RuntimeError("a mistake in the user's task")
+    if todo == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if todo in ("family", "orphan"):
         child = subprocess.Popen([sys.executable, "-S", "-c", SLEEPER])
         say("has_child", pid=child.pid)
@@ -46,21 +59,35 @@ def misbehave(todo: str, code: str) -> None:
             signal.pause()
 
 
+def join(server: str) -> socket.socket:
+    """A connection on which the server has said that all are there."""
+    host, _, port = server.rpartition(":")
+    end = time.monotonic() + GIVE_UP_S
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)))
+            if connection.recv(1):
+                return connection
+        except OSError:
+            if time.monotonic() > end:
+                sys.exit(15)
+            time.sleep(0.01)
+
+
 def main() -> None:
     rank, server = place()
-    todo, _, code = os.environ.get(f"FAKE_WORKER_{rank}", os.environ.get("FAKE_WORKER", "")).partition(" ")
+    text = os.environ.get(f"FAKE_WORKER_{rank}", os.environ.get("FAKE_WORKER", ""))
+    todo, code = todo_of(text, Path(f"worker-{rank}.once"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN if todo == "stubborn" else lambda *_: sys.exit(143))
-    print(f"hello from {rank}, arguments {sys.argv[1:]}")
-    connection = None
-    if server != "none":
-        host, _, port = server.rpartition(":")
-        connection = socket.create_connection((host, int(port)))
+    print(f"hello from {rank}, arguments {sys.argv[1:]}", flush=True)
     say("joined", rank=rank, pid=os.getpid(), group=os.getpgrp(), threads=os.environ.get("OMP_NUM_THREADS"))
+    connection = join(server) if server != "none" else None
     misbehave(todo, code)
     if connection is None:
         rows = [{"rank": 0, "steps": 10, "samples": 640}]
         say("summary", mode="sync", updates=10, wall_s=2.5, final={"loss": 0.25}, workers=rows)
     else:
+        connection.sendall(GOODBYE)
         connection.close()
 
 

@@ -2,8 +2,10 @@
 
 Run with SGD at lr 1 the weights end at minus the number of times each contribution was applied.
 argv: STEPS [WAIT_FILE STEP]: at local step STEP wait until WAIT_FILE exists.
+With PADDING there is a second parameter of so many elements, which count the steps applied.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,8 @@ def main() -> None:
     gate, gate_step = (Path(sys.argv[2]), int(sys.argv[3])) if len(sys.argv) > 3 else (None, -1)
     model = torch.nn.Module()
     model.seen = torch.nn.Parameter(torch.zeros(MAX_WORKERS * steps))
+    if padding := int(os.environ.get("PADDING", "0")):
+        model.padding = torch.nn.Parameter(torch.zeros(padding))
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
         while not session.is_done:
@@ -30,6 +34,8 @@ def main() -> None:
                     time.sleep(0.005)
             model.seen.grad = torch.zeros_like(model.seen)
             model.seen.grad[session.rank * steps + step] = 1.0
+            if padding:
+                model.padding.grad = torch.ones_like(model.padding)
             session.record(num_samples=1, loss=float(step))
             optimizer.step()
         session.finish()

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import OutputError
-from .machine import machine, versions
+from .machine import machine, name, versions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+RESULTS = Path(__file__).parent / "results"
 FIGURE_DIGITS = 4  # significant ones, in the JSON file
 
 
@@ -28,6 +29,20 @@ class Report:
     config: dict[str, Any]
     results: dict[str, Any]
     table: RenderableType
+
+    @property
+    def is_sweep(self) -> bool:
+        return bool(self.config.get("sweep"))
+
+    @property
+    def kept_name(self) -> str:
+        return f"{self.what}-sweep" if self.is_sweep else self.what
+
+    @property
+    def title(self) -> str:
+        """When and on what, in one line."""
+        found = machine()
+        return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {name()}, {found['model']}"
 
     def write(self, path: str) -> None:
         """As JSON; OutputError when the path cannot be written."""
@@ -45,6 +60,13 @@ class Report:
             raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
 
 
+def kept_path(what: str, suffix: str, folder: Path = RESULTS) -> Path:
+    """Where a result is kept: date, what, cores and clock, and a number from the second of a day on."""
+    stem = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{what}-{name()}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(path for one in names if not (path := folder / f"{one}{suffix}").exists())
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
@@ -58,6 +80,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
     if isinstance(value, float):
         return float(f"{value:.{FIGURE_DIGITS}g}")
     return value

@@ -1,0 +1,117 @@
+"""What the commands of ps-bench share: their options, the checks of them, and what becomes of a report."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
+
+MbOption = Annotated[int, typer.Option("--mb", min=1, help="Size of the model, float32, MB.", rich_help_panel=_SIZE)]
+ModeOption = Annotated[str, typer.Option("--mode", help="sync, async, ssp or localsgd", rich_help_panel=_RUN)]
+OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, ...", rich_help_panel=_RUN)]
+LaneOption = Annotated[
+    str, typer.Option("--lane", help="tcp, shared (memory, same host) or both", rich_help_panel=_RUN)
+]
+PeersOption = Annotated[
+    str | None,
+    typer.Option("--peers", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.", rich_help_panel=_RUN),
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write figures, machine and versions too.", rich_help_panel=_OUTPUT),
+]
+KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmarks/results.", rich_help_panel=_OUTPUT)]
+
+
+def check_lane(lane: str) -> None:
+    """UsageError for one that does not exist."""
+    from .ours import LANES
+
+    if lane not in LANES:
+        raise UsageError(f"unknown lane '{lane}'", fix=did_you_mean(lane, LANES))
+
+
+def check_peers(text: str | None) -> list[str]:
+    """Names of the peers' files. UsageError with the nearest name for an unknown one."""
+    from .peers.base import split_names
+
+    return split_names(text)
+
+
+def check_range(min_kb: int, max_mb: int) -> None:
+    """UsageError for a sweep without sizes."""
+    if min_kb > max_mb * 1000:
+        raise UsageError(f"--min-kb {min_kb} is above --max-mb {max_mb}", fix=f"--min-kb is at most {max_mb * 1000}")
+
+
+def numbers(text: str, flag: str, most: int) -> list[int]:
+    """`1,4,16`. UsageError for what is no number from 1 to `most`."""
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdigit() or not 1 <= int(part) <= most:
+            raise UsageError(f"{flag}: '{part}' is no whole number from 1 to {most:,}", fix=f"e.g. {flag} 1,4")
+        found.append(int(part))
+    return found
+
+
+def checked(mode: str, optimizer: str, json_path: str | None, keep: bool) -> tuple[str, str]:
+    """Mode and optimizer by their own names, before anything starts. Raises UsageError and OutputError."""
+    from ..common.cli import before_torch
+    from ..common.registry import canonical_mode
+
+    mode = canonical_mode(mode)
+    prepare(json_path, keep)
+    before_torch()
+    from ..common.optimizers import find_optimizer
+
+    return mode, find_optimizer(optimizer).__name__.lower()
+
+
+def check_task(name: str) -> str:
+    """A built-in task or FILE.py:NAME, as the configuration takes it. UsageError otherwise."""
+    from ..common.registry import TASKS
+
+    return name if ".py:" in name else TASKS.check(name)
+
+
+def prepare(json_path: str | None, keep: bool) -> None:
+    """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
+    from ..common.output import check_writable
+    from .server_process import clean_environment
+
+    if json_path is not None:
+        check_writable(json_path)
+    if keep:
+        from .report import kept_path
+
+        check_writable(str(kept_path("probe", ".json")))
+    for name in os.environ.keys() - clean_environment().keys():
+        del os.environ[name]
+
+
+def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
+    """The table for people; the figures and the picture where they were asked for."""
+    from ..common.report import report_console
+    from .plot import can_plot, plot_sweep
+    from .report import kept_path
+
+    console = report_console()
+    console.print(report.table)
+    if json_path is not None:
+        report.write(json_path)
+    if plot is not None:
+        plot_sweep(report, plot)
+    if keep:
+        path = kept_path(report.kept_name, ".json")
+        report.write(str(path))
+        if report.is_sweep and can_plot():
+            plot_sweep(report, str(path.with_suffix(".png")))
+        console.print(f"kept as {path.name}", style="dim")

@@ -1,0 +1,124 @@
+"""Our exchange as a contestant: one worker of the real server, by lane and by where its gradients lie.
+
+    begun ---- encode ---- sent ---- held, reply ---- answered ---- down ---- done
+      `------------------ up ----------------'
+
+`encode` is the gathering of the gradients, and what a codec or the shared memory makes of them.
+
+`held` is the server's own figure (Answer.held_s): from the last byte of the contribution until the
+answer is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
+directly: from the answer's header until the last byte has been written into the parameters. What is
+left between begun and answered is the upload and the making of the reply, which only a second run
+tells apart, in turns with the first: async with `policy.pull_every` so large that no answer carries
+weights, hence no reply is made, and
+
+    up = answered - begun - held
+
+is the time from `optimizer.step()`, encoding included, until the server has all of it (and has decoded it),
+plus one small message back (about 0.1 ms). `reply` is what the first run needs beyond that, turn by
+turn: small beside the other two, so on a noisy machine trust it least.
+
+In the shared-memory lane gradients are either renewed before every step, as by a backward that made
+new tensors (the cost of that is included: "shared"), or left where the lane has put them, as by a
+backward that accumulates into what is there ("shared, in place").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .server_process import running_server
+from .turns import Measured, Samples
+from .worker_run import JoinedWorker, joined_worker
+
+_NEVER = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How tensors travel, and whether each step's gradients are new ones."""
+
+    name: str
+    shared_memory: bool
+    renews: bool
+
+
+VARIANTS = {
+    "tcp": (Variant("tcp", shared_memory=False, renews=False),),
+    "shared": (
+        Variant("shared", shared_memory=True, renews=True),
+        Variant("shared, in place", shared_memory=True, renews=False),
+    ),
+}
+LANES = (*VARIANTS, "both")
+
+
+def variants_of(lane: str) -> tuple[Variant, ...]:
+    """Those of `tcp` or `shared`, or of both."""
+    return sum(VARIANTS.values(), ()) if lane == "both" else VARIANTS[lane]
+
+
+@dataclass
+class Facts:
+    """What is not a time: sizes in bytes, and whether tensors went through shared memory."""
+
+    body_bytes: int = 0
+    sent_bytes: int = 0
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class OurExchange:
+    """What is run; `facts` are filled in when it has been."""
+
+    variant: Variant
+    mode: str
+    optimizer: str
+    codec: str
+    num_floats: int
+    num_steps: int
+    facts: Facts = field(default_factory=Facts)
+
+    @contextmanager
+    def opened(self) -> Iterator[Measured]:
+        """Parts exchange, encode, up, held, down, and up_reply: both of them in the first run."""
+        steps = str(self.num_steps + 1)
+        size = (self.num_floats, self.optimizer, self.codec, self.variant.shared_memory)
+        first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--local-steps", "1")
+        second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
+        with (
+            running_server(*first_flags) as both_ways,
+            running_server(*second_flags) as one_way,
+            joined_worker(both_ways.address, 0, *size) as first,
+            joined_worker(one_way.address, 0, *size) as second,
+        ):
+            self.facts.body_bytes, self.facts.sent_bytes = first.body_bytes, first.sent_bytes
+            self.facts.is_shared = first.is_shared
+
+            def measured(count: int) -> Samples:
+                found: Samples = {}
+                for _ in range(count):
+                    whole, upload = self._exchange(first), self._exchange(second)
+                    for part, seconds in (whole | {"up": upload["up"], "up_reply": whole["up"]}).items():
+                        found.setdefault(part, []).append(seconds)
+                return found
+
+            yield measured
+
+    def _exchange(self, worker: JoinedWorker) -> dict[str, float]:
+        began = time.perf_counter()
+        if self.variant.renews:
+            worker.renew_gradients()
+        worker.optimizer.step()
+        total_s = time.perf_counter() - began
+        at = worker.moments
+        return {
+            "exchange": total_s,
+            "encode": at.sent - at.begun,
+            "up": at.answered - at.begun - at.held_s,
+            "held": at.held_s,
+            "down": at.done - at.answered,
+        }

@@ -1,0 +1,8 @@
+"""What ours is compared with, one file each; found by their names, as modes and codecs are.
+
+A peer says what it measures by having the method: `exchange`, `latency`, `round`, `xor` (base.py).
+"""
+
+from ...common.registry import Family
+
+PEERS = Family("paramserver.benchmarks.peers", "peer", frozenset({"base", "run"}))

@@ -1,0 +1,19 @@
+"""The peers of one measurement, running for as long as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from .base import choose
+
+
+@contextmanager
+def chosen_running(names: Sequence[str], what: str) -> Iterator[tuple[list[Any], list[str]]]:
+    """Those of `names` that take part in `what`, and a line for each that does not."""
+    peers, lines = choose(names, what)
+    with ExitStack() as stack:
+        for peer in peers:
+            stack.enter_context(peer.running())
+        yield peers, lines

@@ -1,0 +1,116 @@
+"""A synchronous round of several workers: all contribute, the server steps, all have the new weights.
+
+Every worker is a process. All wait at a barrier, then each times one `optimizer.step()`; a round has
+taken what its slowest worker took. Peers do the same without a server: all-reduce and each worker's
+own optimizer (peers/gloo.py), DistributedDataParallel (peers/ddp.py). Contestants take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import RenderableType
+
+from .ours import Variant, variants_of
+from .peers.run import chosen_running
+from .report import Report, median
+from .server_process import running_server
+from .tables import figures, page
+from .team import slowest, team
+from .turns import Contestant, Measured, Samples, measure, timed
+from .worker_run import joined_worker
+
+_NUM_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    mb: int
+    workers: int
+    runs: int
+    mode: str
+    optimizer: str
+    lane: str
+
+    @property
+    def num_floats(self) -> int:
+        return self.mb * 1_000_000 // 4
+
+
+def measure_round(options: RoundOptions, peer_names: Sequence[str] = ()) -> Report:
+    """Ours in each lane, and those peers that are installed."""
+    variants = variants_of(options.lane)
+    with chosen_running(peer_names, "round") as (peers, lines):
+        contestants: dict[str, Callable[[], Contestant]] = {
+            variant.name: partial(_our_round, options, variant) for variant in variants
+        }
+        contestants |= {peer.name: partial(peer.round, options.num_floats, options.workers) for peer in peers}
+        found = measure(contestants, num_turns=options.runs, warmup=_NUM_WARMUP)
+    ours = {variant.name: _figures(found[variant.name], options) for variant in variants}
+    theirs = {peer.name: _figures(found[peer.name], options) for peer in peers}
+    results = {
+        "ours": ours,
+        "peers": theirs,
+        "ratios": {
+            name: {peer: theirs[peer]["round_ms"] / figure["round_ms"] for peer in theirs}
+            for name, figure in ours.items()
+        },
+    }
+    config = {**vars(options), "warmup": _NUM_WARMUP, "peers": list(theirs)}
+    return Report("round", config, results, _table(options, results, lines))
+
+
+@contextmanager
+def _our_round(options: RoundOptions, variant: Variant) -> Iterator[Measured]:
+    """A server and its workers."""
+    steps = str(_NUM_WARMUP + options.runs + 1)
+    flags = ("--mode", options.mode, "--workers", str(options.workers), "--steps", steps, "--local-steps", "1")
+    with (
+        running_server(*flags) as server,
+        team(options.workers, worker_life, server.address, options, variant) as workers,
+    ):
+        yield lambda count: slowest(workers.turns(count))
+
+
+@contextmanager
+def worker_life(rank: int, address: str, options: RoundOptions, variant: Variant) -> Iterator[Measured]:
+    """One worker: part round is its step, with new gradients where the variant has them."""
+    size = (options.num_floats, options.optimizer, "raw", variant.shared_memory)
+    with joined_worker(address, rank, *size) as worker:
+
+        def step() -> None:
+            if variant.renews:
+                worker.renew_gradients()
+            worker.optimizer.step()
+
+        yield timed("round", step)
+
+
+def _figures(samples: Samples, options: RoundOptions) -> dict[str, float]:
+    """Of the slowest worker of every round; the rate counts what all workers send and receive."""
+    times = samples["round"]
+    moved_gb = 2 * options.workers * options.num_floats * 4 / 1e9
+    return {
+        "round_ms": median(times) * 1e3,
+        "round_best_ms": min(times) * 1e3,
+        "gb_s": moved_gb / median(times),
+    }
+
+
+def _table(options: RoundOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:
+    peers = list(results["peers"])
+    rows = []
+    for name, one in (results["ours"] | results["peers"]).items():
+        ratios = results["ratios"].get(name, {})
+        shown = [f"{one['round_ms']:,.1f} ms", f"{one['round_best_ms']:,.1f} ms"]
+        rows.append([name, *shown, *(f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)])
+    columns = ["", "median", "best", *(f"rate / {peer}" for peer in peers)]
+    title = (
+        f"A round of {options.workers} workers, {options.mb:,} MB float32, {options.mode}, {options.optimizer}; "
+        f"{options.runs} runs, the slowest worker of each"
+    )
+    return page(title, figures(columns, rows, bold=range(len(results["ours"]))), notes=lines)

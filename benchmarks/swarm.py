@@ -1,0 +1,174 @@
+"""Many workers played by one process: real conversations on asyncio streams, and as little else as can be.
+
+Each rank has a connection and a rank of its own and says what a worker says: Join, Model, InitialWeights
+when asked, contributions with real bodies, Leave. It computes nothing between them: bodies are made
+once, answers are read for what the next contribution needs, weights are left where they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..common.errors import ParamServerError
+from ..common.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
+from ..common.protocol import SERVICE
+from ..common.wire import MAX_MESSAGE_BYTES, parse
+from ..worker import messages
+from ..worker.session import Progress
+from ..worker.transfer import ModelTensors
+from .machine import cpu_seconds
+from .model import synthetic_model
+from .turns import Measured, Samples
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each worker, as in real ones
+)
+_WARMUP_S = 0.5
+_JOIN_S = 60.0
+_LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class SwarmOptions:
+    """`ranks` of the run at `address` that this process plays, for `seconds`."""
+
+    address: str
+    server_pid: int
+    floats: int
+    optimizer: str
+    seconds: float
+
+
+class Bodies:
+    """What all ranks send, made once. All zero: finite, and a step of arithmetic as any other."""
+
+    def __init__(self, floats: int, optimizer: str) -> None:
+        module = synthetic_model(floats)
+        model = ModelTensors(module)
+        cls: Any = find_optimizer(optimizer)
+        self.spec: OptimizerSpec = describe_optimizer(cls(module.parameters(), lr=_LEARNING_RATE), model.names)
+        self.layout = model.layout
+        self.weights = [memoryview(bytes(self.layout.total_bytes))]
+        self.gradient = [memoryview(bytes(self.layout.exchange_bytes))]
+
+
+class Player:
+    """One rank on its stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, rank: int, bodies: Bodies) -> None:
+        self.num_exchanges = 0
+        self._call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")()
+        self._progress = Progress(rank=rank)
+        self._bodies = bodies
+
+    async def join(self) -> None:
+        """Until the first weights are there."""
+        await self._send(messages.join_frames(self._progress, "swarm", os.getpid(), "cpu"))
+        welcome = (await self._receive("welcome")).header
+        self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
+        await self._send(messages.model_frames(self._bodies.layout, self._bodies.spec, None))
+        received = await self._receive("answer", "send_weights")
+        if received.kind == "send_weights":
+            await self._send(messages.initial_weights_frames(self._bodies.weights))
+            received = await self._receive("answer")
+        await self._take(received)
+
+    async def exchange_until(self, is_over: Callable[[], bool]) -> None:
+        facts = messages.Facts(1, loss=0.0, compute_s=0.0, transfer_s=0.0, hyperparameters=[])
+        while not is_over() and not self._progress.is_done:
+            await self._send(messages.contribution_frames(self._progress, self._bodies.gradient, "raw", facts))
+            await self._take(await self._receive("answer"))
+            self.num_exchanges += 1
+
+    async def leave(self) -> None:
+        await self._send(messages.leave_frames({}))
+        await self._call.done_writing()
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
+    async def _take(self, received: Any) -> None:
+        """An answer, and the weights after it: read, and left where they are."""
+        answer, left = received.header, received.header.body_bytes - len(received.data)
+        while left > 0:
+            left -= len((await self._receive(None)).data)
+        self._progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
+
+    async def _send(self, frames: Any) -> None:
+        for frame in frames:
+            await self._call.write(frame)
+
+    async def _receive(self, *kinds: str | None) -> Any:
+        while True:
+            raw = await self._call.read()
+            if raw is grpc.aio.EOF:
+                raise ParamServerError(f"the server ended a stream: {await self._call.details()}")
+            received = parse(messages.pb.ServerMessage, raw)
+            if received.kind in kinds:
+                return received
+            if received.kind != "waiting":
+                raise ParamServerError(f"the server sent {received.kind}, expected {kinds}")
+
+
+@contextmanager
+def swarm_life(index: int, num_processes: int, num_workers: int, options: SwarmOptions) -> Iterator[Measured]:
+    """This process's share of the ranks; part `rate` exchanges/s, and CPU shares, where others have seconds.
+
+    Parts: rate, busy (this process's CPU time through the time), server (the server's).
+    """
+    ranks = range(index, num_workers, num_processes)
+    bodies = Bodies(options.floats, options.optimizer)
+    loop = asyncio.new_event_loop()
+    try:
+        yield lambda count: loop.run_until_complete(_play(list(ranks), bodies, options))
+    finally:
+        loop.close()
+
+
+async def _play(ranks: list[int], bodies: Bodies, options: SwarmOptions) -> Samples:
+    channels = [grpc.aio.insecure_channel(options.address, options=_OPTIONS) for _ in ranks]
+    players = [Player(channel, rank, bodies) for channel, rank in zip(channels, ranks, strict=True)]
+    try:
+        await asyncio.wait_for(_all([player.join() for player in players]), _JOIN_S)
+        is_over = False
+        exchanging = asyncio.ensure_future(_all([player.exchange_until(lambda: is_over) for player in players]))
+        await _unless_ended(exchanging, _WARMUP_S)
+        before = _counts(players, options)
+        await _unless_ended(exchanging, options.seconds)
+        after = _counts(players, options)
+        is_over = True
+        await exchanging
+        await _all([player.leave() for player in players])
+    finally:
+        for channel in channels:
+            await channel.close()
+    elapsed_s, *counted = (b - a for a, b in zip(before, after, strict=True))
+    return {part: [value / elapsed_s] for part, value in zip(("rate", "busy", "server"), counted, strict=True)}
+
+
+async def _all(jobs: list[Awaitable[None]]) -> None:
+    await asyncio.gather(*jobs)
+
+
+async def _unless_ended(job: asyncio.Future[None], seconds: float) -> None:
+    """Sleep; raise at once what ends the exchanges."""
+    await asyncio.wait([job], timeout=seconds)
+    if job.done():
+        job.result()
+        raise ParamServerError("the run ended before it was measured")
+
+
+def _counts(players: list[Player], options: SwarmOptions) -> tuple[float, float, float, float]:
+    """Time, exchanges, this process's CPU seconds and the server's."""
+    exchanges = sum(player.num_exchanges for player in players)
+    return time.perf_counter(), float(exchanges), time.process_time(), cpu_seconds(options.server_pid)

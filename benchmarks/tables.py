@@ -1,0 +1,30 @@
+"""Tables of figures for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def figures(columns: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[int] = ()) -> Table:
+    """The first column names a row, the others are right-aligned; `bold` are the indices of rows that matter."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    matter = set(bold)
+    for index, row in enumerate(rows):
+        table.add_row(*row, style="bold" if index in matter else None)
+    return table
+
+
+def page(title: str, *parts: RenderableType, notes: Sequence[str] = ()) -> Group:
+    """A title, tables, and lines about what is not in them."""
+    return Group(Text(title, style="bold"), *parts, *(Text(note, style="dim") for note in notes))
+
+
+def number(value: float | None, form: str = "{:,.1f}", unit: str = "") -> str:
+    """Empty where there is no figure."""
+    return "" if value is None else form.format(value) + (f" {unit}" if unit else "")

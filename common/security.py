@@ -1,0 +1,243 @@
+"""Credentials: certificates and keys from PEM files, the token from a file or the environment.
+
+What each side does with them is in `ps/security.py` and `worker/security.py`; what they mean:
+
+* A server with `security.cert` and `security.key` speaks TLS 1.2 or 1.3, a worker with `security.ca` too.
+  With `security.mutual` the server also asks for the worker's certificate, signed by `security.ca`.
+* The common name of a worker's certificate says who may use it: `rank-3` is rank 3 and nobody else,
+  `worker` is any rank. Other names may read (Pull, Status), not join.
+* The token is one for the whole run. It is never a flag and never a setting, so that it is in no process
+  list, no log and no `--print-config`: `security.token_file`, or PS_TOKEN in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import SecurityConfig
+from .errors import AuthError, UsageError
+from .log import get_logger
+
+# cryptography is imported where certificates are read: most runs have none.
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = get_logger()
+
+TOKEN_VARIABLE = "PS_TOKEN"
+# All metadata of a call must fit into 8 KiB.
+_MAX_TOKEN = 4096
+ANY_RANK = "worker"  # the common name that may join as any rank
+RANK_PREFIX = "rank-"
+
+
+# ---- addresses --------------------------------------------------------------------------------
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT -> (host, port); [v6]:PORT too. UsageError otherwise."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UsageError(f"'{address}' is not HOST:PORT", fix="e.g. 127.0.0.1:50051, or [::1]:50051")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine can reach it. A name other than localhost may be anybody's."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ---- the token ----------------------------------------------------------------------------------
+
+
+def read_token(config: SecurityConfig, environ: Mapping[str, str]) -> str | None:
+    """The run's token, None when there is none. AuthError for one that cannot be used.
+
+    An empty PS_TOKEN is none, an empty file is a mistake. Both at once must agree: nobody should have
+    to know which of them wins.
+    """
+    from_environment = environ.get(TOKEN_VARIABLE) or None
+    if from_environment is not None:
+        from_environment = _checked(from_environment, TOKEN_VARIABLE)
+    if config.token_file is None:
+        return from_environment
+    text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
+    from_file = _checked(text, config.token_file)
+    if from_environment is not None and not hmac.compare_digest(from_environment, from_file):
+        raise AuthError(
+            f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens",
+            fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file",
+        )
+    return from_file
+
+
+def _checked(text: str, source: str) -> str:
+    """Without the space around it; the message never shows what was read."""
+    token = text.strip()
+    if not token:
+        raise AuthError(f"{source} holds no token: it is empty", fix="ps-certs init makes a token")
+    if len(token) > _MAX_TOKEN:
+        raise AuthError(f"{source}: the token has {len(token)} characters, {_MAX_TOKEN} are possible")
+    if not all("!" <= character <= "~" for character in token):
+        raise AuthError(
+            f"{source}: the token holds a space, a line break or a character that is not ASCII",
+            fix="ps-certs init makes a token",
+        )
+    return token
+
+
+def authorization(token: str) -> tuple[str, str]:
+    """The metadata of a call that shows the token."""
+    return "authorization", f"Bearer {token}"
+
+
+def shows_token(value: str | bytes, token: str) -> bool:
+    """Whether this `authorization` is right; takes as long for a near miss as for any other."""
+    given = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
+    scheme, _, rest = given.partition(b" ")
+    return hmac.compare_digest(rest, token.encode()) and scheme.lower() == b"bearer"
+
+
+# ---- certificates -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pem:
+    """What the files hold; None for a file that is not set. Shown nowhere."""
+
+    ca: bytes | None = field(default=None, repr=False)
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a person needs to know of one certificate."""
+
+    name: str  # common name, "" without one
+    issuer: str
+    names: tuple[str, ...]  # host names and addresses it is for
+    not_before: datetime
+    not_after: datetime
+
+    def problem(self, now: datetime) -> str | None:
+        """`expired on 2027-01-01 00:00 UTC`, `is valid only from ...`, or None."""
+        if now > self.not_after:
+            return f"expired on {utc_text(self.not_after)}"
+        if now < self.not_before:
+            return f"is valid only from {utc_text(self.not_before)}, and this machine's clock says {utc_text(now)}"
+        return None
+
+
+def utc_text(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M} UTC"
+
+
+def facts_of(pem_or_der: bytes) -> Facts:
+    """Of the first certificate. ValueError when there is none."""
+    from cryptography import x509
+
+    if pem_or_der.lstrip().startswith(b"-----"):
+        certificate = x509.load_pem_x509_certificates(pem_or_der)[0]
+    else:
+        certificate = x509.load_der_x509_certificate(pem_or_der)
+    return Facts(
+        name=_common_name(certificate.subject),
+        issuer=_common_name(certificate.issuer) or certificate.issuer.rfc4514_string(),
+        names=tuple(_host_names(certificate)),
+        not_before=certificate.not_valid_before_utc,
+        not_after=certificate.not_valid_after_utc,
+    )
+
+
+def _common_name(name: x509.Name) -> str:
+    from cryptography.x509.oid import NameOID
+
+    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+def _host_names(certificate: x509.Certificate) -> Iterator[str]:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return
+    yield from names.get_values_for_type(x509.DNSName)
+    yield from (str(address) for address in names.get_values_for_type(x509.IPAddress))
+
+
+def read_pem(config: SecurityConfig) -> Pem:
+    """Read and check the files: AuthError for one that is missing, no PEM, out of date, or not its key's."""
+    pem = Pem(
+        ca=_read(config.ca, "security.ca") if config.ca is not None else None,
+        cert=_read(config.cert, "security.cert") if config.cert is not None else None,
+        key=_read(config.key, "security.key") if config.key is not None else None,
+    )
+    if config.ca is not None and pem.ca is not None:
+        _check_certificate(config.ca, pem.ca, is_bundle=pem.ca.count(b"BEGIN CERTIFICATE") > 1)
+    if config.cert is not None and config.key is not None and pem.cert is not None and pem.key is not None:
+        _check_certificate(config.cert, pem.cert)
+        _check_key(config.key, pem.key, config.cert, pem.cert)
+    return pem
+
+
+def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:
+    try:
+        facts = facts_of(data)
+    except ValueError:
+        raise AuthError(f"{path} holds no certificate in PEM form", fix="ps-certs init makes certificates") from None
+    problem = facts.problem(datetime.now(UTC))
+    if problem is not None and not is_bundle:
+        raise AuthError(
+            f"the certificate {path} ('{facts.name}') {problem}",
+            fix="set the clock, or make new ones with the same CA: ps-certs init DIR --renew",
+        )
+
+
+def _check_key(path: str, data: bytes, cert_path: str, cert: bytes) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(data, password=None)
+    except TypeError:
+        raise AuthError(
+            f"the key {path} is encrypted", fix=f"openssl pkey -in {path} -out plain.key; chmod 600 plain.key"
+        ) from None
+    except Exception:  # cryptography raises several kinds, UnsupportedAlgorithm is no ValueError
+        raise AuthError(f"{path} holds no private key in PEM form", fix="ps-certs init makes keys") from None
+    if key.public_key() != x509.load_pem_x509_certificates(cert)[0].public_key():
+        raise AuthError(f"the key {path} is not the one of the certificate {cert_path}", fix="give the two of one name")
+
+
+def _read(path: str, setting: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise AuthError(
+            f"{setting}: cannot read {path}: {error.strerror}", fix="ps-certs init makes certificates and a token"
+        ) from None
+
+
+def warn_of_readable_secrets(config: SecurityConfig) -> None:
+    """Once at a program's start: a key or a token that every user of the machine can read."""
+    for path in (config.key, config.token_file):
+        with contextlib.suppress(OSError):
+            if path is not None and os.stat(path).st_mode & stat.S_IROTH:
+                log.warning("secret_readable", path=path, by="every user of this machine", fix=f"chmod 600 {path}")

@@ -1,0 +1,175 @@
+"""A small certificate authority for a lab: one CA, a server certificate, certificates for workers.
+
+EC P-256 keys. Files: ca.crt, ca.key, server.crt, server.key, rank-N.crt, rank-N.key or worker.crt,
+worker.key, token. Nothing here writes them; `certs.py` does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ..common.errors import AuthError, UsageError
+
+CA_DAYS = 3650
+# Clocks of a lab differ a little.
+_CLOCK_SKEW = timedelta(minutes=10)
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(\*\.)?({_LABEL}\.)*{_LABEL}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A certificate and its key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        return self.key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+
+@dataclass(frozen=True)
+class Validity:
+    """From when until when."""
+
+    not_before: datetime
+    not_after: datetime
+
+    @classmethod
+    def days(cls, days: int) -> Validity:
+        """From now on."""
+        now = datetime.now(UTC)
+        return cls(now - _CLOCK_SKEW, now + timedelta(days=days))
+
+    def within(self, certificate: x509.Certificate) -> Validity:
+        """Not longer than the CA's."""
+        return Validity(self.not_before, min(self.not_after, certificate.not_valid_after_utc))
+
+
+def host_name(text: str) -> x509.GeneralName:
+    """A host name or an address, as a certificate names it. UsageError for anything else."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        pass
+    if not _HOST_NAME.fullmatch(text) or len(text) > 253 or text.replace(".", "").isdigit():
+        raise UsageError(
+            f"--host {text}: neither a host name nor an address", fix="e.g. --host gpu-box or --host 10.0.0.5; no port"
+        )
+    return x509.DNSName(text)
+
+
+def make_ca(name: str, validity: Validity) -> Identity:
+    """A CA that signs certificates of hosts and workers, and no other CA."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = (
+        _builder(subject, subject, key, validity)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    return Identity(builder.sign(key, hashes.SHA256()), key)
+
+
+def make_server(ca: Identity, hosts: list[str], validity: Validity) -> Identity:
+    """A certificate for a server that is reached by these names and addresses."""
+    names = x509.SubjectAlternativeName([host_name(host) for host in hosts])
+    return _issue(ca, "ps-server", ExtendedKeyUsageOID.SERVER_AUTH, validity, names)
+
+
+def make_worker(ca: Identity, name: str, validity: Validity) -> Identity:
+    """A certificate for `rank-N`, or `worker` for any rank. Of no use to a server."""
+    return _issue(ca, name, ExtendedKeyUsageOID.CLIENT_AUTH, validity, None)
+
+
+def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
+    """AuthError when these are no CA of ours, or it has expired."""
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError):
+        raise AuthError("ca.crt and ca.key hold no CA", fix="--force makes a new one, and everything with it") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise AuthError("ca.key is not the key of ca.crt", fix="--force makes a new CA, and everything with it")
+    if certificate.not_valid_after_utc < datetime.now(UTC):
+        raise AuthError(
+            f"the CA expired on {certificate.not_valid_after_utc:%Y-%m-%d}",
+            fix="--force makes a new one, and everything with it",
+        )
+    return Identity(certificate, key)
+
+
+def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
+    """Whether the first certificate of one file was signed by that of the other."""
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
+    except Exception:  # cryptography raises several kinds, all meaning no
+        return False
+    return True
+
+
+def _issue(
+    ca: Identity,
+    name: str,
+    usage: x509.ObjectIdentifier,
+    validity: Validity,
+    names: x509.SubjectAlternativeName | None,
+) -> Identity:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    issuer_key = ca.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    builder = (
+        _builder(subject, ca.certificate.subject, key, validity.within(ca.certificate))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)
+    )
+    if names is not None:
+        builder = builder.add_extension(names, critical=False)
+    return Identity(builder.sign(ca.key, hashes.SHA256()), key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, validity: Validity
+) -> x509.CertificateBuilder:
+    return x509.CertificateBuilder(
+        issuer_name=issuer,
+        subject_name=subject,
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=validity.not_before,
+        not_valid_after=validity.not_after,
+    )
+
+
+def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,1 @@
+"""ps-launch chaos: a real job under random faults, and the proof that nothing was lost or applied twice."""

@@ -1,0 +1,143 @@
+"""How each fault of a plan is injected into a running job, and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Protocol
+
+from ..plan import SERVER, Child
+from .plan import Fault
+from .processes import Handle, job_processes
+from .proxy import DOWN, UP, Network
+
+_MOST_CUT_BYTES = 1 << 16
+_DROP_SHARE = 0.02  # of the packets
+
+
+class Say(Protocol):
+    def __call__(self, what: str) -> None:
+        """Tell the user."""
+
+
+class Injector:
+    """Injects faults into the job of one launcher. `close` takes back what lasts."""
+
+    def __init__(self, launcher: int, network: Network, seed: int, say: Say) -> None:
+        self.killed: list[Child] = []
+        self._launcher = launcher
+        self._network = network
+        self._chance = random.Random(seed)
+        self._say = say
+        self._lasting: dict[asyncio.Task[None], Callable[[], None]] = {}
+
+    def inject(self, fault: Fault) -> None:
+        """Begin a fault; what it does for a while ends by itself."""
+        done = getattr(self, f"_{fault.kind}")(fault)
+        self._say(f"{fault}" + (f": {done}" if done else ""))
+
+    def close(self) -> None:
+        """Take back everything that lasts."""
+        for task, undo in list(self._lasting.items()):
+            task.cancel()
+            undo()
+        self._lasting.clear()
+
+    def _for_a_while(self, seconds: float, undo: Callable[[], None]) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            self._lasting.pop(task)()
+
+        task = asyncio.ensure_future(wait())
+        self._lasting[task] = undo
+
+    # ---- processes -------------------------------------------------------------------------
+
+    def _kill_worker(self, fault: Fault) -> str:
+        return self._kill(Child("worker", fault.rank or 0))
+
+    def _kill_server(self, fault: Fault) -> str:
+        return self._kill(SERVER)
+
+    def _kill(self, child: Child) -> str:
+        process = job_processes(self._launcher).get(child)
+        if process is None:
+            return "it is not running"
+        handle = Handle(process.pid)
+        handle.send(signal.SIGKILL)
+        handle.close()
+        self.killed.append(child)
+        return f"pid {process.pid}"
+
+    def _freeze_worker(self, fault: Fault) -> str:
+        return self._freeze(Child("worker", fault.rank or 0), fault.for_s)
+
+    def _freeze_server(self, fault: Fault) -> str:
+        return self._freeze(SERVER, fault.for_s)
+
+    def _freeze(self, child: Child, seconds: float) -> str:
+        process = job_processes(self._launcher).get(child)
+        if process is None:
+            return "it is not running"
+        handle = Handle(process.pid)
+        handle.send(signal.SIGSTOP)
+
+        def thaw() -> None:
+            handle.send(signal.SIGCONT)
+            handle.close()
+
+        self._for_a_while(seconds, thaw)
+        return f"pid {process.pid}"
+
+    # ---- the network -----------------------------------------------------------------------
+
+    def _partition(self, fault: Fault) -> str:
+        self._network.hold(fault.rank, UP, DOWN)
+        self._for_a_while(fault.for_s, lambda: self._network.release(fault.rank, UP, DOWN))
+        return ""
+
+    def _lose_answers(self, fault: Fault) -> str:
+        self._network.hold(fault.rank, DOWN)
+
+        def reset() -> None:  # first: what was held is never heard
+            self._network.reset(fault.rank)
+            self._network.release(fault.rank, DOWN)
+
+        self._for_a_while(fault.for_s, reset)
+        return ""
+
+    def _reset(self, fault: Fault) -> str:
+        return f"{self._network.reset(fault.rank)} connections"
+
+    def _cut(self, fault: Fault) -> str:
+        num_bytes = self._chance.randrange(1, _MOST_CUT_BYTES)
+        self._network.cut(fault.rank or 0, num_bytes)
+        return f"after {num_bytes} bytes"
+
+    def _slow(self, fault: Fault) -> str:
+        return self._count("num_slow", fault.for_s)
+
+    def _loss(self, fault: Fault) -> str:
+        return self._count("num_lossy", fault.for_s)
+
+    def _count(self, name: str, seconds: float) -> str:
+        def add(number: int) -> None:
+            setattr(self._network, name, getattr(self._network, name) + number)
+
+        add(1)
+        self._for_a_while(seconds, lambda: add(-1))
+        return ""
+
+    def _drop(self, fault: Fault) -> str:
+        """Only in a network of our own (`network.py`): the machine's is not ours to disturb."""
+        rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(_DROP_SHARE)]
+        iptables("-A", *rule, "-j", "DROP")
+        self._for_a_while(fault.for_s, lambda: iptables("-D", *rule, "-j", "DROP"))
+        return f"{_DROP_SHARE:.0%} of the packets"
+
+
+def iptables(*arguments: str) -> None:
+    subprocess.run(["iptables", "-w", *arguments], check=True, capture_output=True)

@@ -1,0 +1,231 @@
+"""The job under chaos: an ordinary `ps-launch` as a child, so that its supervision is tried as well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..backends.local import LocalBackend
+from ..events import Event, Status, parse_event, parse_status
+from ..plan import SERVER, Child, ProcessSpec
+from .faults import Injector, Say
+from .plan import Fault
+from .processes import children_of, job_processes, rank_of_port
+from .proxy import Network
+
+LAUNCHER = Child("launcher", 0)
+_PROGRAM = "paramserver.launch"
+_GRACE_S = 15.0
+_LOOK_S = 1.0
+_POLL_S = 0.05
+_MAX_UNEXPECTED = 5
+# Events of the job that the user sees beside the faults: with what, and whose word it is where two say it.
+_SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "step", "rejoined": "step"}
+_SERVERS = frozenset({"away", "left", "resumed"})
+_NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY", "https_proxy", "http_proxy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What to run, and what to do to it. Seconds."""
+
+    arguments: tuple[str, ...]  # of ps-launch
+    folder: Path
+    plan: list[Fault]
+    seed: int
+    last_step: int  # of the fastest worker up to which there are faults: whoever is hit must be back in time
+    hang_s: float = 90.0  # without any progress
+    deadline_s: float  # for the whole job, which may go round in circles
+
+
+@dataclass
+class Ending:
+    """How the job went."""
+
+    exit_code: int | None = None  # None: it hung
+    signal_number: int = 0  # that asked us to stop
+    faults: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    unexpected: list[str] = field(default_factory=list)  # ends of processes that nobody killed
+    hang: str = ""
+
+
+class Chaos:
+    """One job under one plan."""
+
+    def __init__(self, setup: Setup, say: Say) -> None:
+        self._setup = setup
+        self._say = say
+        self._ending = Ending()
+        self._status: Status | None = None
+        self._moved_at = 0.0  # when the last commit was heard of
+        self._killed_at = 0.0  # when the server was, by us
+        self._progress: tuple[object, float] = (None, 0.0)  # what there was last, and since when
+        self._begun = asyncio.Event()  # there is a snapshot to go back to
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._restarted: Counter[Child] = Counter()  # after we had killed it
+        self._launcher = 0  # its pid
+        self._injector: Injector | None = None
+
+    async def run(self) -> Ending:
+        """Start the job, inject the faults, return when nothing of it is left."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        network = Network(self._rank_of, self._setup.seed)
+        await network.start()
+        with (self._setup.folder / "job.log").open("w", encoding="utf-8") as self._log:
+            backend = LocalBackend(self._on_line, self._on_exit)
+            try:
+                self._start(backend, network)
+                await self._watch(backend)
+            finally:
+                backend.close()
+                await network.close()
+        return self._ending
+
+    def _start(self, backend: LocalBackend, network: Network) -> None:
+        argv = (sys.executable, "-m", _PROGRAM, *self._setup.arguments)
+        environ = {"grpc_proxy": f"http://{network.address}", **dict.fromkeys(_NO_PROXY, "")}
+        backend.start(ProcessSpec(LAUNCHER, argv, environ))
+        self._launcher = next((pid for pid, _, argv in children_of(os.getpid()) if _PROGRAM in argv), 0)
+        self._injector = Injector(self._launcher, network, self._setup.seed, self._say)
+
+    async def _watch(self, backend: LocalBackend) -> None:
+        """Until the job has ended, the user has had enough, or nothing moves any more."""
+        assert self._injector is not None
+        loop = asyncio.get_running_loop()
+        faults = asyncio.ensure_future(self._inject(self._injector))
+        stop = asyncio.ensure_future(self._stop.wait())
+        waited: set[asyncio.Future[Any]] = {self._ended, stop}
+        began = loop.time()
+        self._progress = (None, began)
+        try:
+            while not self._ended.done() and not stop.done() and not self._ending.hang:
+                await asyncio.wait(waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                now, since = loop.time(), self._progress[1]
+                if len(self._ending.unexpected) > _MAX_UNEXPECTED:
+                    self._ending.hang = self._who_waits("processes end by themselves again and again")
+                elif now - since >= self._setup.hang_s:
+                    self._ending.hang = self._who_waits(f"nothing has moved for {now - since:.0f} s")
+                elif now - began >= self._setup.deadline_s:
+                    self._ending.hang = self._who_waits(f"still running after {now - began:.0f} s")
+        finally:
+            self._injector.close()
+            stop.cancel()
+            if not faults.cancel():
+                faults.result()  # it may have failed
+        if not self._ended.done():
+            await self._end(backend)
+        elif not self._ending.hang:
+            self._ending.exit_code = self._ended.result()
+
+    async def _inject(self, injector: Injector) -> None:
+        """The plan, from the first snapshot until the fastest worker is near its end.
+
+        Its gaps are kept; the time until the server works again after a kill is added, since a job that is
+        not there is no test of a fault. Only the fault after a kill comes when it comes.
+        """
+        await self._begun.wait()
+        before_s, was_server = 0.0, False
+        for fault in self._setup.plan:
+            is_server = fault.kind == "kill_server"
+            if is_server or not was_server:
+                await self._until_it_goes_on()
+            await asyncio.sleep(fault.at_s - before_s)
+            if self._fastest_step() >= self._setup.last_step:
+                self._say("the workers are near their end: no more faults")
+                return
+            injector.inject(fault)
+            self._ending.faults[fault.kind] += 1
+            if is_server:
+                self._killed_at = asyncio.get_running_loop().time()
+            before_s, was_server = fault.at_s, is_server
+
+    async def _until_it_goes_on(self) -> None:
+        """Until a commit has been heard of since the server was killed."""
+        while self._moved_at < self._killed_at:
+            await asyncio.sleep(_POLL_S)
+
+    async def _end(self, backend: LocalBackend) -> None:
+        """Ask for an end in good order; what is there after the grace time is killed by `close`."""
+        backend.terminate(LAUNCHER)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._ended), _GRACE_S)
+
+    def _fastest_step(self) -> int:
+        return max((worker.step for worker in self._status.workers), default=0) if self._status else 0
+
+    def _rank_of(self, port: int) -> int | None:
+        return rank_of_port(self._launcher, port)
+
+    # ---- what happens ----------------------------------------------------------------------
+
+    def _on_signal(self, number: int) -> None:
+        self._ending.signal_number = number
+        self._stop.set()
+
+    def _on_exit(self, child: Child, code: int) -> None:
+        self._ended.set_result(code)
+
+    def _on_line(self, child: Child, line: str) -> None:
+        self._log.write(line + "\n")
+        event = parse_event(line)
+        if event is None:
+            return
+        self._note_status(parse_status(event))
+        if event.name == "snapshot":
+            self._begun.set()
+        if event.name in _SHOWN and (event.name not in _SERVERS or event.fields.get("role") == SERVER.role):
+            self._show(event)
+
+    def _note_status(self, status: Status | None) -> None:
+        if status is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if self._status is not None and status.version > self._status.version:
+            self._moved_at = now
+        self._status = status
+        progress = (status.version, [(worker.step, worker.state) for worker in status.workers])
+        if progress != self._progress[0]:
+            self._progress = (progress, now)
+
+    def _show(self, event: Event) -> None:
+        self._ending.events[event.name] += 1
+        what = event.fields.get(_SHOWN[event.name], "")
+        rank = event.fields.get("rank")
+        if "path" in event.fields:
+            whom, what = " server", f"version {event.fields.get('version')}"
+        else:
+            whom = f" worker {rank}" if rank is not None and event.name != "restarting" else ""
+        self._say(f"    {event.name}{whom}: {what}")
+        if event.name == "restarting":
+            self._count_restart(Child(str(event.fields.get("role")), int(rank or 0)), str(what))
+
+    def _count_restart(self, child: Child, reason: str) -> None:
+        assert self._injector is not None
+        if "SIGKILL" in reason and self._restarted[child] < self._injector.killed.count(child):
+            self._restarted[child] += 1
+        else:
+            self._ending.unexpected.append(reason)
+
+    def _who_waits(self, what: str) -> str:
+        """Who waits for what, and what the processes do."""
+        lines = [what]
+        status = self._status
+        if status is not None:
+            lines.append(f"step {status.step} of {status.steps}, version {status.version}: {status.waiting_reason()}")
+            lines += [f"  worker {w.rank}: {w.state} at step {w.step}; {w.waiting_for}" for w in status.workers]
+        lines += [
+            f"  {process.child}: pid {process.pid}, {process.state}"
+            for process in job_processes(self._launcher).values()
+        ]
+        return "\n".join(lines)

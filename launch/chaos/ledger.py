@@ -1,0 +1,109 @@
+"""Reads the weights of a `ledger` run and compares them with what its history says was applied.
+
+Neither torch nor numpy is loaded for it: a safetensors file is a JSON header and raw little-endian numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.errors import OutputError
+from ..lineage import Lineage
+
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The work of a ledger run: one epoch. `is_round`: a commit is the mean of its contributions."""
+
+    num_workers: int
+    steps: int
+    batch_size: int
+    local_steps: int  # in one contribution
+    is_round: bool
+
+    @property
+    def samples(self) -> int:
+        return self.num_workers * self.steps * self.batch_size
+
+
+@dataclass
+class Account:
+    """What the weights say. `problems` is empty when that is what was applied, and all was."""
+
+    samples: int
+    missing: int
+    repeated: int
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.problems:
+            return f"ledger: {'; '.join(self.problems)}"
+        applied = f"{self.samples - self.missing:,} of {self.samples:,} samples were applied exactly once"
+        left = f", {self.missing:,} are of rounds that closed without their worker" if self.missing else ""
+        return f"ledger: {applied}{left}"
+
+
+def read_floats(path: Path, name: str) -> array[float]:
+    """A float32 tensor of a safetensors file, flat. Raises OutputError."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(header_bytes))[name]["data_offsets"]
+            file.seek(8 + header_bytes + begin)
+            values = array("f", file.read(end - begin))
+    except (OSError, ValueError, KeyError) as error:
+        raise OutputError(f"the weights in {path} cannot be read: {error}") from None
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def audit(path: Path, epoch: Epoch, lineage: Lineage) -> Account:
+    """Compare the saved weights with the contributions of the run's final lineage.
+
+    Each sample of a contribution is worth 1, or 1/n in a round of n. Which samples those are only the
+    workers know, so both sides are sorted: a sample lost or applied twice still stands out.
+    """
+    applied = sorted(read_floats(path, "applied"))
+    expected = sorted(_expected(epoch, lineage))
+    missing = sum(value == 0 for value in applied)
+    account = Account(len(applied), missing, sum(value > 1 + _TOLERANCE for value in applied))
+    if len(expected) > len(applied):
+        account.problems.append(f"{len(expected):,} samples were committed, and an epoch has {len(applied):,}")
+    expected = [0.0] * (len(applied) - len(expected)) + expected
+    different = sum(abs(one - other) > _TOLERANCE for one, other in zip(applied, expected, strict=False))
+    if account.repeated:
+        account.problems.append(f"{account.repeated:,} samples were applied more than once")
+    if different:
+        account.problems.append(f"{different:,} of {len(applied):,} weights are not what was committed")
+    if missing and not epoch.is_round:
+        account.problems.append(f"{missing:,} samples are missing")
+    account.problems += _clock_problems(read_floats(path, "clock"), epoch, lineage)
+    return account
+
+
+def _expected(epoch: Epoch, lineage: Lineage) -> Iterator[float]:
+    """What each applied sample is worth."""
+    for version, size in lineage.sizes().items():
+        num_samples = size * _local_steps(epoch, version) * epoch.batch_size
+        worth = 1 / size if epoch.is_round else 1.0
+        yield from [worth] * num_samples
+
+
+def _local_steps(epoch: Epoch, version: int) -> int:
+    """Of the round that made a version; the last one may be shorter."""
+    return min(epoch.local_steps, epoch.steps - (version - 1) * epoch.local_steps) if epoch.is_round else 1
+
+
+def _clock_problems(clock: array[float], epoch: Epoch, lineage: Lineage) -> list[str]:
+    if max(clock) != min(clock):
+        return [f"a worker read weights of two versions: the clock shows {min(clock):g} and {max(clock):g}"]
+    steps = sum(_local_steps(epoch, version) for version in lineage.sizes())
+    return [] if abs(clock[0] - steps) < _TOLERANCE else [f"the clock shows {clock[0]:g} steps, committed were {steps}"]

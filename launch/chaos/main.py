@@ -1,0 +1,141 @@
+"""ps-launch chaos: a real job under random kills, pauses, partitions and packet loss, and what came of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...common.cli import make_app, run_app
+from ...common.errors import UsageError
+
+if TYPE_CHECKING:
+    from .job import Ending, Setup
+    from .trial import Trial
+
+PROGRAM = "ps-launch chaos"
+
+_HELP = """\b
+Run a real job under random faults, then prove that nothing was lost or applied twice.
+
+[bold]Examples[/bold]
+
+  ps-launch chaos                                    4 workers, ssp, a minute
+  ps-launch chaos --seed 7 --mode sync -n 3          other faults, another mode
+  ps-launch chaos --seconds 3600                     an hour of it
+  ps-launch chaos --faults kill_server,partition     only these
+  ps-launch chaos configs/digits.yaml --seconds 30   a job of your own (checked by its history only)
+
+Faults are those of a plan that is the same for the same seed: see --faults. Exit code 0 when the job
+ended well, every sample was applied exactly once, and its history keeps every promise; else 1.
+"""
+
+app = make_app(_HELP)
+
+
+@app.command(help=_HELP)
+def chaos(
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file; default the task ledger.")] = None,
+    seconds: Annotated[float, typer.Option(min=5, help="About how long the job runs.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Of the faults, and of the run.")] = 1,
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Number of workers.")] = 4,
+    mode: Annotated[str, typer.Option(help="sync, async, ssp or localsgd.")] = "ssp",
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,...",
+            help="kill_worker, kill_server, freeze_worker, freeze_server, partition, lose_answers, reset, cut, "
+            "slow, loss, drop; default all.",
+        ),
+    ] = None,
+    shared: Annotated[bool, typer.Option("--shared", help="Tensors through shared memory instead of TCP.")] = False,
+    keep: Annotated[str | None, typer.Option(metavar="DIR", help="Keep logs, history and weights there.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")
+    ] = None,
+) -> int:
+    from .plan import check_kinds
+    from .trial import make_trial
+
+    if not sys.platform.startswith("linux"):
+        raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
+    kinds = check_kinds(faults)
+    chosen = {"run.workers": workers, "run.mode": mode, "worker.shared_memory": str(shared).lower()}
+    make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
+    make(folder=Path(), kinds=kinds)  # mistakes are found before anything is done
+    trial = make(folder=_folder(keep), kinds=_possible(kinds))
+    command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
+    print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command} --mode {mode}", flush=True)
+    return _tell(_run(trial.setup), trial, is_kept=keep is not None)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command with what follows `ps-launch chaos`."""
+    sys.argv[1:] = arguments
+    run_app(app, PROGRAM)
+
+
+def _folder(keep: str | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="ps-chaos-"))
+    folder = Path(keep)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: {error.strerror}", fix="name a directory") from None
+    if any(folder.iterdir()):
+        raise UsageError(f"--keep {keep}: it is not empty", fix="name a new directory: one for each run")
+    return folder
+
+
+def _possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds that can be injected here; packets are dropped only in a network of our own."""
+    from .network import enter_own_network
+
+    why_not = enter_own_network() if "drop" in kinds else None
+    if why_not is not None:
+        print(f"chaos: no packets are dropped: {why_not}")
+        kinds = tuple(kind for kind in kinds if kind != "drop")
+        if not kinds:
+            raise UsageError("no fault is left to inject", fix="name others with --faults")
+    return kinds
+
+
+def _run(setup: Setup) -> Ending:
+    import asyncio
+
+    from .job import Chaos
+
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:7.2f} s  {what}", flush=True)
+
+    async def run() -> Ending:
+        return await Chaos(setup, say).run()
+
+    return asyncio.run(run())
+
+
+def _tell(ending: Ending, trial: Trial, *, is_kept: bool) -> int:
+    """Say what came of it, and give the exit code."""
+    from .trial import judge
+
+    folder = trial.setup.folder
+    failures: list[str] = []
+    if not ending.signal_number:
+        for title, counts in (("faults", ending.faults), ("the job", ending.events)):
+            print(f"{title}: " + (", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"))
+        failures = judge(ending, trial)
+        for failure in failures:
+            print(f"FAILED: {failure}")
+        print(f"log, history, snapshots and weights are in {folder}" if failures else "passed")
+    if not failures and not is_kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 128 + ending.signal_number if ending.signal_number else int(bool(failures))

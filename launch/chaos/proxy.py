@@ -1,0 +1,161 @@
+"""The network between the workers and the server, under our control: an HTTP proxy that tunnels (CONNECT).
+
+gRPC takes its way through it when `grpc_proxy` is in a worker's environment, so neither the worker nor the
+launcher needs to know. What can be done to a worker's connections:
+
+    hold, release         nothing gets through, in one direction or both; new connections hang as well
+    reset                 both ends get a TCP reset
+    cut                   reset after so many more bytes that the worker sends
+    num_slow, num_lossy   every piece takes longer; some wait as for a packet that was lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+_PIECE_BYTES = 1 << 16
+_HEAD_TIMEOUT_S = 10.0
+_DELAY_S = 0.02
+_STALL_SHARE = 0.05
+_RETRANSMIT_S = 0.2  # what TCP waits at least before it sends a lost packet again (Linux)
+UP, DOWN = "up", "down"  # from the worker, to the worker
+
+
+@dataclass(eq=False)
+class _Link:
+    """One tunnelled connection of the worker `rank` (None: not known whose)."""
+
+    rank: int | None
+    writers: dict[str, asyncio.StreamWriter] = field(default_factory=dict)  # by the direction they write in
+    cut_after: int | None = None  # bytes still to be sent up
+
+    def reset(self) -> None:
+        for writer in self.writers.values():
+            connection = writer.get_extra_info("socket")
+            with suppress(OSError):  # closed already
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+
+class Network:
+    """The proxy. `rank_of(port)` tells which worker has connected from a local port."""
+
+    def __init__(self, rank_of: Callable[[int], int | None], seed: int) -> None:
+        self.address = ""
+        self.num_bytes = 0
+        self.num_slow = 0  # how many faults make every piece take longer
+        self.num_lossy = 0  # and how many make some wait
+        self._rank_of = rank_of
+        self._chance = random.Random(seed)
+        self._links: set[_Link] = set()
+        self._held: Counter[tuple[int | None, str]] = Counter()  # how often: rank (None: all) and direction
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for link in list(self._links):
+            link.reset()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- what can be done ------------------------------------------------------------------
+
+    def hold(self, rank: int | None, *directions: str) -> None:
+        self._held.update((rank, direction) for direction in directions)
+
+    def release(self, rank: int | None, *directions: str) -> None:
+        self._held.subtract((rank, direction) for direction in directions)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def reset(self, rank: int | None) -> int:
+        """Reset the connections of a worker, or of all; returns how many."""
+        links = self._of(rank)
+        for link in links:
+            link.reset()
+        return len(links)
+
+    def cut(self, rank: int, num_bytes: int) -> None:
+        for link in self._of(rank):
+            link.cut_after = num_bytes
+
+    def _of(self, rank: int | None) -> list[_Link]:
+        return [link for link in self._links if rank is None or link.rank == rank]
+
+    # ---- tunnels ---------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        link = _Link(self._rank_of(writer.get_extra_info("peername")[1]), {DOWN: writer})
+        self._links.add(link)
+        try:
+            await self._tunnel(link, reader)
+        except (OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError):
+            pass  # either end is gone, or does not speak HTTP
+        finally:
+            link.reset()
+            self._links.discard(link)
+            self._tasks.discard(task)
+
+    async def _tunnel(self, link: _Link, reader: asyncio.StreamReader) -> None:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
+        method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
+        if method != "CONNECT":
+            raise ValueError(method)
+        await self._pass(link, UP)
+        await self._pass(link, DOWN)
+        host, _, port = target.rpartition(":")
+        upstream, link.writers[UP] = await asyncio.open_connection(host.strip("[]"), int(port))
+        link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
+        pumps = [
+            asyncio.ensure_future(self._pump(link, reader, UP)),
+            asyncio.ensure_future(self._pump(link, upstream, DOWN)),
+        ]
+        try:
+            # The end of a process closes its half: what it has sent before still arrives.
+            await asyncio.gather(*pumps)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, link: _Link, reader: asyncio.StreamReader, direction: str) -> None:
+        writer = link.writers[direction]
+        while piece := await reader.read(_PIECE_BYTES):
+            await self._pass(link, direction)
+            if self.num_slow:
+                await asyncio.sleep(_DELAY_S * self.num_slow)
+            if self.num_lossy and self._chance.random() < _STALL_SHARE * self.num_lossy:
+                await asyncio.sleep(_RETRANSMIT_S)
+            if direction == UP and link.cut_after is not None:
+                if len(piece) >= link.cut_after:
+                    writer.write(piece[: link.cut_after])
+                    raise ConnectionResetError
+                link.cut_after -= len(piece)
+            self.num_bytes += len(piece)
+            writer.write(piece)
+            await writer.drain()
+        await self._pass(link, direction)
+        if writer.can_write_eof():
+            writer.write_eof()
+
+    async def _pass(self, link: _Link, direction: str) -> None:
+        """Wait while the direction is held for this worker."""
+        while self._held[None, direction] > 0 or self._held[link.rank, direction] > 0:
+            await self._changed.wait()

@@ -1,0 +1,136 @@
+"""Checks history files: was every contribution applied exactly once, and nothing durable lost? Pure.
+
+`launch/replay.py` has what must hold for the server. For workers, whose lines may be in the same file
+or in files of their own: what one was told was applied is in the server's history, it was sent before,
+and the versions one sees of one server never go down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .history_lines import Line, Problem, read_lines
+from .lineage import Lineage, Tally
+from .replay import Replay
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found. `problems` are in the order of the files and their lines; `lineage` is what the
+    last run's final weights hold."""
+
+    problems: list[Problem]
+    tally: Tally
+    num_lines: int
+    lineage: Lineage
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+
+def check(files: Mapping[str, Iterable[bytes]]) -> Verdict:
+    """Check the histories of a run: file names and their lines, as a binary file gives them.
+
+    One of the files holds the server's history; servers that were started again write to the same file.
+    """
+    replay = Replay()
+    problems: list[Problem] = []
+    told: list[Line] = []
+    num_lines = 0
+    server_file: str | None = None
+    for name, raw in files.items():
+        lines, unreadable = read_lines(name, raw)
+        problems += unreadable
+        num_lines += len(lines)
+        for line in lines:
+            if line.role != "server":
+                told.append(line)
+                continue
+            if server_file not in (None, name):
+                problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
+                break
+            server_file = name
+            replay.feed(line)
+    if server_file is None:
+        problems.append(Problem(", ".join(files), 0, "no server has written here: give the server's history"))
+    tally = replay.finish()
+    if server_file is not None:
+        problems += replay.problems + _check_workers(told, replay.ever_committed)
+    order = {name: index for index, name in enumerate(files)}
+    problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
+    return Verdict(problems, tally, num_lines, replay.lineage)
+
+
+class _WorkerReplay:
+    """One rank of one run, over all its processes."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._server: dict[int, int] = {}  # incarnation to the server's
+        self._seen: dict[int, int] = {}  # incarnation to the version it saw last
+        self._highest: dict[int, int] = {}  # server incarnation to the highest version seen of it
+        self._sent: set[int] = set()
+
+    def feed(self, line: Line, committed: set[tuple[int, int]]) -> None:
+        getattr(self, f"_on_{line.op}")(line, committed)
+
+    def _say(self, line: Line, message: str) -> None:
+        self.problems.append(Problem(line.file, line.number, message))
+
+    def _on_start(self, line: Line, committed: set[tuple[int, int]]) -> None:
+        rank, incarnation, server, version = (
+            line[key] for key in ("rank", "incarnation", "server_incarnation", "version")
+        )
+        if server < max(self._server.values(), default=0):
+            self._say(line, f"rank {rank} joins server incarnation {server} after a later one")
+        self._server[incarnation] = server
+        self._saw(line, rank, incarnation, version, self._highest.get(server, 0))
+
+    def _on_send(self, line: Line, committed: set[tuple[int, int]]) -> None:
+        self._sent.add(line["step"])
+
+    def _on_answered(self, line: Line, committed: set[tuple[int, int]]) -> None:
+        rank, incarnation, step = line["rank"], line["incarnation"], line["step"]
+        if line["outcome"].lower() in ("applied", "repeated"):
+            if step not in self._sent:
+                self._say(line, f"rank {rank} is told that step {step} was applied, and never sent it")
+            if (rank, step) not in committed:
+                self._say(line, f"rank {rank} is told that step {step} was applied: the server never committed it")
+        self._saw(line, rank, incarnation, line["version"], self._version_before(line))
+
+    def _on_end(self, line: Line, committed: set[tuple[int, int]]) -> None:
+        pass
+
+    def _version_before(self, line: Line) -> int:
+        """The least version an answer may bring: the last one of its incarnation, or, when the worker has
+        resumed under a new one without a start, the highest of that server."""
+        incarnation = line["incarnation"]
+        if incarnation in self._seen or line["outcome"].lower() == "start":
+            return self._seen.get(incarnation, 0)
+        self._server[incarnation] = server = max(self._server.values(), default=0)
+        return self._highest.get(server, 0)
+
+    def _saw(self, line: Line, rank: int, incarnation: int, version: int, before: int) -> None:
+        if version < before:
+            self._say(line, f"rank {rank} sees version {version} after version {before} of the same server")
+        server = self._server.get(incarnation, 0)
+        self._seen[incarnation] = version
+        self._highest[server] = max(version, self._highest.get(server, 0))
+
+
+def _check_workers(lines: list[Line], ever_committed: set[tuple[str, int, int]]) -> list[Problem]:
+    """Problems of the workers' lines, given every (run, rank, step) that was ever committed."""
+    replays: dict[int, _WorkerReplay] = {}
+    committed = {(rank, step) for _, rank, step in ever_committed}
+    problems: list[Problem] = []
+    runs: dict[int, str] = {}
+    for line in lines:
+        rank = line["rank"]
+        if line.op == "start" and runs.setdefault(rank, line["run"]) != line["run"]:
+            problems += replays.pop(rank).problems
+            runs[rank] = line["run"]
+        replay = replays.setdefault(rank, _WorkerReplay())
+        replay.feed(line, committed)
+    return problems + [problem for replay in replays.values() for problem in replay.problems]

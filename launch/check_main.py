@@ -1,0 +1,111 @@
+"""ps-launch check FILE...: were all contributions applied exactly once, and nothing durable lost?"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common.cli import make_app, run_app
+from ..common.errors import UsageError
+
+if TYPE_CHECKING:
+    from .check import Verdict
+    from .lineage import Tally
+
+PROGRAM = "ps-launch check"
+_MAX_SHOWN = 20
+
+_HELP = """\b
+Check what a run wrote to --history (output.history).
+
+[bold]Examples[/bold]
+
+  ps-launch check history.jsonl              a server's history
+  ps-launch check server.jsonl worker*.jsonl with the workers' own
+
+Exit code 0 when every promise was kept, 1 when one was not: each is shown with its line.
+"""
+
+# Titles of the table's rows, by the field of the tally.
+_TITLES = {
+    "applied": "applied",
+    "repeated": "repeated (answered, not applied)",
+    "skipped": "skipped (counted, nothing folded)",
+    "dropped": "dropped (came after their round)",
+    "rejected": "rejected (not finite)",
+    "refused": "refused",
+    "restarts": "restarts of the server",
+    "rolled_back": "rolled back by them",
+    "lost": "of these not made again",
+    "rejoins": "rejoins of workers",
+    "durable": "durable (in the newest snapshot)",
+}
+
+app = make_app(_HELP)
+
+
+@app.command(help=_HELP)
+def check_files(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Histories, JSON lines.")],
+) -> int:
+    verdict = check_paths(files)
+    show(verdict)
+    return 0 if verdict.is_good else 1
+
+
+def check_paths(paths: list[str]) -> Verdict:
+    """Check the histories in these files. Raises UsageError for one that cannot be read."""
+    from .check import check
+
+    with ExitStack() as stack:
+        opened = {}
+        for path in dict.fromkeys(paths):
+            try:
+                opened[path] = stack.enter_context(open(path, "rb"))
+            except OSError as error:
+                raise UsageError(f"{path} cannot be read: {error.strerror}", fix="give files of --history") from None
+        return check(opened)
+
+
+def show(verdict: Verdict) -> None:
+    """The counts, then what is wrong."""
+    from ..common.report import report_console
+
+    report_console().print(tally_table(verdict.tally))
+    for problem in verdict.problems[:_MAX_SHOWN]:
+        print(problem)
+    more = len(verdict.problems) - _MAX_SHOWN
+    if more > 0:
+        print(f"... and {more} more")
+    print(f"{verdict.num_lines:,} lines: {describe(verdict)}")
+
+
+def describe(verdict: Verdict) -> str:
+    if verdict.is_good:
+        return "every contribution was applied once, nothing durable was lost"
+    count = len(verdict.problems)
+    return f"{count} problem{'s' if count > 1 else ''}"
+
+
+def tally_table(tally: Tally) -> object:
+    """Counts that are not zero, and those that matter when they are."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right")
+    table.add_column()
+    counts = asdict(tally)
+    for name, title in _TITLES.items():
+        if counts[name] or name in ("applied", "repeated", "restarts"):
+            table.add_row(f"{counts[name]:,}", title)
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command with what follows `ps-launch check`."""
+    sys.argv[1:] = arguments
+    run_app(app, PROGRAM)

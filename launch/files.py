@@ -1,0 +1,66 @@
+"""Which files of the configuration are whose: of each mode, and of each worker. Pure.
+
+Where several modes run, each has its own weights, history and snapshots. Of the certificates, the
+configured one is the server's. Workers have none, or with mutual TLS those that `ps-certs init` has
+put beside it: `rank-N.crt`, or `worker.crt` for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+from ..common.config import SecurityConfig
+from ..common.config_sources import Resolved
+from ..common.errors import UsageError
+
+SINGLE = "single"  # not a mode of the server: one worker and no server
+
+
+def own_path(path: str | None, mode: str, num_modes: int) -> str | None:
+    """`weights-sync.safetensors` for `weights.safetensors` when several modes run."""
+    if path is None or num_modes == 1:
+        return path
+    pure = PurePath(path)
+    if pure.name in ("", ".."):  # `.`, `..` or `/`: a directory without a name to add to
+        return str(pure / mode)
+    return str(pure.with_name(f"{pure.stem}-{mode}{pure.suffix}"))
+
+
+def check_snapshots(resolved: Resolved, modes: tuple[str, ...]) -> None:
+    """Refuse what asks for snapshots where there are none, or for one snapshot in several modes. Raises UsageError."""
+    for key, origin in resolved.origins.items():
+        if key.startswith("checkpoint.") and is_flag(origin) and modes == (SINGLE,):
+            raise UsageError(
+                f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
+                fix="train with a server, e.g. -n 1 --mode sync",
+            )
+    resume = resolved.config.checkpoint.resume
+    if resume not in (None, "latest", "never") and len(modes) > 1:
+        raise UsageError(
+            f"{resolved.origins['checkpoint.resume']}: {resume} is a snapshot of one mode, and {len(modes)} are to run",
+            fix="run one mode, or let each go on from its own newest: --resume latest",
+        )
+
+
+def worker_identity(security: SecurityConfig, rank: int, exists: Callable[[str], bool]) -> dict[str, Any]:
+    """The settings in which a worker's certificate differs from the server's. Raises UsageError."""
+    if security.cert is None:
+        return {}
+    if not security.mutual:
+        return {"security.cert": None, "security.key": None}
+    folder = PurePath(security.cert).parent
+    for name in (f"rank-{rank}", "worker"):
+        if exists(str(folder / f"{name}.crt")):
+            return {"security.cert": str(folder / f"{name}.crt"), "security.key": str(folder / f"{name}.key")}
+    raise UsageError(
+        f"security.mutual: worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt "
+        f"beside {security.cert}",
+        fix=f"ps-certs init {folder} --renew --workers N makes one for each rank",
+    )
+
+
+def is_flag(origin: str) -> bool:
+    """Whether a setting comes from the launcher's own command line."""
+    return origin.startswith(("flag ", "--set "))

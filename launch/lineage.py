@@ -1,0 +1,136 @@
+"""What the newest weights hold: which step of which rank went in with which version; and counts. Pure.
+
+A server that goes back to a snapshot takes the commits after it out again; they must be redone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Rank:
+    """Commits of one rank, in order; `first` is the step it began at, with nothing of its own.
+
+    Steps that were skipped (store.on_nonfinite) count, and nothing of them is in the version.
+    """
+
+    first: int
+    steps: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
+
+    def step_at(self, version: int) -> int:
+        count = bisect_right(self.versions, version)
+        return self.steps[count - 1] if count else self.first
+
+
+@dataclass
+class Tally:
+    """Counts of a history, over all runs in it."""
+
+    applied: int = 0  # contributions in the final weights
+    repeated: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    refused: int = 0
+    rolled_back: int = 0  # contributions that a restart of the server took out
+    restarts: int = 0  # of the server
+    rejoins: int = 0
+    durable: int = 0  # contributions in the newest snapshot
+    lost: int = 0  # taken out by a restart and not made again
+
+
+class Lineage:
+    """Begins with a snapshot's steps, or with nothing."""
+
+    def __init__(self, steps: dict[int, int]) -> None:
+        self._ranks = {rank: _Rank(step) for rank, step in steps.items()}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._ranks
+
+    def begin(self, rank: int, step: int) -> None:
+        """A rank that was never here starts at `step`."""
+        self._ranks.setdefault(rank, _Rank(step))
+
+    def add(self, rank: int, step: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
+        """A commit, or a step that was skipped in it; says what is wrong with the step."""
+        own = self._ranks.setdefault(rank, _Rank(max(0, step - 1)))
+        last = own.steps[-1] if own.steps else own.first
+        problem = None
+        if step <= last:
+            at = f" on line {own.lines[own.steps.index(step)]}" if step in own.steps else ""
+            problem = f"rank {rank} step {step} is committed again: it was{at}, and rank {rank} is at step {last}"
+        elif step > last + 1:
+            problem = f"rank {rank} step {step} is committed after step {last}: {step - last - 1} between are lost"
+        own.steps.append(step)
+        own.versions.append(version)
+        own.lines.append(line)
+        if is_skipped:
+            own.skipped.add(step)
+        return problem
+
+    def step(self, rank: int) -> int:
+        """Of the last commit; 0 for a rank that was never here."""
+        own = self._ranks.get(rank)
+        return 0 if own is None else own.steps[-1] if own.steps else own.first
+
+    def version(self, rank: int) -> int:
+        """The version that the rank's last commit made; 0 without one."""
+        own = self._ranks.get(rank)
+        return own.versions[-1] if own is not None and own.versions else 0
+
+    def steps(self) -> dict[int, int]:
+        return {rank: self.step(rank) for rank in self._ranks}
+
+    def differences(self, version: int, steps: dict[int, int], newcomers: set[int]) -> list[str]:
+        """How `steps` differ from what was committed up to `version`; a rank without commits may be left out,
+        and `newcomers` have none."""
+        found = []
+        for rank in sorted({*steps, *self._ranks}):
+            own, told = self._ranks.get(rank), steps.get(rank)
+            if own is None:
+                if rank not in newcomers:
+                    found.append(f"rank {rank} at step {told}, it was never here")
+                continue
+            committed = own.step_at(version)
+            if told != committed and not (told is None and committed == own.first):
+                found.append(f"rank {rank} at step {told}, committed were {committed}")
+        return found
+
+    def roll_back(self, version: int, steps: dict[int, int]) -> list[tuple[int, int]]:
+        """Forget what came after `version`, where the steps were these: its (rank, step)."""
+        voided: list[tuple[int, int]] = []
+        for rank, own in list(self._ranks.items()):
+            kept = bisect_right(own.versions, version)
+            voided += [(rank, step) for step in own.steps[kept:] if step not in own.skipped]
+            own.skipped.intersection_update(own.steps[:kept])
+            del own.steps[kept:], own.versions[kept:], own.lines[kept:]
+            if not kept and rank not in steps:
+                del self._ranks[rank]
+        for rank, step in steps.items():
+            self.begin(rank, step)
+        return voided
+
+    def contributions(self, version: int | None = None) -> set[tuple[int, int]]:
+        """The (rank, step) in the weights of `version`, the newest by default."""
+        return {
+            (rank, step)
+            for rank, own in self._ranks.items()
+            for step in (own.steps if version is None else own.steps[: bisect_right(own.versions, version)])
+            if step not in own.skipped
+        }
+
+    def sizes(self) -> dict[int, int]:
+        """How many contributions each version holds."""
+        return Counter(
+            version
+            for own in self._ranks.values()
+            for step, version in zip(own.steps, own.versions, strict=True)
+            if step not in own.skipped
+        )

@@ -1,0 +1,315 @@
+"""Replays a server's history and says where it breaks its promises. Pure.
+
+What must hold (I1 to I9 are the invariants of docs/robustness.md):
+
+- each step of a rank is committed once, in order, without gaps; what came after the snapshot that a
+  restart goes back to is void and is committed anew (I2);
+- incarnations grow, of the server at every start and of a rank at every join, and nothing of an older
+  one counts once a newer has joined (I1, I4);
+- a snapshot's steps are those committed at its version, and a restart goes on from the newest (I3, I5);
+- versions grow by one per commit, and nobody is given weights older than those they had (I9);
+- a round is made of the live workers, in ssp nobody runs ahead of the bound (I7).
+
+After a problem the replay takes the history's word for it, so that one mistake is told once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .history_lines import Line, Problem
+from .lineage import Lineage, Tally
+
+# Modes with a rule of their own; of any other mode only what holds for all is checked.
+_ROUND_MODES = frozenset({"sync", "localsgd"})  # a commit is a round
+_SINGLE_MODES = frozenset({"async", "ssp"})  # a commit is one contribution
+_BOUNDED_MODES = frozenset({"ssp"})  # the start line's `staleness` bounds the lead
+
+# Outcomes of a contribution that make it a step of the rank, and those that the tally counts here.
+_COUNTING = frozenset({"accepted", "skipped"})
+_COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
+
+
+@dataclass
+class Member:
+    """A worker that has joined. `step` counts what was accepted, committed or not.
+
+    It is a member, for whom others wait, some time after its join, when it has said what it trains.
+    """
+
+    incarnation: int
+    step: int
+    is_member: bool = False  # for certain
+    is_answered: bool = False  # it may contribute
+    version: int = 0  # of its last answer
+
+
+class Replay:
+    """Feed it the server's lines in order, then `finish`."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.tally = Tally()
+        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, step), void or not
+        self.run: str | None = None
+        self.server_incarnation = 0
+        self.lineage = Lineage({})
+        self.version = 0
+        self._mode = ""
+        self._bound: int | None = None
+        self._is_strict = True  # rounds close with every live worker, or not at all
+        self._members: dict[int, Member] = {}
+        self._ranks: set[int] = set()  # that ever joined the run
+        self._newest: dict[int, int] = {}  # incarnation per rank, since this start
+        self._open: dict[int, tuple[int, int]] = {}  # accepted, not committed: rank to (incarnation, step)
+        self._skipped: set[int] = set()  # ranks whose open step counts, with nothing folded
+        self._durable: int | None = None  # version of the newest snapshot
+        self._voided: set[tuple[int, int]] = set()
+        self._line: Line
+
+    def feed(self, line: Line) -> None:
+        self._line = line
+        if self.run is None and line.op != "start":
+            self._say(f"{line.op} before any start")
+            self.run = ""
+        getattr(self, f"_on_{line.op}")(line)
+
+    def finish(self) -> Tally:
+        """The counts; the run in progress is counted as it stands."""
+        if self.run is not None:
+            self._close_run()
+        return self.tally
+
+    def _say(self, message: str) -> None:
+        self.problems.append(Problem(self._line.file, self._line.number, message))
+
+    # ---- starts, snapshots, ends ----------------------------------------------------------
+
+    def _on_start(self, line: Line) -> None:
+        version, steps = line["version"], line.steps
+        if line["run"] == self.run:
+            self._restarted(line, version, steps)
+        else:
+            if self.run is not None:
+                self._close_run()
+            self._begin_run(line, version, steps)
+        self.version, self.server_incarnation = version, line["server_incarnation"]
+        self._mode = line["mode"]
+        self._bound = line.fields.get("staleness") if self._mode in _BOUNDED_MODES else None
+        self._is_strict = not line.fields.get("straggler_timeout_s") and not line.fields.get("backup_workers")
+        self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
+
+    def _begin_run(self, line: Line, version: int, steps: dict[int, int]) -> None:
+        has_source = line.fields.get("source") is not None
+        if not has_source and (version or any(steps.values())):
+            self._say(f"a run that begins from nothing is at version {version}, steps {steps}")
+        self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(steps), set(), set()
+        self._durable = version if has_source else None
+
+    def _restarted(self, line: Line, version: int, steps: dict[int, int]) -> None:
+        self.tally.restarts += 1
+        told = line["server_incarnation"]
+        if told <= self.server_incarnation:
+            self._say(f"server incarnation {told} after {self.server_incarnation}: it must grow at every start")
+        if version > self.version:
+            self._say(f"the server starts at version {version}, and only {self.version} versions were committed")
+        elif self._durable is not None and version < self._durable and not line.fields.get("skipped"):
+            lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
+            self._say(
+                f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
+                f"{lost} durable contributions are lost"
+            )
+        for difference in self.lineage.differences(version, steps, self._ranks):
+            self._say(f"the server starts at version {version} with {difference}")
+        voided = self.lineage.roll_back(version, steps)
+        self.tally.rolled_back += len(voided)
+        self._voided.update(voided)
+        self._durable = version if line.fields.get("source") is not None else None
+
+    def _on_snapshot(self, line: Line) -> None:
+        version = line["version"]
+        if version > self.version:
+            self._say(f"a snapshot of version {version}, and the newest is {self.version}")
+        if self._durable is not None and version < self._durable:
+            self._say(f"a snapshot of version {version} after one of version {self._durable}")
+        for difference in self.lineage.differences(version, line.steps, self._ranks):
+            self._say(f"the snapshot of version {version} has {difference}")
+        self._durable = max(version, self._durable or 0)
+
+    def _on_end(self, line: Line) -> None:
+        if line["version"] != self.version:
+            self._say(f"the run ends at version {line['version']}, and version {self.version} was committed last")
+        for difference in self.lineage.differences(self.version, line.steps, self._ranks):
+            self._say(f"the run ends with {difference}")
+
+    def _close_run(self) -> None:
+        applied = self.lineage.contributions()
+        self.tally.applied += len(applied)
+        self.tally.lost += len(self._voided - applied)
+        if self._durable is not None:
+            self.tally.durable += len(self.lineage.contributions(self._durable))
+
+    # ---- members -------------------------------------------------------------------------
+
+    def _on_join(self, line: Line) -> None:
+        rank, incarnation, step = line["rank"], line["incarnation"], line["step"]
+        newest = self._newest.get(rank)
+        if newest is not None:
+            self.tally.rejoins += 1
+            if incarnation <= newest:
+                self._say(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
+        self._newest[rank] = max(incarnation, newest or 0)
+        self._ranks.add(rank)
+        before = self._members.get(rank)
+        known = self._known_step(rank)
+        if known is not None and step != known:
+            self._say(f"rank {rank} joins at step {step}: it is at step {known}")
+        if not line.fields.get("resumed"):
+            self._members[rank] = Member(incarnation, step)
+        elif before is None:
+            self._say(f"rank {rank} resumes, and was no member")
+            self._members[rank] = Member(incarnation, step, is_member=True, is_answered=True)
+        else:
+            before.incarnation, before.step = incarnation, step
+
+    def _known_step(self, rank: int) -> int | None:
+        """The last accepted step of a rank, None where it is new to the run."""
+        if rank in self._open:
+            return self._open[rank][1]
+        return self.lineage.step(rank) if rank in self.lineage else None
+
+    def _min_step(self, without: int | None = None) -> int | None:
+        """The slowest certain member's step."""
+        members = self._members.items()
+        return min((member.step for rank, member in members if member.is_member and rank != without), default=None)
+
+    def _on_leave(self, line: Line) -> None:
+        rank, incarnation = line["rank"], line["incarnation"]
+        member = self._members.get(rank)
+        if member is not None and member.incarnation == incarnation:
+            del self._members[rank]
+        elif incarnation > self._newest.get(rank, 0):
+            self._say(f"rank {rank} leaves as incarnation {incarnation}, which never joined")
+
+    # ---- contributions --------------------------------------------------------------------
+
+    def _on_accept(self, line: Line) -> None:
+        rank, step, outcome = line["rank"], line["step"], line["outcome"].lower()
+        if outcome in _COUNTED:
+            setattr(self.tally, outcome, getattr(self.tally, outcome) + 1)
+        if outcome == "refused":
+            return
+        member = self._current(line, f"{outcome} step {step}")
+        if line["base_version"] > line["version"]:
+            self._say(
+                f"rank {rank} step {step} has a negative staleness: computed on version {line['base_version']}, "
+                f"applied at {line['version']}"
+            )
+        if outcome == "repeated" and step > member.step:
+            self._say(f"rank {rank} step {step} is called repeated, and rank {rank} is at step {member.step}")
+        if outcome in _COUNTING:
+            self._counts(line, member)
+            self._open[rank] = (line["incarnation"], step)
+            self._skipped.discard(rank)
+        if outcome == "skipped":
+            self._skipped.add(rank)
+
+    def _counts(self, line: Line, member: Member) -> None:
+        rank, step = line["rank"], line["step"]
+        if step != member.step + 1:
+            again = "again" if step <= member.step else "with a gap"
+            self._say(f"rank {rank} step {step} is accepted {again}: rank {rank} is at step {member.step}")
+        if not member.is_answered:
+            self._say(
+                f"rank {rank} step {step} is accepted, and rank {rank} was not let go on after step {member.step}"
+            )
+        if self._mode in _ROUND_MODES and line["base_version"] != self.version:
+            self._say(
+                f"rank {rank} step {step} stands on version {line['base_version']} and is accepted in the round "
+                f"after version {self.version}"
+            )
+        member.step, member.is_member, member.is_answered = step, True, False
+
+    def _on_commit(self, line: Line) -> None:
+        version, members = line["version"], set(line["members"])
+        if version != self.version + 1:
+            self._say(f"version {version} is committed after version {self.version}")
+        self.version = version
+        certain = {rank for rank, member in self._members.items() if member.is_member}
+        if not certain <= members <= set(self._members):
+            self._say(f"version {version} names the members {sorted(members)}, live are {sorted(certain)}")
+        for rank in members & set(self._members):
+            self._members[rank].is_member = True
+        for rank, incarnation, step in line["contributions"]:
+            if self._open.pop(rank, None) != (incarnation, step):
+                self._say(
+                    f"version {version} holds rank {rank} incarnation {incarnation} step {step}, which was not "
+                    "accepted before"
+                )
+            problem = self.lineage.add(rank, step, version, line.number)
+            if problem:
+                self._say(problem)
+            self.ever_committed.add((self.run or "", rank, step))
+        skipped = self._take_skipped(version, line.number)
+        self._check_set(version, len(line["contributions"]) + len(skipped))
+        missing = sorted(members - {rank for rank, _, _ in line["contributions"]} - skipped)
+        if missing and self._mode in _ROUND_MODES and self._is_strict:
+            self._say(f"version {version} was made without the live rank {', '.join(map(str, missing))}")
+
+    def _take_skipped(self, version: int, number: int) -> set[int]:
+        """Ranks whose step counts in this version though nothing of it was folded."""
+        skipped = {rank for rank in self._skipped if rank in self._open}
+        for rank in sorted(skipped):
+            self.lineage.add(rank, self._open.pop(rank)[1], version, number, is_skipped=True)
+        self._skipped.clear()
+        return skipped
+
+    def _check_set(self, version: int, num_steps: int) -> None:
+        """A version holds all that was accepted since the one before; in some modes that is one step."""
+        if self._mode in _SINGLE_MODES and num_steps != 1:
+            self._say(f"version {version} holds {num_steps} steps; in {self._mode} each is a version")
+        if self._open:
+            left = ", ".join(f"rank {rank} step {step}" for rank, (_, step) in sorted(self._open.items()))
+            self._say(f"version {version} leaves out what was accepted before: {left}")
+            self._open.clear()
+
+    def _on_answer(self, line: Line) -> None:
+        rank, step, version = line["rank"], line["step"], line["version"]
+        member = self._current(line, f"answered at step {step}")
+        if self._known_step(rank) is None:
+            self._begin_rank(rank, step)
+            member.step = step
+        member.is_member = True
+        if step != member.step:
+            self._say(f"rank {rank} is answered for step {step}: it is at step {member.step}")
+        if rank in self._open:
+            self._say(f"rank {rank} is answered for step {step}, which is not committed")
+        least = max(member.version, self.lineage.version(rank))
+        if not least <= version <= self.version:
+            self._say(
+                f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
+            )
+        ahead = step - (self._min_step() or 0)
+        if self._bound is not None and ahead > self._bound:
+            self._say(f"rank {rank} may go on {ahead} steps ahead of the slowest: at most {self._bound} are allowed")
+        member.version, member.is_answered = version, True
+
+    def _begin_rank(self, rank: int, step: int) -> None:
+        """A rank that is new starts at the slowest member's step, not to repeat what the others have done."""
+        slowest = self._min_step(without=rank)
+        if slowest is not None and step > slowest:
+            self._say(f"rank {rank} is new and begins at step {step}; the slowest is at {slowest}")
+        self.lineage.begin(rank, step)
+
+    def _current(self, line: Line, what: str) -> Member:
+        """The live worker a line speaks of; says so when it is none or of an older incarnation."""
+        rank, incarnation = line["rank"], line["incarnation"]
+        member = self._members.get(rank)
+        if member is None:
+            self._say(f"rank {rank} {what}, and is no member")
+            member = self._members[rank] = Member(incarnation, self._known_step(rank) or 0, is_answered=True)
+        elif incarnation != member.incarnation:
+            self._say(
+                f"rank {rank} {what} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
+            )
+        return member

@@ -1,0 +1,106 @@
+"""Which failures a restart can mend, how long it waits, and how often. Pure; time comes in as `now`.
+
+Of a worker:
+
+    1, any signal, 15 (server not reached)   a crash, a kill, a bad moment: it is started again
+    130, 143 (someone told it to end)        the job was asked for so many workers: started again
+    any other code                           a script's own; one cannot know, and the budget bounds the price
+    2, 11, 12, 14, 16, 126                   usage, security, mismatch, files, divergence, no such program:
+                                             the same again would fail the same
+    13 (no place, or replaced)               whoever has the rank now would be put out of it, back and forth
+
+Of a server the same, but for two. 10 (cannot listen) is final at the first start and not later: the
+port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told to end
+has sent its workers away: that ends the job.
+
+A process that has run for 60 s since its start has lived down what was before: its restarts count from
+zero again, and it is no longer named as the first that failed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from .exits import CANNOT_START
+from .plan import SERVER, Child
+
+FORGIVEN_AFTER_S = 60.0
+MAX_BACKOFF_S = 10.0
+
+_FINAL = frozenset({2, 11, 12, 13, 14, 16, CANNOT_START})
+_TOLD_TO_END = frozenset({130, 143, -2, -15})
+_CANNOT_LISTEN = 10
+
+
+class Attempt(NamedTuple):
+    """The restart that comes next."""
+
+    number: int  # from 1
+    in_s: float
+
+
+class Failure(NamedTuple):
+    """A process that failed, and how, in words."""
+
+    child: Child
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.child} failed: {self.how}"
+
+
+def can_mend(child: Child, code: int, *, has_listened: bool) -> bool:
+    """Whether starting the process again may help. `has_listened`: the server did so once."""
+    if child == SERVER and code in _TOLD_TO_END:
+        return False
+    if code == _CANNOT_LISTEN:
+        return child == SERVER and has_listened
+    return code not in _FINAL
+
+
+class Restarts:
+    """Counts the restarts of each process against the budget that each has."""
+
+    def __init__(self, max_restarts: int, backoff_s: float) -> None:
+        self.max_restarts = max_restarts
+        self._backoff_s = backoff_s
+        self._started_at: dict[Child, float] = {}  # of those that run
+        self._num_restarts: Counter[Child] = Counter()
+        self._failures: dict[Child, Failure] = {}  # the first of each that was not lived down, oldest first
+
+    def started(self, child: Child, now: float) -> None:
+        self._started_at[child] = now
+
+    def ended_well(self, child: Child) -> None:
+        del self._started_at[child]
+        self._forgive(child)
+
+    def failed(self, failure: Failure, now: float) -> None:
+        """Take note of it; who has run long enough by now is forgiven first."""
+        for child, since in self._started_at.items():
+            if now - since >= FORGIVEN_AFTER_S:
+                self._forgive(child)
+        del self._started_at[failure.child]
+        self._failures.setdefault(failure.child, failure)
+
+    def has_restarted(self, child: Child) -> bool:
+        return self._num_restarts[child] > 0
+
+    def next(self, child: Child) -> Attempt | None:
+        """Take one restart from the child's budget; None when it is spent."""
+        if self._num_restarts[child] >= self.max_restarts:
+            return None
+        self._num_restarts[child] += 1
+        number = self._num_restarts[child]
+        # The exponent is bounded: 2.0 ** 2000 is an error, and a budget may be as large.
+        return Attempt(number, min(MAX_BACKOFF_S, self._backoff_s * 2.0 ** min(number - 1, 60)))
+
+    @property
+    def first(self) -> Failure:
+        """The oldest failure that was not lived down. There must have been one."""
+        return next(iter(self._failures.values()))
+
+    def _forgive(self, child: Child) -> None:
+        self._num_restarts.pop(child, None)
+        self._failures.pop(child, None)

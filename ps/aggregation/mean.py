@@ -1,0 +1,39 @@
+"""The weighted mean: the exact gradient of all samples, which one worker that lies moves as far as it likes.
+
+At most one body waits to be taken in, so memory does not grow with the number of workers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .base import Aggregator, Part
+
+if TYPE_CHECKING:
+    from ..store import Window
+
+
+class Mean(Aggregator):
+    def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
+        reusable = self._take_in()
+        self._parts.append(part)
+        return reusable if may_keep else reusable + self._take_in()
+
+    def _take_in(self) -> list[torch.Tensor]:
+        if not self._parts:
+            return []
+        for window in self._windows:
+            self.complete(window)
+        reusable = [part.body for part in self._parts]
+        self._parts.clear()
+        return reusable
+
+    def complete(self, window: Window) -> None:
+        for part in self._parts:
+            for piece in window.pieces:
+                self._blend(piece, part)
+
+
+ENTRY = Mean

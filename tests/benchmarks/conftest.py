@@ -1,0 +1,66 @@
+"""`ps-bench` as a process; whatever it starts carries its mark in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+
+class Bench:
+    deadline_s = 110.0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+
+    def start(self, *argv: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paramserver.benchmarks", *argv],
+            env={**os.environ, "BENCH_TEST_MARK": self.mark, **env},
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*argv, **env)
+        out, err = process.communicate(timeout=self.deadline_s)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
+        """The JSON file and the table of a measurement that succeeds and leaves no process behind."""
+        # Settings of the user's mean nothing to a benchmark: this server address does not exist.
+        done = self.run(*line.split(), "--json", "figures.json", **{"PS_SERVER": "127.0.0.1:1", **env})
+        assert done.returncode == 0, done.stderr
+        assert self.left() == []
+        return json.loads((self.folder / "figures.json").read_text()), done.stdout
+
+    def left(self) -> list[psutil.Process]:
+        """Processes with the mark that still run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("BENCH_TEST_MARK") == self.mark and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for process in bench.left():
+        process.kill()

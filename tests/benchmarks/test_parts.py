@@ -1,0 +1,241 @@
+"""What the benchmarks compute, without running one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramserver.benchmarks.bandwidth import sender_life, stream_bytes_per_s
+from paramserver.benchmarks.exchange import ExchangeOptions, ratios
+from paramserver.benchmarks.machine import memory_of, name
+from paramserver.benchmarks.memory import expected_parts, state_bodies
+from paramserver.benchmarks.model import synthetic_model
+from paramserver.benchmarks.options import numbers
+from paramserver.benchmarks.ours import variants_of
+from paramserver.benchmarks.peers import PEERS
+from paramserver.benchmarks.peers.base import Peer, choose, split_names
+from paramserver.benchmarks.plot import curves, plot_sweep
+from paramserver.benchmarks.report import Report, kept_path, percentile
+from paramserver.benchmarks.step import summed_up, traffic
+from paramserver.benchmarks.team import slowest, team
+from paramserver.benchmarks.turns import Measured, Samples, in_parts, measure
+from paramserver.common.errors import ParamServerError, UsageError
+
+MEASUREMENTS = ("exchange", "latency", "round", "xor")
+
+
+@pytest.mark.parametrize("num_floats", [1, 11, 203, 250_000, 1_000_003])
+def test_a_synthetic_model_has_exactly_the_size_asked_for(num_floats: int) -> None:
+    model = synthetic_model(num_floats)
+    assert sum(parameter.numel() for parameter in model) == num_floats
+    assert len(model) <= 200
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert (percentile(values, 0.9), percentile(values, 0.99), percentile([5.0], 0.99)) == (90.0, 99.0, 5.0)
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
+def contestant(log: list[str], who: str) -> AbstractContextManager[Measured]:
+    @contextmanager
+    def opened() -> Any:
+        log.append(f"open {who}")
+        yield lambda count: log.append(f"{who}{count}") or {"part": [1.0] * count}
+        log.append(f"close {who}")
+
+    return opened()
+
+
+@pytest.mark.parametrize(
+    ("together", "expected"),
+    [
+        (True, "open a, open b, a3, b3, a2, b2, a2, b2, close b, close a"),
+        (False, "open a, a3, a2, a2, close a, open b, b3, b2, b2, close b"),
+    ],
+)
+def test_contestants_take_turns(together: bool, expected: str) -> None:
+    log: list[str] = []
+    contestants = {who: lambda who=who: contestant(log, who) for who in "ab"}
+    found = measure(contestants, num_turns=2, per_turn=2, warmup=3, together=together)
+    assert log == expected.split(", ")
+    assert found == {"a": {"part": [1.0] * 4}, "b": {"part": [1.0] * 4}}  # warm-up is not counted
+
+
+def test_parts_are_timed_one_after_another() -> None:
+    log: list[str] = []
+    found = in_parts({"up": lambda: log.append("up"), "down": lambda: log.append("down")})(2)
+    assert log == ["up", "down", "up", "down"]
+    assert {part: len(times) for part, times in found.items()} == {"up": 2, "down": 2}
+
+
+# ---- teams --------------------------------------------------------------------------------------
+
+
+def test_a_member_that_fails_fails_the_team_with_its_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ParamServerError, match="ConnectionRefused"), team(1, sender_life, port):
+        pass
+
+
+def test_bandwidth() -> None:
+    assert 1e6 < stream_bytes_per_s() < 1e12
+
+
+def test_a_round_takes_what_its_slowest_member_takes() -> None:
+    assert slowest([{"round": [1.0, 5.0]}, {"round": [2.0, 3.0]}]) == {"round": [2.0, 5.0]}
+
+
+# ---- peers --------------------------------------------------------------------------------------
+
+
+def test_every_peer_says_what_it_is() -> None:
+    for stem in PEERS.names():
+        peer: Peer = PEERS.load(stem)()
+        assert peer.name.replace("-", "_") == stem
+        assert peer.install
+        assert isinstance(peer.is_installed, bool)
+        assert any(peer.offers(what) for what in MEASUREMENTS)
+
+
+def test_names_of_peers() -> None:
+    assert split_names(None) == split_names("") == []
+    assert split_names("torch-rpc, GLOO,gloo") == ["torch_rpc", "gloo"]
+    assert split_names("all") == PEERS.names()
+    with pytest.raises(UsageError) as wrong:
+        split_names("glo")
+    assert wrong.value.fix == "did you mean 'gloo'?"
+
+
+def test_a_peer_that_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PEERS.load("ray"), "modules", ("no_such_module",))
+    monkeypatch.setattr(PEERS.load("iperf"), "programs", ("no-such-program",))
+    peers, lines = choose(["ray", "iperf", "unary", "ddp"], "exchange")
+    assert [peer.name for peer in peers] == ["unary"]
+    assert lines == [
+        "ray: NOT INSTALLED, not measured (pip install ray)",
+        "iperf: NOT INSTALLED, not measured (apt-get install iperf3)",
+        "ddp: has no part in exchange",
+    ]
+
+
+def test_gloo_sends_there_and_back() -> None:
+    with PEERS.load("gloo")().exchange(1000) as measured:
+        found = measured(2)
+    assert {part: len(times) for part, times in found.items()} == {"up": 2, "down": 2, "exchange": 2, "whole": 2}
+
+
+# ---- formulas -----------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_sweep() -> None:
+    def sizes(**given: Any) -> list[int]:
+        return ExchangeOptions(100, 1, "sync", "sgd", "raw", "tcp", **given).sizes
+
+    assert sizes() == [100_000_000]
+    assert sizes(sweep=True, max_mb=1) == [4000, 16000, 64000, 256000]
+    assert sizes(sweep=True)[-1] == 4000 * 4**9  # a GB
+    assert sizes(sweep=True, min_kb=1000, max_mb=1) == [1_000_000]
+
+
+def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
+    ours, theirs = (
+        {"up_ms": 10.0, "down_ms": 10.0, "exchange_ms": 30.0},
+        {"up_ms": 20.0, "down_ms": 5.0, "whole_ms": 60.0},
+    )
+    assert ratios(ours, theirs) == {"up": 2.0, "down": 0.5, "whole": 2.0}
+
+
+def test_lanes() -> None:
+    assert [one.name for one in variants_of("both")] == ["tcp", "shared", "shared, in place"]
+    assert [one.shared_memory for one in variants_of("tcp")] == [False]
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "workers", "shared", "expected"),
+    [
+        ("sync", "adam", 16, False, (1, 2, 1, 4, 1)),
+        ("sync", "sgd", 2, False, (1, 0, 1, 2, 1)),
+        ("async", "adam", 16, False, (1, 2, 1, 4, 4)),
+        ("ssp", "adam", 1, False, (1, 2, 1, 1, 1)),
+        ("localsgd", "adam", 4, False, (1, 0, 1, 4, 1)),
+        ("sync", "adam", 16, True, (1, 2, 1, 16, 1)),
+    ],
+)
+def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, shared: bool, expected: Any) -> None:
+    assert tuple(expected_parts(mode, optimizer, workers, shared).values()) == expected
+
+
+def test_state_of_optimizers() -> None:
+    assert (state_bodies("sgd"), state_bodies("adamw"), state_bodies("adagrad")) == (0, 2, 1)
+
+
+def test_traffic_of_a_step() -> None:
+    found = traffic(100.0, 4)
+    assert found == {"parameter_server": 200.0, "parameter_server_shared_link": 800.0, "ring_all_reduce": 150.0}
+    assert traffic(100.0, 1)["ring_all_reduce"] == 0
+
+
+def test_a_step_is_divided() -> None:
+    workers: list[Samples] = [
+        {"compute": [6.0, 6.0], "transfer": [1.0, 1.0], "held": [3.0, 1.0]},
+        {"compute": [8.0, 4.0], "transfer": [1.0, 1.0], "held": [1.0, 3.0]},
+    ]
+    first, second = summed_up(workers)
+    assert first == {
+        "compute_ms": 6000.0, "transfer_ms": 1000.0, "wait_ms": 1000.0, "apply_ms": 1000.0, "step_ms": 9000.0,
+        "overhead": pytest.approx((0.4 + 0.25) / 2),
+    }  # fmt: skip
+    assert second["wait_ms"] == 1000.0
+
+
+# ---- what is written ------------------------------------------------------------------------------
+
+
+def test_numbers() -> None:
+    assert numbers("1,4, 16", "--workers", 64) == [1, 4, 16]
+    for wrong in ("", "0", "65", "1,,2", "-1", "1.5"):
+        with pytest.raises(UsageError):
+            numbers(wrong, "--workers", 64)
+
+
+def test_kept_results_are_named_by_date_and_machine(tmp_path: Path) -> None:
+    first = kept_path("exchange", ".json", tmp_path)
+    assert first.name[:2] == "20" and first.name.endswith(f"-exchange-{name()}.json")
+    first.touch()
+    assert kept_path("exchange", ".json", tmp_path).name == f"{first.stem}-2.json"
+
+
+SWEEP = [
+    {"size_mb": mb, "ours": {"tcp": {"exchange_ms": mb}}, "peers": {"iperf": {"up_ms": mb, "down_ms": mb}}}
+    for mb in (1.0, 10.0)
+]
+
+
+def test_curves() -> None:
+    assert curves(SWEEP) == [
+        ("tcp", True, [(1.0, 2.0), (10.0, 2.0)]),
+        ("iperf", False, [(1.0, 1.0), (10.0, 1.0)]),
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the plot needs matplotlib")
+def test_plot(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.png"
+    plot_sweep(Report("exchange", {"sweep": True}, {"sizes": SWEEP}, ""), str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_of_this_process() -> None:
+    found = memory_of(os.getpid())
+    assert 0 < found["anonymous"] <= found["rss"] <= found["peak"]
+    assert found["shared"] >= 0

@@ -1,0 +1,167 @@
+"""Kills processes of real jobs at seeded moments, a thousand times, and proves after each job that nothing
+durable was lost and nothing applied twice.
+
+    python tests/chaos/kill_points.py --points 1000 --seed 1
+
+Half of the moments are random, the others follow a line of the history at once: a contribution was sent,
+accepted, committed or answered, a snapshot was written, a worker has joined. Snapshots are taken several times
+a second, so many points fall into one. Before each kill the job must have gone on after the one before.
+Jobs are short, their modes and lanes take turns, and each begins with a seed of its own: what failed is
+run again with `--seed SEED --jobs 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from paramserver.common.registry import MODES
+from paramserver.launch.chaos.faults import Injector
+from paramserver.launch.chaos.job import Chaos, Setup
+from paramserver.launch.chaos.plan import Fault
+from paramserver.launch.chaos.trial import judge, make_trial
+
+NUM_WORKERS = 3
+STEPS = 700
+MOMENTS = ("send", "accept", "commit", "answer", "answered", "snapshot", "join", "leave")
+# A third of the kills are the server's: everybody waits for it.
+SERVER_SHARE = 0.35
+JOB_S = 1200.0  # it is done in about a minute on two quiet cores
+
+
+class History:
+    """The lines of a history file as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.num_commits = 0
+
+    def news(self) -> list[str]:
+        """Operations since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        found = []
+        for line in whole.splitlines():
+            try:
+                found.append(json.loads(line)["op"])
+            except ValueError:  # half a line, of a process that was killed
+                continue
+        self.num_commits += found.count("commit")
+        return found
+
+
+class KillPoints(Chaos):
+    """Kills for as long as the job runs, instead of a plan."""
+
+    async def _inject(self, injector: Injector) -> None:
+        await self._begun.wait()
+        chance = random.Random(self._setup.seed)
+        history = History(self._setup.folder / "history.jsonl")
+        while self._fastest_step() < self._setup.last_step:
+            await self._until_it_goes_on(history)
+            await self._moment(chance, history)
+            is_server = chance.random() < SERVER_SHARE
+            fault = Fault(0, "kill_server") if is_server else Fault(0, "kill_worker", chance.randrange(NUM_WORKERS))
+            num_killed = len(injector.killed)
+            injector.inject(fault)
+            if len(injector.killed) > num_killed:
+                self._ending.faults[fault.kind] += 1
+
+    async def _until_it_goes_on(self, history: History) -> None:
+        history.news()
+        before = history.num_commits
+        while history.num_commits < before + 3:
+            await asyncio.sleep(0.005)
+            history.news()
+
+    async def _moment(self, chance: random.Random, history: History) -> None:
+        awaited = chance.choice(MOMENTS) if chance.random() < 0.5 else None
+        if awaited is None:
+            await asyncio.sleep(chance.uniform(0, 0.4))
+            return
+        end = time.monotonic() + 0.5
+        while awaited not in history.news() and time.monotonic() < end:
+            await asyncio.sleep(0.0005)
+        await asyncio.sleep(chance.choice([0, chance.uniform(0, 0.005)]))
+
+
+def run_job(seed: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
+    """One job; the points it gave by kind, and what is wrong."""
+    mode, is_shared = MODES.names()[seed % 4], seed // 4 % 2 == 1
+    folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
+    chosen = {
+        "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": STEPS, "policy.local_steps": 2,
+        "worker.shared_memory": str(is_shared).lower(), "task.args": "{padding_bytes: 1000000}",
+        "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
+    }  # fmt: skip
+    trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
+    setup = Setup(
+        arguments=trial.setup.arguments, folder=folder, plan=[], seed=seed, last_step=STEPS - 200, deadline_s=JOB_S
+    )
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        if not is_quiet:
+            print(f"{time.monotonic() - began:7.2f} s  {what}", flush=True)
+
+    async def run():
+        return await KillPoints(setup, say).run()
+
+    ending = asyncio.run(run())
+    if ending.signal_number:
+        shutil.rmtree(folder)
+        sys.exit(128 + ending.signal_number)
+    failures = judge(ending, trial)
+    lane = "shared memory" if is_shared else "tcp"
+    points = sum(ending.faults.values())
+    took_s = time.monotonic() - began
+    print(
+        f"seed {seed}: {mode}, {lane}: {points} points in {took_s:.0f} s: {'FAILED' if failures else 'ok'}", flush=True
+    )
+    for failure in failures:
+        print(f"  {failure}\n  kept in {folder}")
+    if not failures:
+        shutil.rmtree(folder)
+    return ending.faults, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--points", type=int, default=1000, help="kills in all")
+    parser.add_argument("--jobs", type=int, help="stop after so many jobs")
+    parser.add_argument("--seed", type=int, default=1, help="of the first job; the next has the next")
+    parser.add_argument("--quiet", action="store_true", help="only a line per job")
+    options = parser.parse_args()
+    began = time.monotonic()
+    points: Counter[str] = Counter()
+    failed: list[int] = []
+    seed = options.seed
+    while points.total() < options.points and (options.jobs is None or seed - options.seed < options.jobs):
+        made, failures = run_job(seed, options.quiet)
+        points += made
+        if failures:
+            failed.append(seed)
+        seed += 1
+    parts = ", ".join(f"{count} {kind}" for kind, count in sorted(points.items()))
+    took_s = time.monotonic() - began
+    print(f"{points.total()} points ({parts}) in {seed - options.seed} jobs, {took_s / 60:.1f} min; ", end="")
+    print(f"failed: seed {', '.join(map(str, failed))}" if failed else "nothing durable lost, nothing applied twice")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Real processes on a real network that fails: namespaces (with root), a TCP proxy (without).
+
+Figures are printed as `FIGURE name value` lines: `pytest -rP tests/faults` shows them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.tests.faults import network
+from paramserver.tests.faults.evidence import History, applied
+from paramserver.tests.faults.network import Network
+from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ONE_HOT = Path(__file__).parents[1] / "loopback" / "scripts" / "onehot.py"
+
+
+class Job(Cluster):
+    """One run with a history: a server and workers whose contributions are one-hot vectors, over TCP alone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # Shared memory would go round the network, and the end of a run waits for a worker that may come back.
+        self._env |= {"PS_WORKER__SHARED_MEMORY": "false", "PS_SERVER__ABSENT_S": "30"}
+        self._env |= {"PS_SERVER__STATUS_INTERVAL_S": "0.2"}
+        self.history = History(folder / "history.jsonl")
+        self.steps = 0
+        self.num_workers = 0
+
+    def serve(self, mode: str, num_workers: int, steps: int, *flags: str, **env: str) -> Process:
+        """The server of a run whose final weights say what was applied."""
+        self.steps, self.num_workers = steps, num_workers
+        return self.server(
+            "--mode", mode, "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
+            "--set", "policy.weighting=equal", "--history", str(self.history.path), *flags, **env,
+        )  # fmt: skip
+
+    def work(self, rank: int, pause_s: float = 0.0, padding: int = 0, **env: str) -> Process:
+        """A worker that takes `pause_s` a step and exchanges `padding` floats besides."""
+        env = {"PS_SLOWDOWN__BASE_S": str(pause_s), "PADDING": str(padding)} | env
+        return self.script(rank, ONE_HOT, str(self.steps), **env)
+
+    def until(self, condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+        """Wait for something in the history or the logs; every process must be there or have ended well."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            failed = [process for process in self.processes if process.popen.poll() not in (None, 0, -9)]
+            assert not failed, f"{failed[0].name} ended before {what}\n{failed[0].output}"
+            assert time.monotonic() < deadline, f"no {what} within {within_s} s\n" + "\n".join(
+                f"--- {process.name}\n{process.output[-3000:]}" for process in self.processes
+            )
+            time.sleep(0.01)
+
+    def end(self, *processes: Process) -> None:
+        """All of these end by themselves, and well."""
+        assert [process.wait() for process in processes] == [0] * len(processes)
+
+    def check(self) -> None:
+        """Once all have ended: what was applied is what the history says, each contribution at most once."""
+        self.history.check()
+        torch.testing.assert_close(self.applied(), self.history.expected(self.num_workers, self.steps))
+
+    def applied(self) -> torch.Tensor:
+        """[num_workers, steps]: how often each contribution was applied."""
+        return applied(self.folder / "w.safetensors", self.num_workers, self.steps)
+
+
+class Rig(Job):
+    """A job whose server and workers are hosts of a network of their own."""
+
+    def __init__(self, folder: Path, net: Network) -> None:
+        super().__init__(folder)
+        self.net = net
+        self._prefix: tuple[str, ...] = ()
+
+    def start(self, name: str, *argv: str, **env: str) -> Process:
+        process = Process(name, [*self._prefix, sys.executable, *argv], self._env | env, self.folder)
+        self.processes.append(process)
+        return process
+
+    def serve(self, mode: str, num_workers: int, steps: int, *flags: str, **env: str) -> Process:
+        self._prefix = self.net.at(network.SERVER)
+        where = () if "--listen" in flags else ("--listen", f"{network.HOST}:0")
+        return super().serve(mode, num_workers, steps, "--insecure", *where, *flags, **env)
+
+    def work(self, rank: int, pause_s: float = 0.0, padding: int = 0, **env: str) -> Process:
+        self._prefix = self.net.at(rank)
+        return super().work(rank, pause_s, padding, **env)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.stop()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """Two workers; skipped, with the reason, where there can be no namespaces."""
+    if reason := network.why_not():
+        pytest.skip(reason)
+    net = Network(num_workers=2)
+    rig = Rig(tmp_path, net)
+    try:
+        net.set_up()
+        yield rig
+    finally:
+        rig.stop()
+        net.tear_down()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """Print one measured figure."""
+
+    def show(name: str, value: object) -> None:
+        shown = f"{value:.3f}" if isinstance(value, float) else value
+        print(f"FIGURE {request.node.name}: {name} = {shown}", flush=True)
+
+    return show

@@ -1,0 +1,158 @@
+"""A TCP proxy that does to connections what networks do: resets them, stalls them, loses one direction.
+
+    with Proxy("127.0.0.1:50051", plan=lambda number: Plan(reset_after_up=100_000)) as proxy:
+        ... clients connect to proxy.address ...
+
+A plan is made for each connection, by its number from 0. A reset is a real one (RST, no FIN): the peers lose what
+was on its way. Needs no root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+_PIECE = 16 << 10
+
+
+@dataclass
+class Plan:
+    """What happens to one connection. Bytes are counted from its beginning; None: never."""
+
+    reset_after_up: int | None = None  # client to server: these many pass, then the connection is reset
+    reset_after_down: int | None = None
+    lose_after_up: int | None = None  # what is said from there on does not arrive; the end of the connection does
+    lose_after_down: int | None = None
+
+
+@dataclass(eq=False)
+class _Connection:
+    number: int
+    plan: Plan
+    client: socket.socket
+    server: socket.socket
+    up: int = 0  # bytes passed
+    down: int = 0
+    is_reset: threading.Event = field(default_factory=threading.Event)
+
+    def reset(self) -> bool:
+        """Both ends get RST; False when that has happened already."""
+        if self.is_reset.is_set():
+            return False
+        self.is_reset.set()
+        for end in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads; nothing is sent for it
+        return True
+
+
+class Proxy:
+    """Listens on a free port of 127.0.0.1 and passes on to `target`, HOST:PORT. Two threads a connection."""
+
+    def __init__(self, target: str, plan: Callable[[int], Plan] = lambda _: Plan()) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._plan = plan
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections: list[_Connection] = []
+        self.num_resets_up = 0
+        self.num_resets_down = 0
+        self._open = threading.Event()  # cleared: nothing passes, in any connection
+        self._open.set()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        self._open.set()
+        self.reset_all()
+
+    @property
+    def num_resets(self) -> int:
+        return self.num_resets_up + self.num_resets_down
+
+    def reset_all(self) -> None:
+        """Every open connection, now."""
+        for connection in self.connections:
+            connection.reset()
+
+    def stall(self) -> None:
+        """Nothing passes until `go_on`; connections stay open."""
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(self._target, timeout=5)
+                except OSError:
+                    client.close()
+                    continue
+                server.settimeout(None)
+                for end in (client, server):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                number = len(self.connections)
+                connection = _Connection(number, self._plan(number), client, server)
+                self.connections.append(connection)
+                for is_up in (True, False):
+                    threading.Thread(target=self._pass_on, args=(connection, is_up), daemon=True).start()
+
+    def _pass_on(self, connection: _Connection, is_up: bool) -> None:
+        """One direction of one connection, until either end closes it or its time has come."""
+        source, sink = (connection.client, connection.server) if is_up else (connection.server, connection.client)
+        with contextlib.suppress(OSError):
+            while data := source.recv(_PIECE):
+                self._open.wait()
+                plan, passed = connection.plan, connection.up if is_up else connection.down
+                limit, lost = plan.reset_after_down, plan.lose_after_down
+                if is_up:
+                    limit, lost = plan.reset_after_up, plan.lose_after_up
+                is_last = limit is not None and passed + len(data) >= limit
+                if is_last:
+                    data = data[: limit - passed]
+                if lost is not None:
+                    data = data[: max(0, lost - passed)]
+                sink.sendall(data)
+                if is_up:
+                    connection.up += len(data)
+                else:
+                    connection.down += len(data)
+                if is_last:
+                    self._reset(connection, is_up)
+                    break
+        self._close(connection, source, sink)
+
+    def _reset(self, connection: _Connection, is_up: bool) -> None:
+        with self._lock:
+            if connection.reset():
+                if is_up:
+                    self.num_resets_up += 1
+                else:
+                    self.num_resets_down += 1
+
+    def _close(self, connection: _Connection, source: socket.socket, sink: socket.socket) -> None:
+        """The source has ended: the sink is told the same way. The second of the two threads closes."""
+        if connection.is_reset.is_set():
+            for end in (source, sink):
+                end.close()  # with lingering of 0 s: RST
+            return
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)

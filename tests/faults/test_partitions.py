@@ -1,0 +1,105 @@
+"""The network between the server and one worker is cut: shorter than the lease, longer than it, one way only."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+PAUSE_S = 0.03
+MODES = ["sync", "async", "ssp"]
+
+
+def begin(rig, mode: str, steps: int, lease_s: float, **options: int):
+    """A run of two workers on its way."""
+    server = rig.serve(mode, 2, steps, "--set", f"server.lease_s={lease_s}", "--set", "policy.staleness=2")
+    workers = [rig.work(rank, PAUSE_S, **options) for rank in range(2)]
+    rig.until(lambda: all(rig.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
+    return server, workers
+
+
+def cut(rig, seconds: float) -> float:
+    """Cut worker 1 off for so long; when it began."""
+    began = time.monotonic()
+    rig.net.partition(1)
+    time.sleep(seconds)
+    rig.net.heal(1)
+    return began
+
+
+def back_after(rig) -> float:
+    """Seconds until the worker that was cut off is in a commit again."""
+    began, step = time.monotonic(), rig.history.last_step(1)
+    rig.until(lambda: rig.history.last_step(1) > step, "step of the worker that was cut off")
+    return time.monotonic() - began
+
+
+def check_whole(rig, mode: str) -> None:
+    """Both workers' contributions are all applied, once; in sync always together."""
+    rig.check()
+    assert torch.equal(rig.applied(), torch.full((2, rig.steps), 0.5 if mode == "sync" else 1.0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("lease_s", "cut_s"), [(2.0, 1.0), (8.0, 4.5)])
+@pytest.mark.campaign
+def test_a_cut_shorter_than_the_lease_is_bridged(rig, figure, mode, lease_s, cut_s):
+    """After 4.5 s the worker has given its connection up and comes back with another one."""
+    server, workers = begin(rig, mode, 120, lease_s)
+    cut(rig, cut_s)
+    figure("in a commit again after healing, s", back_after(rig))
+    rig.end(*workers, server)
+    figure("resumed", rig.history.resumes(1))
+    assert rig.history.ends_of(1) == rig.history.ends_of(0) == ["goodbye"]
+    assert cut_s < 4 or rig.history.resumes(1) >= 1
+    check_whole(rig, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.campaign
+def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, figure, mode):
+    lease_s, cut_s = 2.0, 5.0
+    server, workers = begin(rig, mode, 250, lease_s)
+    began = cut(rig, cut_s)
+    figure("others' stall beyond the lease, s", (stall := rig.history.stall({0}, began, began + cut_s)) - lease_s)
+    figure("in a commit again after healing, s", back_after(rig))
+    rig.end(*workers, server)
+    assert stall <= lease_s + 1.0  # 0.4 s and what other programs take
+    assert rig.history.ends_of(1) == ["lease", "goodbye"]
+    assert [event["rank"] for event in workers[1].events("rejoined")] == [1]
+    rig.check()
+    if mode != "sync":
+        assert torch.equal(rig.applied(), torch.ones(2, 250))
+
+
+def test_a_short_cut_and_a_long_one(rig, figure):
+    """Bridged, then let go and back by itself: in one sync run."""
+    lease_s = 1.5
+    server, workers = begin(rig, "sync", 160, lease_s)
+    cut(rig, 0.5)
+    figure("short cut: in a commit again after healing, s", back_after(rig))
+    assert rig.history.ends_of(1) == []
+    assert all(len(line["contributions"]) == 2 for line in rig.history.lines("commit"))
+    began = cut(rig, 2.5)
+    figure("long cut: others' stall beyond the lease, s", rig.history.stall({0}, began, began + 2.5) - lease_s)
+    figure("long cut: in a commit again after healing, s", back_after(rig))
+    rig.end(*workers, server)
+    assert rig.history.ends_of(1) == ["lease", "goodbye"]
+    rig.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.campaign
+def test_answers_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
+    """One way only: what the worker sends arrives, and counts, and nobody tells it so."""
+    server, workers = begin(rig, mode, 120, 8.0)
+    rig.net.drop_answers(1)
+    workers[1].event("connection_lost")
+    rig.net.heal(1)
+    figure("in a commit again after healing, s", back_after(rig))
+    rig.end(*workers, server)
+    figure("repeated", rig.history.outcomes()["repeated"])
+    assert rig.history.ends_of(1) == ["goodbye"]
+    assert rig.history.resumes(1) >= 1 <= rig.history.outcomes()["repeated"]
+    check_whole(rig, mode)

@@ -1,0 +1,92 @@
+"""Connections are reset in the middle of uploads and of answers, and answers are lost (proxy.py; needs no root)."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from paramserver.tests.faults.proxy import Plan, Proxy
+
+PADDING = 30_000  # floats: an exchange is about 120 kB each way
+
+
+def begin(job, proxy_plan, mode: str, num_workers: int, steps: int, *flags: str):
+    """A run whose workers reach the server through a proxy."""
+    server = job.serve(mode, num_workers, steps, "--set", "policy.staleness=2", *flags)
+    proxy = Proxy(job.address, proxy_plan)
+    workers = [job.work(rank, padding=PADDING, PS_SERVER=proxy.address) for rank in range(num_workers)]
+    return server, workers, proxy
+
+
+def resets(seed: int, exchanges: float):
+    """A plan: each connection is reset after a random number of bytes, on average after so many exchanges."""
+    chance = random.Random(seed)
+    mean = exchanges * 4 * PADDING
+
+    def plan(_: int) -> Plan:
+        after = 2_000 + int(chance.uniform(0, 2 * mean))
+        return Plan(reset_after_up=after) if chance.random() < 0.5 else Plan(reset_after_down=after)
+
+    return plan
+
+
+def show(job, proxy: Proxy, figure, seconds: float) -> None:
+    contributions, outcomes = len(job.history.lines("commit")), job.history.outcomes()
+    figure("commits", contributions)
+    figure("resets in uploads, in answers", (proxy.num_resets_up, proxy.num_resets_down))
+    figure("resumed", sum(job.history.resumes(rank) for rank in range(job.num_workers)))
+    figure("answered from the table", outcomes["repeated"])
+    figure("seconds", seconds)
+
+
+def test_resets_in_uploads_and_answers(job, figure):
+    """Every other exchange or so; the first connection ends in the middle of the initial weights."""
+    seed = 4
+    random_plan = resets(seed, exchanges=2.0)
+    server, workers, proxy = begin(
+        job, lambda number: Plan(reset_after_up=50_000) if number == 0 else random_plan(number), "async", 1, 40
+    )
+    with proxy:
+        began = time.monotonic()
+        job.end(*workers, server)
+    show(job, proxy, figure, time.monotonic() - began)
+    assert min(proxy.num_resets_up, proxy.num_resets_down) >= 3, f"seed {seed}"
+    assert torch.equal(job.applied(), torch.ones(1, 40)), f"seed {seed}"
+    assert job.history.outcomes()["accepted"] == 40
+    job.check()
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("async", 1), ("ssp", 2), ("sync", 3)])
+@pytest.mark.campaign
+def test_a_thousand_contributions_through_resets(job, figure, mode, seed):
+    steps = 250
+    server, workers, proxy = begin(job, resets(seed, exchanges=3.0), mode, 4, steps)
+    with proxy:
+        began = time.monotonic()
+        job.end(*workers, server)
+    show(job, proxy, figure, time.monotonic() - began)
+    assert proxy.num_resets >= 200, f"seed {seed}"
+    job.check()
+    share = 0.25 if mode == "sync" else 1.0
+    # Means of four are rounded on their way; twice would be twice as much.
+    is_once = torch.isclose(job.applied(), torch.tensor(share))
+    figure("applied once, of 1,000", int(is_once.sum()))
+    assert is_once.all(), f"seed {seed}"
+
+
+@pytest.mark.campaign
+def test_a_stall_is_waited_out(job, figure):
+    """Nothing passes for a while, and no connection ends: shorter than the keepalive, nobody notices."""
+    server, workers, proxy = begin(job, lambda _: Plan(), "async", 1, 200)
+    with proxy:
+        job.until(lambda: job.history.last_step(0) >= 20, "first steps")
+        proxy.stall()
+        time.sleep(1.5)
+        proxy.go_on()
+        job.end(*workers, server)
+    assert workers[0].events("connection_lost") == []
+    assert torch.equal(job.applied(), torch.ones(1, 200))
+    job.check()

@@ -1,0 +1,177 @@
+"""The server is killed when it is idle, in the middle of a commit or of a snapshot, and started again; or frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.worker.client import Client
+
+PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
+STEPS = 60
+
+
+class Killer:
+    """Kills the server of a job at chosen moments, starts it again on the same port, and looks at what it did."""
+
+    def __init__(self, job, mode: str, num_workers: int, steps: int, padding: int, seed: int, pause_s: float) -> None:
+        self.job = job
+        self.random = random.Random(seed)
+        self.snapshots: Path = job.folder / "snapshots"
+        self.arguments = (mode, num_workers, steps, "--checkpoint-dir", "snapshots", "--checkpoint-every", "2")
+        self.server = job.serve(*self.arguments)
+        self.workers = [job.work(rank, pause_s, padding) for rank in range(num_workers)]
+        self.down: list[float] = []  # seconds from each kill to listening
+        self.back: list[float] = []  # seconds from listening to the first worker that is let in
+
+    def kill(self, moment: str) -> None:
+        """Kill at an "idle", "commit", "snapshot" or "random" moment, and start again."""
+        history = self.job.history
+        snapshots = len(history.lines("snapshot"))
+        self.job.until(lambda: len(history.lines("snapshot")) > snapshots, "snapshot")
+        getattr(self, f"_{moment}")()
+        self.server.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        self.server.popen.wait()
+        newest = history.lines("snapshot")[-1]
+        self.server = self.job.serve(*self.arguments, "--listen", self.job.address)
+        start = history.lines("start")[-1]
+        self.down.append(start["t"] - killed)
+        assert start["version"] >= newest["version"], "something durable is lost"
+        self._check_files(Path(start["source"]), newest)
+        self.job.until(lambda: self._let_in(start["t"]), "worker that is let in")
+        self.back.append(self._let_in(start["t"])[0]["t"] - start["t"])
+
+    def _let_in(self, since: float) -> list[dict]:
+        return [line for line in self.job.history.lines("answer", outcome="START") if line["t"] > since]
+
+    def _check_files(self, path: Path, newest: dict) -> None:
+        """What was loaded has the hash that its manifest, and where it got that far the history, says."""
+        path = self.job.folder / path
+        found = hashlib.sha256((path / "weights.safetensors").read_bytes()).hexdigest()
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert manifest["files"]["weights.safetensors"]["sha256"] == found
+        if Path(newest["path"]).name == path.name:
+            assert newest["sha256"] == found
+
+    # ---- moments ----------------------------------------------------------------------------
+
+    def _idle(self) -> None:
+        for worker in self.workers:
+            worker.signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        for worker in self.workers:
+            worker.signal(signal.SIGCONT)
+
+    def _commit(self) -> None:
+        """Right after a commit was decided: its tensor work is under way."""
+        commits = len(self.job.history.lines("commit"))
+        deadline = time.monotonic() + 10
+        while len(self.job.history.lines("commit")) == commits:
+            assert time.monotonic() < deadline
+
+    def _snapshot(self) -> None:
+        """While its files are being written."""
+        deadline = time.monotonic() + 10
+        while not any(self.snapshots.glob(".writing-*")):
+            assert time.monotonic() < deadline
+
+    def _random(self) -> None:
+        time.sleep(self.random.uniform(0.0, 0.3))
+
+    def end(self, figure) -> None:
+        """The run ends well, with everything applied once."""
+        self.job.end(*self.workers, self.server)
+        figure("kill to listening, median and max s", (statistics.median(self.down), max(self.down)))
+        figure("listening to first worker let in, median and max s", (statistics.median(self.back), max(self.back)))
+        starts = self.job.history.lines("start")
+        assert [line["server_incarnation"] for line in starts] == list(range(1, len(starts) + 1))
+        self.job.check()
+
+
+def test_a_server_killed_in_the_middle_of_things_loses_nothing_durable(job, figure):
+    killer = Killer(job, "async", 1, STEPS, PADDING, seed=0, pause_s=0.05)
+    killer.kill("idle")
+    killer.kill("commit")
+    killer.kill("snapshot")
+    killer.end(figure)
+    assert torch.equal(job.applied(), torch.ones(1, STEPS))
+    assert max(killer.back) <= 3.0
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("async", 11), ("sync", 12), ("ssp", 13)])
+@pytest.mark.campaign
+@pytest.mark.timeout(400)
+def test_many_kills_at_random_moments(job, figure, mode, seed):
+    steps, kinds = 400, ["commit", "snapshot", "random", "random", "idle", "random", "snapshot"]
+    killer = Killer(job, mode, 2, steps, PADDING, seed, pause_s=0.05)
+    for number in range(7):
+        killer.kill(kinds[number])
+    killer.end(figure)
+    share = 0.5 if mode == "sync" else 1.0
+    assert torch.equal(job.applied(), torch.full((2, steps), share)), f"seed {seed}"
+
+
+@pytest.mark.campaign
+def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
+    """Pulled before any worker can have changed them."""
+    flags = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "2")
+    server = job.serve("async", 1, STEPS, *flags)
+    worker = job.work(0, 0.05, PADDING)
+    job.until(lambda: len(job.history.lines("snapshot")) >= 3, "snapshots")
+    worker.signal(signal.SIGSTOP)
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    server = job.serve("async", 1, STEPS, *flags, "--listen", job.address)
+    start = job.history.lines("start")[-1]
+    client = Client(job.address)
+    pulled = bytearray()
+
+    def write_of(snapshot):
+        pulled.extend(bytes(snapshot.body_bytes))
+
+        def write(offset: int, data: memoryview) -> None:
+            pulled[offset : offset + len(data)] = data
+
+        return write
+
+    assert client.pull(False, write_of) == start["version"]
+    client.close()
+    saved = load_file(job.folder / start["source"] / "weights.safetensors")
+    body = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))
+    assert bytes(pulled[: len(body)]) == body
+    worker.signal(signal.SIGCONT)
+    job.end(worker, server)
+    job.check()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.campaign
+def test_a_server_frozen_for_two_leases_lets_nobody_go(job, figure, mode):
+    server = job.serve(mode, 2, 200)
+    workers = [job.work(rank, 0.03) for rank in range(2)]
+    job.until(lambda: all(job.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
+    server.signal(signal.SIGSTOP)
+    stopped = time.time()
+    time.sleep(10.0)  # two default leases
+    server.signal(signal.SIGCONT)
+    continued = time.monotonic()
+    for worker in workers:
+        noticed = worker.event("connection_lost")["timestamp"] - stopped
+        figure("noticed after, s", noticed)
+        assert noticed <= 6.0
+    job.until(lambda: job.history.commits_of({0, 1})[-1] > continued, "commit")
+    figure("first commit after SIGCONT, s", job.history.commits_of({0, 1})[-1] - continued)
+    job.end(*workers, server)
+    assert job.history.ends_of(0) == job.history.ends_of(1) == ["goodbye"]
+    job.check()
+    assert torch.equal(job.applied(), torch.full((2, 200), 0.5 if mode == "sync" else 1.0))

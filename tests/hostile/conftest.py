@@ -1,0 +1,333 @@
+"""A real ps-server, and peers of it that say exactly the bytes they are told to: over gRPC, or as bare sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paramserver.common.layout import Kind, Layout, TensorSpec
+from paramserver.common.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.protocol import SERVICE, layout_to_proto, optimizer_to_proto
+from paramserver.common.wire import frame, message_frames, parse
+from paramserver.proto import parameter_server_pb2 as pb
+
+DEADLINE_S = 60.0
+# Too large for one message and for a connection's first window: its bodies wait in flow control when nobody reads.
+NUM_FLOATS = 100_000
+LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (NUM_FLOATS,))])
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Wait for a condition on the outside world, for at most DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {DEADLINE_S} s: {what()}"
+        time.sleep(0.01)
+
+
+ENDLESS = ("--mode", "async", "--steps", "1000000")
+
+
+class Peer:
+    """One Exchange stream of raw messages; `rank` None takes a free one."""
+
+    def __init__(self, address: str, rank: int | None = None) -> None:
+        self.rank = rank
+        self.step = self.version = 0
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")(iter(self._outgoing.get, None))
+
+    def send(self, *raws: bytes) -> None:
+        for raw in raws:
+            self._outgoing.put(raw)
+
+    def receive(self, *kinds: str | None) -> Any:
+        while True:
+            received = parse(pb.ServerMessage, next(self._call))
+            if received.kind in kinds:
+                return received
+            assert received.kind == "waiting", received
+
+    def join(self) -> Any:
+        """Until the first weights are there; the first worker of a run brings zeros. Returns the welcome."""
+        self.send(join_bytes(self.rank))
+        welcome = self.receive("welcome").header
+        self.send(model_bytes())
+        received = self.receive("answer", "send_weights")
+        if received.kind == "send_weights":
+            self.send(*initial_weights())
+            received = self.receive("answer")
+        self._take(received)
+        return welcome
+
+    def contribute(self) -> None:
+        self.send(*contribution(self.step + 1, self.version))
+
+    def answer(self) -> str:
+        received = self.receive("answer")
+        self._take(received)
+        return str(pb.Answer.Outcome.Name(received.header.outcome))
+
+    def _take(self, received: Any) -> None:
+        left = received.header.body_bytes - len(received.data)
+        while left > 0:
+            left -= len(self.receive(None).data)
+        self.step, self.version = received.header.step, received.header.version
+
+    def ended(self) -> tuple[str, str, str]:
+        """(status, ps-reason, text) of a stream that the server ends."""
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            metadata = dict(error.trailing_metadata() or ())
+            return error.code().name, str(metadata.get("ps-reason", "")), error.details() or ""
+        return "OK", "", ""
+
+    def hang_up(self) -> None:
+        """Nothing more will be said; the stream stays open until the server ends it."""
+        self._outgoing.put(None)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._call.cancel()
+        self._channel.close()
+
+
+class RawPeer:
+    """One HTTP/2 connection made by hand. Answers pings; without `room` it never lets the server send more than
+    HTTP/2's first 64 KiB."""
+
+    def __init__(self, address: str, room: bool = True) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)))
+        window = struct.pack(">HI", 4, (1 << 31) - 1 if room else (1 << 16) - 1)
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _http2(4, 0, 0, window))
+        if room:
+            self._socket.sendall(_http2(8, 0, 0, struct.pack(">I", 1 << 30)))
+        self.has_ended = threading.Event()  # the stream, or all of the connection
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def call(self, method: str) -> None:
+        headers = (
+            (":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE}/{method}"), (":authority", "hostile"),
+            ("te", "trailers"), ("content-type", "application/grpc"),
+        )  # fmt: skip
+        block = b"".join(b"\x10" + _text(name) + _text(value) for name, value in headers)
+        self._socket.sendall(_http2(1, 4, 1, block))
+
+    def message(self, raw: bytes, num_announced: int | None = None) -> None:
+        """A gRPC message, or the beginning of one of `num_announced` bytes."""
+        data = struct.pack(">BI", 0, len(raw) if num_announced is None else num_announced) + raw
+        for at in range(0, len(data), 16_384):
+            self._socket.sendall(_http2(0, 0, 1, data[at : at + 16_384]))
+
+    def garbage(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def more(self, data: bytes) -> None:
+        self._socket.sendall(_http2(0, 0, 1, data))
+
+    def _read(self) -> None:
+        try:
+            with self._socket.makefile("rb") as file:
+                while len(head := file.read(9)) == 9:
+                    payload = file.read(int.from_bytes(head[:3], "big"))
+                    if head[3] == 6 and not head[4] & 1:
+                        self._socket.sendall(_http2(6, 1, 0, payload))
+                    elif head[3] == 4 and not head[4] & 1:
+                        self._socket.sendall(_http2(4, 1, 0, b""))
+                    elif head[3] == 3 or (head[3] == 1 and head[4] & 1):
+                        self.has_ended.set()
+        except OSError:
+            pass
+        self.has_ended.set()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _http2(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _text(text: str) -> bytes:
+    assert len(text) < 127
+    return bytes([len(text)]) + text.encode()
+
+
+# ---- what a well-behaved worker says ---------------------------------------------------------------
+
+
+def join_bytes(rank: int | None = None) -> bytes:
+    return frame(pb.WorkerMessage(join=pb.Join(rank=-1 if rank is None else rank, host="here", process=f"p{rank}")))
+
+
+def model_bytes(layout: Layout = LAYOUT) -> bytes:
+    spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
+    model = pb.Model(
+        tensors=layout_to_proto(layout), fingerprint=layout.fingerprint, optimizer=optimizer_to_proto(spec)
+    )
+    return frame(pb.WorkerMessage(model=model))
+
+
+def initial_weights(layout: Layout = LAYOUT) -> Iterable[bytes]:
+    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=layout.total_bytes))
+    return message_frames(header, [memoryview(bytes(layout.total_bytes))])
+
+
+def contribution_header(step: int, version: int = 0, layout: Layout = LAYOUT, **fields: Any) -> pb.WorkerMessage:
+    values = {
+        "step": step, "base_version": version, "num_samples": 1, "wants_weights": True,
+        "body_bytes": layout.exchange_bytes, **fields,
+    }  # fmt: skip
+    return pb.WorkerMessage(contribution=pb.Contribution(**values))
+
+
+def contribution(step: int, version: int = 0, layout: Layout = LAYOUT) -> Iterable[bytes]:
+    return message_frames(contribution_header(step, version, layout), [memoryview(bytes(layout.exchange_bytes))])
+
+
+# ---- the server --------------------------------------------------------------------------------------
+
+
+class Server:
+    """ps-server as a process; whoever connects through it is closed with it."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._path = folder / "server.log"
+        self._peers: list[Any] = []
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
+        env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        argv = [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--set", "server.absent_s=0", *flags]
+        with self._path.open("wb") as file:
+            self.popen = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, cwd=folder, start_new_session=True
+            )
+        until(lambda: bool(self.events("listening")) or self.popen.poll() is not None, lambda: self.output)
+        self.address: str = self.events("listening")[0]["address"]
+
+    @property
+    def output(self) -> str:
+        return self._path.read_text(encoding="utf-8", errors="replace")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [line for line in self.output.splitlines() if line.startswith("{") and line.endswith("}")]
+        return [event for event in map(json.loads, lines) if event.get("event") == name]
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        until(condition, lambda: f"{what}\n{self.output}")
+
+    def until_event(self, name: str, **fields: Any) -> dict[str, Any]:
+        """The first event of this name with these fields, once it is there."""
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.events(name) if fields.items() <= event.items()]
+
+        until(lambda: bool(found()), lambda: f"{name} {fields}\n{self.output}")
+        return found()[0]
+
+    def peer(self, rank: int | None = None) -> Peer:
+        self._peers.append(Peer(self.address, rank))
+        return self._peers[-1]  # type: ignore[no-any-return]
+
+    def raw_peer(self, room: bool = True) -> RawPeer:
+        self._peers.append(RawPeer(self.address, room))
+        return self._peers[-1]  # type: ignore[no-any-return]
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory of its own; shared pages are the workers' and the weights'."""
+        _, resident, shared, *_ = Path(f"/proc/{self.popen.pid}/statm").read_text().split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def check_is_well(self, rank: int) -> None:
+        """It serves a well-behaved worker, and nothing unexpected has happened inside it."""
+        peer = self.peer(rank)
+        peer.join()
+        peer.contribute()
+        assert peer.answer() == "APPLIED"
+        peer.close()
+        assert "Traceback" not in self.output, self.output
+        assert not self.events("internal_error"), self.events("internal_error")
+
+    def stop(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests: any number of workers, none of whom waits for another, and short deadlines."""
+    flags = (
+        "--mode",
+        "async",
+        "--steps",
+        "1000000",
+        "--set",
+        "limits.progress_s=1.5",
+        "--set",
+        "server.join_timeout_s=3",
+    )
+    server = Server(tmp_path_factory.mktemp("hostile"), *flags)
+    yield server
+    server.stop()
+
+
+class _Wire:
+    """What a well-behaved worker says, for tests of this folder."""
+
+    NUM_FLOATS, LAYOUT, ENDLESS, OPTIONS = NUM_FLOATS, LAYOUT, ENDLESS, _OPTIONS
+    join_bytes, model_bytes = staticmethod(join_bytes), staticmethod(model_bytes)
+    initial_weights, contribution = staticmethod(initial_weights), staticmethod(contribution)
+    contribution_header = staticmethod(contribution_header)
+
+    @staticmethod
+    def layout(num_floats: int) -> Layout:
+        return Layout([TensorSpec("w", Kind.PARAMETER, "float32", (num_floats,))])
+
+    @staticmethod
+    def begin_bytes() -> bytes:
+        return frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=LAYOUT.exchange_bytes)))
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """A server of the test's own, with these flags."""
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        started.append(Server(tmp_path, *flags))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def wire() -> type[_Wire]:
+    return _Wire

@@ -1,0 +1,76 @@
+"""Contributions that were said before, elsewhere, in pieces, or not at all: at most one effect, or a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.common.wire import body_frames, frame
+
+
+def version(server) -> int:
+    """Of the weights, as a new worker is told."""
+    peer = server.peer(90)
+    peer.join()
+    peer.close()
+    return peer.version
+
+
+def test_a_contribution_replayed_on_another_connection_counts_once(server, wire):
+    """Whoever recorded a worker's bytes and plays them again fences that worker, and changes nothing else."""
+    victim = server.peer(20)
+    victim.join()
+    recorded = list(wire.contribution(victim.step + 1, victim.version))
+    victim.send(*recorded)
+    assert victim.answer() == "APPLIED"
+    before = version(server)
+    thief = server.peer(20)
+    assert thief.join().step == victim.step
+    for _ in range(2):
+        thief.send(*recorded)
+        assert thief.answer() == "REPEATED"
+    assert victim.ended()[1] == "REPLACED"
+    assert version(server) == before
+
+
+def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire):
+    """At most one of them is the rank; what the other one sends has no effect."""
+    before = version(server)
+    peers = [server.peer(21) for _ in range(2)]
+    for peer in peers:
+        peer.join()
+    for peer in peers:
+        peer.send(*wire.contribution(peer.step + 1))
+    assert peers[1].answer() == "APPLIED"
+    assert peers[0].ended()[1] == "REPLACED"
+    assert version(server) == before + 1
+
+
+@pytest.mark.parametrize("ahead", [2, 3, 2**40, 2**63])
+def test_a_step_that_is_not_the_next_one(server, wire, ahead):
+    peer = server.peer(22)
+    peer.join()
+    peer.send(*wire.contribution(peer.step + ahead))
+    assert peer.ended()[1] == "STEP_GAP"
+    assert version(server) == peer.version
+
+
+def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
+    body = bytes(wire.LAYOUT.exchange_bytes)
+    pieces = list(body_frames([memoryview(body)], chunk_bytes=1 << 16))
+    peer = server.peer(23)
+    peer.join()
+    before = peer.version
+    peer.send(frame(wire.contribution_header(peer.step + 1)), *reversed(pieces))
+    assert peer.answer() == "APPLIED"
+    peer.send(frame(wire.contribution_header(peer.step + 1)), *pieces[1:], frame(wire.contribution_header(1)))
+    status, reason, text = peer.ended()
+    assert (status, reason) == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    assert "got contribution, expected taken or a piece of a body" in text
+    assert version(server) == before + 1
+
+
+def test_a_body_that_begins_again_and_again(server, wire):
+    peer = server.peer(24)
+    peer.join()
+    peer.send(*[wire.begin_bytes()] * 20)
+    assert "Begin came 9 times" in peer.ended()[2]

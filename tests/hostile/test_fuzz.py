@@ -1,0 +1,385 @@
+"""Random, mutated and lying messages: refused with a reason, quickly, in bounded memory, and the next worker is served.
+
+Each input comes from a seed that is printed when it fails. `make test-slow` runs 100,000 of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import time
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from paramserver.common.errors import ParamServerError
+from paramserver.common.protocol import (
+    SERVICE,
+    check_header,
+    hyperparameters_from_proto,
+    layout_from_proto,
+    optimizer_from_proto,
+    segment_from_proto,
+)
+from paramserver.common.segments import SegmentError, open_segment
+from paramserver.common.wire import BodyReader, Frame, parse
+from paramserver.proto import parameter_server_pb2 as pb
+
+MAX_S = 1.0
+_INTEGERS = [0, 1, 2, 31, 32, 33, 4096, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**62, 2**63, 2**64 - 1]
+_FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, float("inf"), float("-inf"), float("nan")]
+_LYING_LENGTHS = [b"\xff\xff\xff\xff\x07", b"\x80\x80\x80\x80\x80\x20", b"\xff" * 10]
+_TEXTS = [
+    "", "w", "raw", "bf16", "zip", "float32", "SGD", "adam", "lr", "betas", "\0", "a\nb", "\x1b[31m", "é" * 50,
+    "w" * 999, "w" * 100_000, "../../etc/passwd", "/proc/self/mem", "%s%n", "{}", "0" * 32, "p0", "here",
+]  # fmt: skip
+
+
+class Fuzzer:
+    """Hostile messages of a seed: built field by field, or valid ones with bytes changed."""
+
+    def __init__(self, seed: int, valid: list[bytes]) -> None:
+        self._random = random.Random(seed)
+        self._valid = valid
+
+    def message(self) -> bytes:
+        random = self._random
+        way = random.random()
+        if way < 0.45:
+            message = pb.WorkerMessage()
+            self._fill(message, depth=0)
+            raw = message.SerializeToString()
+            return self._mutate(raw) if random.random() < 0.2 else raw
+        if way < 0.9:
+            return self._mutate(random.choice(self._valid))
+        return random.randbytes(random.randrange(200))
+
+    def _fill(self, message: Any, depth: int) -> None:
+        """Any fields of it, most of them with values nobody expects."""
+        fields = list(message.DESCRIPTOR.fields)
+        for field in self._random.sample(fields, self._random.randint(0, min(4, len(fields)))):
+            if field.is_repeated:
+                self._fill_repeated(message, field, depth)
+            elif field.type == FieldDescriptor.TYPE_MESSAGE:
+                if depth < 12:
+                    self._fill(getattr(message, field.name), depth + 1)
+                getattr(message, field.name).SetInParent()
+            else:
+                setattr(message, field.name, self._value(field))
+
+    def _fill_repeated(self, message: Any, field: Any, depth: int) -> None:
+        count = self._random.choice([0, 1, 2, 3, 70]) if depth < 5 else 1
+        values = getattr(message, field.name)
+        for _ in range(count):
+            if field.type != FieldDescriptor.TYPE_MESSAGE:
+                values.append(self._value(field))
+            elif field.message_type.GetOptions().map_entry:
+                key, value = field.message_type.fields
+                if value.type == FieldDescriptor.TYPE_MESSAGE:
+                    self._fill(values[self._value(key)], depth + 1)
+                else:
+                    values[self._value(key)] = self._value(value)
+            elif depth < 12:
+                self._fill(values.add(), depth + 1)
+
+    def _value(self, field: Any) -> Any:
+        random = self._random
+        if field.type == FieldDescriptor.TYPE_STRING:
+            return random.choice(_TEXTS)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            return random.randbytes(random.choice([0, 1, 4, 32, 1000]))
+        if field.type == FieldDescriptor.TYPE_DOUBLE:
+            return random.choice(_FLOATS)
+        if field.type == FieldDescriptor.TYPE_BOOL:
+            return random.random() < 0.5
+        value = random.choice(_INTEGERS)
+        if field.type in (FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_INT32):
+            return max(-(2**31), min(2**31 - 1, value - random.choice([0, 1, 2**31])))
+        return value % 2**32 if field.type == FieldDescriptor.TYPE_UINT32 else value
+
+    def _mutate(self, raw: bytes) -> bytes:
+        random, mutated = self._random, bytearray(raw)
+        for _ in range(random.randint(1, 6)):
+            at = random.randint(0, len(mutated))
+            way = random.randrange(7)
+            if way == 0:
+                del mutated[at:]
+            elif way == 1 and mutated:
+                mutated[at % len(mutated)] ^= 1 << random.randrange(8)
+            elif way == 2:
+                mutated[at:at] = random.randbytes(random.randint(1, 8))
+            elif way == 3:
+                del mutated[at : at + random.randint(1, 8)]
+            elif way == 4:
+                mutated[at:at] = mutated[: random.randint(0, 64)]
+            elif way == 5:  # a length that lies
+                mutated[at : at + 1] = random.choice(
+                    [b"\xff\xff\xff\xff\x07", b"\x80\x80\x80\x80\x80\x20", b"\xff" * 10]
+                )
+            else:
+                mutated += random.choice(self._valid)[:2000]
+        return bytes(mutated)
+
+
+def pieces_of(random: random.Random) -> list[Frame]:
+    """Pieces of a body of 4096 bytes: most of them fit, some lie."""
+    found = []
+    for _ in range(random.randint(1, 6)):
+        offset, length = (
+            random.choice([0, 1, 1024, 2048, 4095, 4096, *_INTEGERS]),
+            random.choice([0, 1, 1024, 4096, 5000]),
+        )
+        placed = random.choice([0, 0, 0, 1, 1024, 2**63])
+        found.append(Frame(None, None, offset, memoryview(bytes(length)), placed))
+    return found
+
+
+def take(raw: bytes) -> None:
+    """All that a server reads out of a message before it acts on it. Raises ParamServerError or SegmentError."""
+    received = parse(pb.WorkerMessage, raw)
+    if received.kind is None:
+        return
+    header = received.header
+    check_header(received.kind, header)
+    if received.kind == "model":
+        if header.HasField("segment"):
+            open_segment(segment_from_proto(header.segment))
+        layout = layout_from_proto(header.tensors)
+        assert 0 <= layout.exchange_bytes <= layout.total_bytes < 2**50
+        assert len(layout.fingerprint) == 64
+        optimizer_from_proto(header.optimizer, layout)
+    elif received.kind == "contribution":
+        hyperparameters_from_proto(header.hyperparameters)
+
+
+def assemble(pieces: list[Frame]) -> None:
+    reader = BodyReader(4096, lambda *_: None, lambda *_: None)
+    for piece in pieces:
+        reader.feed(piece)
+
+
+def campaign(num_inputs: int, seed: int, wire: Any) -> tuple[int, float]:
+    """(how many were refused, CPU seconds the slowest took)."""
+    chance = random.Random(seed)
+    fuzzer = Fuzzer(seed, conversation(wire))
+    num_refused, slowest_s = 0, 0.0
+    for index in range(num_inputs):
+        raw, pieces = fuzzer.message(), pieces_of(chance)
+        started = time.process_time()
+        try:
+            if index % 10 == 0:
+                assemble(pieces)
+            else:
+                take(raw)
+        except (ParamServerError, SegmentError):
+            num_refused += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, input {index}, {raw[:200]!r}") from error
+        slowest_s = max(slowest_s, time.process_time() - started)
+    return num_refused, slowest_s
+
+
+def conversation(wire: Any) -> list[bytes]:
+    """What a well-behaved worker says, one message of each kind; bodies are small."""
+    groups = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": True, "name": "x"}]
+    contribution = wire.contribution_header(1, body_bytes=32, codec="raw", loss=1.0, compute_s=0.1, transfer_s=0.1)
+    for values in groups:
+        contribution.contribution.hyperparameters.add().update(values)
+    contribution.data = bytes(32)
+    said = [
+        pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=32), data=bytes(32)),
+        contribution,
+        pb.WorkerMessage(begin=pb.Begin(body_bytes=32)),
+        pb.WorkerMessage(offset=16, data=bytes(16)),
+        pb.WorkerMessage(offset=16, placed=16),
+        pb.WorkerMessage(taken=pb.Taken()),
+        pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1, can_evaluate=True)),
+        pb.WorkerMessage(leave=pb.Leave(metrics={"loss": 0.5})),
+    ]
+    return [wire.join_bytes(0), wire.model_bytes(), *(message.SerializeToString() for message in said)]
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    "num_inputs", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_hostile_messages_are_refused_quickly(num_inputs, wire):
+    seed = 20_000 + num_inputs
+    campaign(500, seed + 1, wire)
+    before = rss_bytes()
+    num_refused, slowest_s = campaign(num_inputs, seed, wire)
+    grown = rss_bytes() - before
+    print(f"{num_inputs} inputs, {num_refused} refused, slowest {slowest_s * 1e3:.1f} ms, {grown / 1e6:+.1f} MB")
+    assert 0.2 * num_inputs < num_refused < num_inputs
+    assert slowest_s < MAX_S
+    assert grown < 16 << 20
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def field(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def tensor(name: bytes = b"w", rest: bytes = b"") -> bytes:
+    return field(1, field(1, name) + b"\x10\x01" + field(3, b"float32") + rest)
+
+
+def hyperparameter(value: bytes) -> bytes:
+    return field(4, field(6, field(1, field(1, b"betas") + field(2, value))))
+
+
+MANY = 4 << 20
+BOMBS = {
+    "four million tensors": field(2, b"\x0a\x00" * (MANY - 10)),
+    "four hundred thousand named tensors": field(2, b"".join(tensor(b"%d" % i) for i in range(390_000))),
+    "a million dimensions": field(2, tensor(rest=field(4, b"\x7f" * 1_000_000))),
+    "dimensions whose product overflows": field(2, tensor(rest=field(4, varint(2**63 - 1) * 60))),
+    "two million aliases": field(2, tensor(rest=b"\x2a\x01a" * (MANY // 2))),
+    "a name of 8 MB": field(2, tensor(b"w" * (2 * MANY - 100))),
+    "a name with a NUL": field(2, tensor(b"a\0b")),
+    "a name of two lines": field(2, tensor(b"a\nb")),
+    "four million optimizer groups": field(2, tensor() + field(3, b"\x12\x00" * (MANY - 100))),
+    "two million tensors in a group": field(2, tensor() + field(3, field(2, b"\x0a\x01a" * (MANY // 2)))),
+    "an optimizer's name of 8 MB": field(2, tensor() + field(3, field(1, b"a" * (2 * MANY - 100)))),
+    "a codec's name of 8 MB": field(4, field(7, b"a" * (2 * MANY - 100))),
+    "four million groups of hyperparameters": field(4, b"\x32\x00" * (MANY - 10)),
+    "a list of three million values": hyperparameter(field(6, b"\x0a\x00" * (MANY - MANY // 4))),
+    "a host's name of 8 MB": field(1, field(4, b"h" * (2 * MANY - 100))),
+    "half a million metrics": field(
+        6, b"".join(field(1, field(1, b"%d" % i) + b"\x11" + bytes(8)) for i in range(400_000))
+    ),
+    "four million fields nobody knows": b"\x30\x00" * MANY,
+    "four million empty pieces": b"\x7a\x00" * MANY,
+    "four million offsets": b"\x70\x00" * MANY,
+    "one data field that claims to be 1 TiB": b"\x7a" + varint(1 << 40) + b"abc",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_message_that_is_all_too_much(name):
+    """8 MB at most, and written to cost as much as can be: seconds and memory are bounded."""
+    started = time.process_time()
+    with pytest.raises(ParamServerError) as caught:
+        take(BOMBS[name])
+    assert time.process_time() - started < MAX_S
+    assert len(caught.value.message) < 2000
+
+
+def test_structs_nested_deeper_than_any_hyperparameter():
+    value = b"\x11" + bytes(8)
+    for _ in range(5_000):
+        value = field(6, field(1, value))
+    with pytest.raises(ParamServerError):
+        take(hyperparameter(value))
+
+
+# ---- over a socket ---------------------------------------------------------------------------------
+
+
+def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
+    """Behave for some messages, then not; the server ends the stream or leaves it open, and that is that."""
+    peer = server.peer(chance.choice([None, 0, 1, 50]))
+    polite = [wire.join_bytes(peer.rank), wire.model_bytes(), *wire.contribution(1)]
+    peer.send(*polite[: chance.randint(0, len(polite))])
+    peer.send(*(fuzzer.message()[: 8 << 20] for _ in range(chance.randint(1, 5))))
+    peer.hang_up()
+    status, reason, text = peer.ended()
+    assert (status, bool(reason)) in (("OK", False), ("RESOURCE_EXHAUSTED", False)) or reason not in ("", "INTERNAL"), (
+        status, reason, text,
+    )  # fmt: skip
+    peer.close()
+
+
+def test_hostile_conversations_leave_a_server_as_it_was(server, wire):
+    seed = 4711
+    server.check_is_well(7)
+    chance, fuzzer = random.Random(seed), Fuzzer(seed, conversation(wire))
+    for _ in range(20):
+        talk(server, wire, fuzzer, chance)
+    before = server.rss_bytes
+    for index in range(150):
+        try:
+            talk(server, wire, fuzzer, chance)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, conversation {index}") from error
+    grown = server.rss_bytes - before
+    print(f"150 conversations: {grown / 1e6:+.1f} MB")
+    server.check_is_well(7)
+    assert grown < 16 << 20
+
+
+@pytest.mark.slow
+def test_a_server_takes_every_bomb(server):
+    """Each as the message after a polite Join; the next worker is served at once, and memory comes back."""
+    server.check_is_well(7)
+    grown = []
+    for bombs in (BOMBS, dict(list(BOMBS.items())[:6])):
+        before, most = server.rss_bytes, 0
+        for bomb in bombs.values():
+            peer = server.peer(8)
+            peer.send(pb.WorkerMessage(join=pb.Join(rank=8)).SerializeToString(), bomb)
+            peer.hang_up()
+            assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
+            peer.close()
+            most = max(most, server.rss_bytes - before)
+        grown.append(most)
+    print(f"{len(BOMBS)} bombs: {grown[0] / 1e6:+.1f} MB, and some of them again: {grown[1] / 1e6:+.1f} MB")
+    assert grown[0] < 128 << 20
+    assert grown[1] < 32 << 20
+    server.check_is_well(7)
+
+
+# ---- what gRPC refuses by itself --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        pytest.param([("k", "v" * 20_000)], id="a value of 20 KB"),
+        pytest.param([("k", "v" * (1 << 20))], id="a value of 1 MB"),
+        pytest.param([(f"k{i}", "") for i in range(5_000)], id="five thousand keys"),
+    ],
+)
+def test_huge_metadata_is_refused_before_the_call_begins(server, metadata):
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.stream_stream(f"/{SERVICE}/Exchange")(iter([]), metadata=metadata))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not server.events("internal_error")
+
+
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server, wire):
+    server.check_is_well(7)
+    before = server.rss_bytes
+    peer = server.peer(9)
+    peer.send(wire.join_bytes(9), bytes(64 << 20))
+    assert peer.ended()[0] in ("RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN")
+    raw = server.raw_peer()
+    raw.call("Exchange")
+    raw.message(b"abc", num_announced=(1 << 32) - 1)
+    assert raw.has_ended.wait(20)
+    grown = server.rss_bytes - before
+    print(f"64 MB and 4 GiB announced: {grown / 1e6:+.1f} MB")
+    assert grown < 12 << 20
+    server.check_is_well(7)
+
+
+def test_bytes_that_are_no_http2(server):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), bytes(4096), struct.pack(">I", 0x16030100) * 100):
+        raw = server.raw_peer()
+        raw.garbage(garbage)
+        assert raw.has_ended.wait(20)
+    server.check_is_well(7)

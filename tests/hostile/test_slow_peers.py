@@ -1,0 +1,165 @@
+"""Peers that say nothing, say it one byte at a time, or do not listen: they are let go, and nobody waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import socket
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+NUM_SILENT = 1500
+NUM_STEPS = 60
+
+
+@pytest.fixture
+def many_descriptors():
+    """Sockets by the thousand in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Pair:
+    """Two well-behaved workers, played in turn; `steps` gives the seconds each pair of exchanges took."""
+
+    def __init__(self, server: Any) -> None:
+        self.peers = [server.peer(rank) for rank in (40, 41)]
+        for peer in self.peers:
+            peer.join()
+
+    def steps(self, count: int) -> list[float]:
+        took = []
+        for _ in range(count):
+            started = time.perf_counter()
+            for peer in self.peers:
+                peer.contribute()
+            assert [peer.answer() for peer in self.peers] == ["APPLIED", "APPLIED"]
+            took.append(time.perf_counter() - started)
+        return took
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+@pytest.fixture
+def pair(server):
+    pair = Pair(server)
+    pair.steps(5)
+    yield pair
+    pair.close()
+
+
+def compare(what: str, before: list[float], during: list[float]) -> None:
+    """Generous: other work may run on these cores. The figure to read is printed."""
+    ms = [statistics.median(times) * 1e3 for times in (before, during)]
+    print(f"{what}: median step {ms[0]:.2f} ms without, {ms[1]:.2f} ms with them: {ms[1] / ms[0] - 1:+.0%}")
+    assert ms[1] < 3 * ms[0] + 20
+
+
+def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descriptors):
+    """Some say nothing at all, some begin HTTP/2 and stop: gRPC's own deadlines end both."""
+    host, _, port = server.address.rpartition(":")
+    before = pair.steps(NUM_STEPS)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(NUM_SILENT)]
+        for one in sockets[::2]:
+            one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        at_first = pair.steps(NUM_STEPS)
+        during = pair.steps(NUM_STEPS)
+        poll, left = select.poll(), {one.fileno(): one for one in sockets}
+        for descriptor in left:
+            poll.register(descriptor, select.POLLIN)
+        deadline = time.monotonic() + 40
+        while left and time.monotonic() < deadline:
+            for descriptor, _ in poll.poll(200):
+                with contextlib.suppress(ConnectionError):
+                    if left[descriptor].recv(65536):
+                        continue
+                poll.unregister(descriptor)
+                del left[descriptor]
+        assert not left, f"{len(left)} of {NUM_SILENT} silent connections are still open"
+    compare(f"{NUM_SILENT} silent sockets, while they connect", before, at_first)
+    compare(f"{NUM_SILENT} silent sockets, connected", before, during)
+    server.check_is_well(7)
+
+
+def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
+    """It has joined, announced a contribution and the message that carries it, and then sends byte by byte."""
+    before = pair.steps(NUM_STEPS)
+    slow = server.raw_peer()
+    slow.call("Exchange")
+    slow.message(wire.join_bytes(42))
+    server.until_event("joined", rank=42)
+    slow.message(wire.model_bytes())
+    server.until_event("admitted", rank=42)
+    slow.message(wire.contribution_header(1).SerializeToString())
+    slow.message(b"\x7a", num_announced=wire.NUM_FLOATS * 4)
+    during = []
+    started = time.monotonic()
+    while not slow.has_ended.is_set() and time.monotonic() - started < 10:
+        slow.more(b"\0")
+        during += pair.steps(3)
+    refused = server.until_event("refused", rank=42)
+    assert (refused["reason"], "of an upload are missing" in refused["message"]) == ("TOO_SLOW", True)
+    assert time.monotonic() - started < 8
+    compare("a sender of single bytes", before, during)
+    server.check_is_well(42)
+
+
+def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
+    """Its first weights fill the window of its connection; the server does not wait for ever with the rest."""
+    before = pair.steps(NUM_STEPS)
+    deaf = server.raw_peer(room=False)
+    deaf.call("Exchange")
+    deaf.message(wire.join_bytes(43))
+    server.until_event("joined", rank=43)
+    deaf.message(wire.model_bytes())
+    server.until_event("admitted", rank=43)
+    started = time.monotonic()
+    during = []
+    while not any(event["rank"] == 43 for event in server.events("left")) and time.monotonic() - started < 15:
+        during += pair.steps(5)
+    left = [event for event in server.events("left") if event["rank"] == 43]
+    assert left and "nothing of it was read within 1.5 s (limits.progress_s)" in left[0]["reason"]
+    compare("a reader that never reads", before, during)
+    server.check_is_well(43)
+
+
+def test_who_pulls_and_never_reads_is_let_go(server, pair):
+    """Each pull holds a copy of the weights: a few do so at once, and none for ever."""
+    num_before = len(server.events("refused"))
+    deaf = [server.raw_peer(room=False) for _ in range(6)]
+    for one in deaf:
+        one.call("Pull")
+        one.message(b"")
+    pair.steps(5)
+    server.until(lambda: len(server.events("refused")) == num_before + len(deaf), "end of every pull")
+    assert {event["reason"] for event in server.events("refused")[num_before:]} == {"TOO_SLOW"}
+    pair.steps(5)
+
+
+def test_who_does_not_send_what_it_announced(server, wire):
+    """Without bytes of its own, through gRPC: the refusal arrives, with its reason."""
+    peer = server.peer(44)
+    peer.join()
+    peer.send(wire.contribution_header(1).SerializeToString())
+    status, reason, text = peer.ended()
+    assert (status, reason) == ("ABORTED", "TOO_SLOW")
+    assert f"{wire.NUM_FLOATS * 4} bytes of an upload are missing" in text
+
+
+def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, wire):
+    """Gradients leave during backward, which takes as long as it takes."""
+    peer = server.peer(45)
+    peer.join()
+    peer.send(wire.begin_bytes())
+    time.sleep(2.5)  # what is tested is that time passes and nothing happens
+    peer.contribute()
+    assert peer.answer() == "APPLIED"

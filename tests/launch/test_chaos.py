@@ -1,0 +1,279 @@
+"""ps-launch chaos: its parts with real sockets and processes, and real jobs under real faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paramserver.common.errors import OutputError
+from paramserver.launch.chaos.job import Ending
+from paramserver.launch.chaos.ledger import Epoch, audit, read_floats
+from paramserver.launch.chaos.processes import Handle, children_of, rank_of_port
+from paramserver.launch.chaos.proxy import DOWN, UP, Network
+from paramserver.launch.chaos.trial import judge, make_trial
+from paramserver.launch.lineage import Lineage
+
+DEADLINE_S = 10.0
+
+# ---- the account in the weights ------------------------------------------------------------------
+
+ASYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, is_round=False)
+SYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, is_round=True)
+
+
+def committed(*contributions: tuple[int, int, int]) -> Lineage:
+    """(rank, step, version)"""
+    lineage = Lineage({})
+    for rank, step, version in contributions:
+        assert lineage.add(rank, step, version, 1) is None
+    return lineage
+
+
+EACH = committed(*((rank, step, 2 * step + rank - 1) for step in (1, 2, 3) for rank in (0, 1)))
+ROUNDS = committed((0, 1, 1), (1, 1, 1), (0, 2, 2), (1, 2, 2), (0, 3, 3))  # the last one without rank 1
+
+
+def weights(folder: Path, applied: list[float], clock: list[float]) -> Path:
+    path = folder / "w.safetensors"
+    save_file({"clock": torch.tensor(clock), "applied": torch.tensor(applied)}, path)
+    return path
+
+
+def test_tensors_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    path = weights(tmp_path, [0.25, 1.0, -3.5], [7.0])
+    assert list(read_floats(path, "applied")) == [0.25, 1.0, -3.5]
+    assert list(read_floats(path, "clock")) == [7.0]
+    with pytest.raises(OutputError, match="cannot be read"):
+        read_floats(tmp_path / "none", "clock")
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(OutputError, match="cannot be read"):
+        read_floats(path, "clock")
+
+
+def test_weights_that_are_what_was_committed(tmp_path: Path) -> None:
+    account = audit(weights(tmp_path, [1.0] * 12, [6.0, 6.0]), ASYNC, EACH)
+    assert (account.problems, str(account)) == ([], "ledger: 12 of 12 samples were applied exactly once")
+    account = audit(weights(tmp_path, [0.5] * 8 + [1.0] * 2 + [0.0] * 2, [3.0, 3.0]), SYNC, ROUNDS)
+    assert account.problems == []
+    assert str(account).endswith("2 are of rounds that closed without their worker")
+
+
+def test_rounds_of_local_steps(tmp_path: Path) -> None:
+    """Three steps in contributions of two: the second round has one."""
+    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, is_round=True)
+    rounds = committed((0, 1, 1), (1, 1, 1), (0, 2, 2), (1, 2, 2))
+    assert audit(weights(tmp_path, [0.5] * 12, [3.0]), epoch, rounds).problems == []
+
+
+@pytest.mark.parametrize(
+    ("epoch", "lineage", "applied", "clock", "message"),
+    [
+        (ASYNC, EACH, [1.0] * 10 + [0.0] * 2, 6.0, "2 samples are missing"),
+        (ASYNC, EACH, [1.0] * 10 + [2.0] * 2, 6.0, "2 samples were applied more than once"),
+        (ASYNC, EACH, [1.0] * 12, 7.0, "the clock shows 7 steps, committed were 6"),
+        (SYNC, ROUNDS, [0.5] * 10 + [1.0] * 2, 3.0, "2 of 12 weights are not what was committed"),
+        (SYNC, ROUNDS, [0.5] * 6 + [1.0] * 4 + [0.0] * 2, 3.0, "2 of 12 weights are not what was committed"),
+    ],
+)
+def test_weights_that_are_not(
+    tmp_path: Path, epoch: Epoch, lineage: Lineage, applied: list[float], clock: float, message: str
+) -> None:
+    assert message in audit(weights(tmp_path, applied, [clock, clock]), epoch, lineage).problems
+
+
+def test_weights_of_two_versions(tmp_path: Path) -> None:
+    account = audit(weights(tmp_path, [1.0] * 12, [6.0, 7.0]), ASYNC, EACH)
+    assert account.problems == ["a worker read weights of two versions: the clock shows 6 and 7"]
+
+
+# ---- the network ---------------------------------------------------------------------------------
+
+
+def tunnelled(work: Callable[[Network, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    """Run `work` with a connection through the proxy, as worker 0's, to a server that echoes."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while piece := await reader.read(65536):
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        network = Network(lambda port: 0, seed=1)
+        await network.start()
+        host, _, port = network.address.rpartition(":")
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 OK\r\n\r\n"
+            async with asyncio.timeout(DEADLINE_S):
+                await work(network, reader, writer)
+            writer.transport.abort()
+        finally:
+            await network.close()
+            server.close()
+
+    asyncio.run(run())
+
+
+async def is_silent(reader: asyncio.StreamReader) -> bool:
+    try:
+        await asyncio.wait_for(reader.read(1), 0.1)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_everything_gets_through_in_order() -> None:
+    async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = os.urandom(1_000_000)
+        network.num_lossy = 1
+        writer.write(sent)
+        assert await reader.readexactly(len(sent)) == sent
+        writer.write_eof()
+        assert await reader.read() == b""
+
+    tunnelled(work)
+
+
+@pytest.mark.parametrize("direction", [UP, DOWN])
+def test_what_is_held_waits_until_every_hold_is_released(direction: str) -> None:
+    async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        network.hold(1, direction)  # somebody else's
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        network.hold(0, direction)
+        network.hold(None, direction)
+        writer.write(b"b")
+        assert await is_silent(reader)
+        network.release(None, direction)
+        assert await is_silent(reader)
+        network.release(0, direction)
+        assert await reader.readexactly(1) == b"b"
+
+    tunnelled(work)
+
+
+def test_a_reset_is_a_reset() -> None:
+    async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert network.reset(1) == 0
+        assert network.reset(0) == 1
+        with pytest.raises(ConnectionResetError):
+            await reader.read(1)
+
+    tunnelled(work)
+
+
+def test_a_cut_lets_so_many_bytes_through() -> None:
+    async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        network.cut(0, 1000)
+        writer.write(b"x" * 999)
+        assert await reader.readexactly(999) == b"x" * 999
+        writer.write(b"y" * 100)
+        with pytest.raises(ConnectionResetError):  # with or without the one byte more that was let through
+            await reader.readexactly(2)
+        assert network.num_bytes >= 999
+
+    tunnelled(work)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def test_a_process_is_stopped_goes_on_and_its_number_is_no_matter(wait_until) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    handle = Handle(sleeper.pid)
+    process = psutil.Process(sleeper.pid)
+    handle.send(signal.SIGSTOP)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+    assert [state for pid, state, _ in children_of(os.getpid()) if pid == sleeper.pid] == ["T"]
+    handle.send(signal.SIGCONT)
+    wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+    handle.send(signal.SIGKILL)
+    assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
+    handle.send(signal.SIGKILL)  # nobody has it any more
+    handle.close()
+
+
+def test_a_port_nobody_has_is_nobodys() -> None:
+    assert rank_of_port(os.getpid(), 1) is None
+
+
+# ---- whole jobs ----------------------------------------------------------------------------------
+
+
+def chaos(marked, *argv: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
+    process = marked.start("-m", "paramserver.launch", "chaos", "--keep", "kept", *argv)
+    out, err = process.communicate(timeout=deadline_s)
+    assert marked.left() == []
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+@pytest.mark.timeout(400)
+def test_a_job_survives_a_minute_of_every_fault(marked) -> None:
+    run = chaos(marked, "--seconds", "60", "--seed", "1", "-n", "2", deadline_s=380)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "samples were applied exactly once" in run.stdout
+    assert "every contribution was applied once, nothing durable was lost" in run.stdout
+    assert run.stdout.rstrip().endswith("passed")
+    assert "restarting: " in run.stdout
+    assert (marked.folder / "kept" / "job.log").exists()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("mode", "lane"), [("ssp", ""), ("sync", ""), ("async", "--shared"), ("localsgd", "--shared")])
+def test_a_minute_of_everything(marked, mode: str, lane: str) -> None:
+    run = chaos(marked, "--seconds", "60", "--mode", mode, *([lane] if lane else []), deadline_s=800)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.rstrip().endswith("passed")
+
+
+def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
+    """A job that ended well, of which nothing else is as it should be."""
+    chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
+    trial = make_trial(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
+    ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
+    assert judge(ending, trial) == ["nobody killed it: worker 0 failed: exit code 13", "there is no history"]
+    place = {"role": "server", "rank": 0, "incarnation": 1}
+    start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "steps": {}, "source": None}
+    history = [
+        {"op": "start", "role": "server", **start},
+        {"op": "join", **place, "step": 0},
+        {"op": "commit", "role": "server", "version": 1, "contributions": [[0, 1, 1]], "members": [0]},
+    ]
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+    weights(tmp_path, [1.0] * 4 + [0.0] * 8, [1.0, 1.0]).rename(tmp_path / "weights.safetensors")
+    assert judge(Ending(exit_code=0), trial) == ["its history: 1 problem", "8 samples are missing"]
+    assert "version 1 holds rank 0 incarnation 1 step 1, which was not accepted before" in capsys.readouterr().out
+    assert judge(Ending(exit_code=3), trial)[0] == "the job ended with exit code 3"
+    assert judge(Ending(hang="nothing has moved for 90 s"), trial)[0] == "nothing has moved for 90 s"
+
+
+def test_ctrl_c_leaves_nothing(marked, read_until, wait_until) -> None:
+    process = marked.start("-m", "paramserver.launch", "chaos", "--seconds", "60", "-n", "2")
+    read_until(process.stdout, "again: ps-launch chaos --seconds 60 --seed 1 -n 2 --mode ssp")
+    wait_until(lambda: any("paramserver.ps" in line for line in marked.left()))
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_S + 20)
+    assert process.returncode == 130
+    assert marked.left() == []
+    assert time.monotonic() - began < DEADLINE_S + 20

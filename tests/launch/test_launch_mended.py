@@ -1,0 +1,145 @@
+"""Failures that the launcher mends, and those it does not: real launchers, processes and signals."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+DEADLINE_S = 15.0
+SOON = ("--set", "launch.backoff_s=0.01")
+KILLED = "failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)"
+
+
+def test_a_killed_worker_comes_back_and_the_job_goes_well(marked) -> None:
+    run = marked.run("-n", "2", *SOON, FAKE_WORKER_1="once kill")
+    assert run.returncode == 0
+    said = run.stderr.splitlines()
+    at = said.index(f"ps-launch: worker 1 {KILLED}")
+    lives = [index for index, line in enumerate(said) if line.startswith("[worker 1] joined rank=1")]
+    assert len(lives) == 2
+    assert lives[0] < at < lives[1]
+    assert "loss 0.125" in run.stdout
+
+
+def test_a_worker_that_crashes_keeps_its_traceback_and_comes_back(marked) -> None:
+    run = marked.run("-n", "2", *SOON, FAKE_WORKER_0="once crash")
+    assert run.returncode == 0
+    assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
+    assert "worker 0 failed: exit code 1 (a bug of ours); started again" in run.stderr
+
+
+def test_a_worker_that_dies_at_every_start_spends_its_budget(marked) -> None:
+    run = marked.run("-n", "2", "--max-restarts", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="crash")
+    assert run.returncode == 17
+    waits = re.findall(r"started again in (\S+) s \(restart (\d) of 2\)", run.stderr)
+    assert waits == [("0.01", "1"), ("0.02", "2")]
+    assert run.stderr.count("[worker 1] joined") == 3
+    assert run.stderr.splitlines()[-1] == (
+        "ps-launch: worker 1 failed: exit code 1 (a bug of ours);"
+        " it had been started again 2 times, as often as launch.max_restarts allows"
+    )
+
+
+def test_a_mismatch_is_not_tried_again(marked) -> None:
+    run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_0="exit 12")
+    assert run.returncode == 12
+    assert "started again" not in run.stderr
+
+
+def test_a_program_that_does_not_exist_is_not_tried_again(marked) -> None:
+    (marked.folder / "launch.py").write_text(
+        "from paramserver.launch import plan, main\n"
+        "plan.PROGRAMS['server'] = ('-c', 'import sys; sys.exit(126)')\n"
+        "main.main()\n"
+    )
+    process = marked.start("launch.py", "-n", "1", "--checkpoint-dir", "kept")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 126
+    assert "server failed: exit code 126 (cannot be started)" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("how", ["kill", "die 1"])
+def test_a_server_with_snapshots_comes_back_where_it_was(how: str, marked) -> None:
+    """Told to begin anew, it still goes on from the snapshot that it took itself before it failed."""
+    (marked.folder / "kept").mkdir()
+    (marked.folder / "kept" / "snapshot").write_text("1")  # of an earlier run
+    argv = ("-n", "2", "--checkpoint-dir", "kept", "--resume", "never", *SOON)
+    run = marked.run(*argv, FAKE_SERVER=f"once {how}")
+    assert run.returncode == 0, run.stderr
+    addresses = re.findall(r"\[server\] listening address=(\S+)", run.stderr)
+    assert len(addresses) == 2
+    assert addresses[0] == addresses[1]
+    assert run.stderr.count("[server] resumed num_goodbyes=0") == 1
+    assert run.stderr.count("[worker 0] hello") == 1  # workers stay and find it again
+    assert "loss 0.125" in run.stdout
+
+
+def test_a_server_without_snapshots_ends_the_job_and_the_message_says_what_to_do(marked) -> None:
+    run = marked.run("-n", "2", *SOON, FAKE_SERVER="kill")
+    assert run.returncode == 128 + signal.SIGKILL
+    assert run.stderr.splitlines()[-1] == (
+        "ps-launch: server failed: killed by SIGKILL; with --checkpoint-dir DIR it would have been started again"
+    )
+
+
+def test_the_root_cause_is_named_last_however_much_is_said(marked, read_until) -> None:
+    """The second failure ends the job, the first is named with it, after hundreds of lines."""
+    launcher = marked.launch(
+        *("-n", "3", "--set", "launch.backoff_s=10"),
+        FAKE_WORKER_0="kill", FAKE_WORKER_1="flood 12", FAKE_WORKER_2="flood 143",
+    )  # fmt: skip
+    read_until(launcher.stderr, "worker 0 failed")
+    (marked.folder / "flood").touch()
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 12
+    *lines, last = err.splitlines()
+    assert last == (
+        "ps-launch: worker 1 failed: exit code 12 (model or run mismatch);"
+        " the first to fail was worker 0: killed by SIGKILL"
+    )
+    assert len([line for line in lines if "] flood " in line]) >= 500
+
+
+def test_as_json_a_restart_is_an_event(marked) -> None:
+    run = marked.run("-n", "2", "--log-format", "json", *SOON, FAKE_WORKER_1="once kill")
+    assert run.returncode == 0
+    (restart,) = [event for event in map(json.loads, run.stderr.splitlines()) if event["event"] == "restarting"]
+    del restart["timestamp"]
+    assert restart == {
+        "event": "restarting", "level": "warning", "program": "ps-launch", "reason": f"worker 1 {KILLED}",
+        "role": "worker", "rank": 1, "in_s": 0.01, "restart": 1, "of": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_back_off_drains_at_once(number: int, marked, read_until) -> None:
+    launcher = marked.launch("-n", "2", "--set", "launch.backoff_s=10", FAKE_WORKER="hang", FAKE_WORKER_1="kill")
+    read_until(launcher.stderr, "worker 1 failed", "started again in 10 s")
+    asked = time.monotonic()
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - asked < 8  # the back-off would take longer
+    assert launcher.returncode == 128 + number
+    assert f"{signal.Signals(number).name}: the job ends; told to end: server, worker 0\n" in err
+    assert "hello from 1" not in err
+    assert marked.left() == []
+
+
+def test_a_second_signal_during_a_back_off_kills(marked, read_until) -> None:
+    sets = ("--set", "launch.backoff_s=10", "--set", "launch.grace_s=60")
+    launcher = marked.launch("-n", "2", *sets, FAKE_WORKER_0="stubborn", FAKE_WORKER_1="kill", FAKE_SERVER="stubborn")
+    awaited = {"hanging", "worker 1 failed"}
+    while awaited:
+        line = launcher.stderr.readline()
+        awaited = {words for words in awaited if words not in line}
+    launcher.send_signal(signal.SIGTERM)
+    read_until(launcher.stderr, "told to end")
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 143
+    assert "SIGTERM while ending; killed: server, worker 0" in err
+    assert marked.left() == []

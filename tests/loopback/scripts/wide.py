@@ -1,0 +1,18 @@
+"""A network of 1.7 MB on random data, trained with what PS_WORKER__OVERLAP says; saves nothing, prints nothing."""
+
+import torch
+
+import paramserver
+
+with paramserver.connect() as session:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(260, 260) for _ in range(6)], torch.nn.Linear(260, 1))
+    optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    generator = torch.Generator().manual_seed(session.rank)
+    while not session.is_done:
+        batch = torch.randn(16, 260, generator=generator)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        session.record(num_samples=16)
+        optimizer.step()
+    session.finish()

@@ -1,0 +1,120 @@
+"""Processes are killed and frozen in the middle of a run; the weights count what was applied (onehot.py)."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STEPS = 25
+MODES = ["sync", "async", "ssp", "localsgd"]
+
+
+def applied(path, num_workers: int, steps: int = STEPS) -> torch.Tensor:
+    """[num_workers, steps]: how often each contribution was applied."""
+    return -load_file(path)["seen"].view(-1, steps)[:num_workers]
+
+
+def history(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def start(cluster, mode: str, num_workers: int, *flags: str, steps: int = STEPS):
+    return cluster.server(
+        "--mode", mode, "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
+        "--set", "policy.weighting=equal", "--history", "history.jsonl", *flags,
+    )  # fmt: skip
+
+
+def restart(cluster, mode: str, num_workers: int, *flags: str):
+    return start(cluster, mode, num_workers, "--listen", cluster.address, *flags)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
+    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+    server = start(cluster, mode, 2, *snapshots)
+    gates = [("go0", "12"), ("go1", "12")]
+    workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / g), n) for r, (g, n) in enumerate(gates)]
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    second = restart(cluster, mode, 2, *snapshots)
+    for gate, _ in gates:
+        (cluster.folder / gate).touch()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert second.wait() == 0
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
+    resumed = second.event("resumed")
+    assert resumed["version"] > 0 and resumed["incarnation"] == 2
+    starts = [line for line in history(cluster.folder / "history.jsonl") if line["op"] == "start"]
+    assert [line["server_incarnation"] for line in starts] == [1, 2]
+    assert starts[0]["run"] == starts[1]["run"]
+
+
+def test_a_frozen_worker_is_let_go_and_comes_back_by_itself(cluster):
+    server = start(cluster, "async", 2, "--set", "server.lease_s=1.5", "--set", "server.absent_s=30")
+    first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "5")
+    frozen = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go1"), "10")
+    frozen.until(lambda: "at the gate" in frozen.output, "gate")
+    frozen.signal(signal.SIGSTOP)
+    server.until(lambda: any(e["rank"] == 1 for e in server.events("left")), "eviction")
+    frozen.signal(signal.SIGCONT)
+    (cluster.folder / "go1").touch()
+    (cluster.folder / "go").touch()
+    assert [first.wait(), frozen.wait(), server.wait()] == [0, 0, 0]
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
+    lines = history(cluster.folder / "history.jsonl")
+    assert next(line["how"] for line in lines if line["op"] == "leave") == "lease"
+
+
+def test_nobody_is_let_go_by_a_server_that_was_frozen_itself(cluster):
+    server = start(cluster, "sync", 2, "--set", "server.lease_s=1.5")
+    workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10") for r in range(2)]
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    server.signal(signal.SIGSTOP)
+    (cluster.folder / "go").touch()
+    for worker in workers:  # each notices that nobody answers
+        worker.until(lambda worker=worker: bool(worker.events("connection_lost")), "loss")
+    server.signal(signal.SIGCONT)
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert server.wait() == 0
+    assert torch.allclose(applied(cluster.folder / "w.safetensors", 2), torch.full((2, STEPS), 0.5))
+    assert {line["how"] for line in history(cluster.folder / "history.jsonl") if line["op"] == "leave"} == {"goodbye"}
+
+
+def _train(cluster, name: str, *flags: str):
+    """The digits task with dropout-free sync training by two workers, slowly enough to be killed in the middle."""
+    return cluster.server(
+        "--mode", "sync", "--workers", "2", "--steps", "40", "--optimizer", "adam", "--lr", "0.01",
+        "--task", "digits", "--save", f"{name}.safetensors", "--checkpoint-dir", f"snapshots-{name}",
+        "--checkpoint-every", "7", *flags,
+    )  # fmt: skip
+
+
+def test_a_job_that_was_killed_and_resumed_ends_in_the_same_bits(cluster):
+    server = _train(cluster, "whole")
+    workers = [cluster.worker(rank) for rank in range(2)]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
+
+    server = _train(cluster, "killed")
+    slow = {"PS_SLOWDOWN__BASE_S": "0.05"}
+    workers = [cluster.worker(rank, **slow) for rank in range(2)]
+    server.until(lambda: any(e["version"] >= 14 for e in server.events("snapshot")), "snapshot")
+    for process in (*workers, server):
+        process.signal(signal.SIGKILL)
+        process.popen.wait()
+    server = _train(cluster, "killed", "--resume", "latest")
+    assert server.event("resumed")["version"] >= 14
+    workers = [cluster.worker(rank) for rank in range(2)]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
+
+    whole, killed = (load_file(cluster.folder / f"{name}.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)

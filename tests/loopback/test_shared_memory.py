@@ -1,0 +1,223 @@
+"""Tensors through shared memory, through the real programs: the same results as over the connection, and
+nothing left behind by whoever is killed when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.common.registry import MODES
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("shared memory is Linux's", allow_module_level=True)
+
+STEPS = 12
+PADDING = "700000"  # 2.8 MB: two windows, and time to be read while it is made
+TASK = (
+    "--task", "digits", "--set", "task.args={channels: [8], hidden: 256}", "--optimizer", "adam", "--lr", "0.01",
+    "--batch-size", "16", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
+)  # fmt: skip
+OFF = ("--set", "worker.shared_memory=false")
+_LABEL = re.compile(r"/memfd:paramserver-([0-9a-f]{32})")
+
+
+def segments_of(pid: int) -> Counter[str]:
+    """Labels of the segments a process has mapped, each with its number of descriptors: whoever made a
+    segment has one more than who opened it."""
+    found: Counter[str] = Counter()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            found.update(_LABEL.findall(os.readlink(f"/proc/{pid}/fd/{descriptor}")))
+    found.update(dict.fromkeys(_LABEL.findall(Path(f"/proc/{pid}/maps").read_text()), 0))
+    return found
+
+
+def own_segments_of(pid: int) -> set[str]:
+    return {label for label, count in segments_of(pid).items() if count > 1}
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def summary_of(cluster) -> dict:
+    return json.loads((cluster.folder / "s.json").read_text())
+
+
+def lanes(workers) -> list[str]:
+    """As the workers themselves say it."""
+    return [worker.event("tensors")["lane"] for worker in workers]
+
+
+def train(cluster, mode: str, server_flags: tuple[str, ...] = (), worker_flags: tuple[tuple[str, ...], ...] = ((), ())):
+    server = cluster.server("--mode", mode, "--workers", str(len(worker_flags)), *TASK, *server_flags)
+    workers = [cluster.worker(rank, *flags) for rank, flags in enumerate(worker_flags)]
+    assert [worker.wait() for worker in workers] == [0] * len(workers), workers[0].output
+    assert server.wait() == 0, server.output
+    summary = summary_of(cluster)
+    assert [row["lane"] for row in summary["workers"]] == lanes(workers)
+    assert [event["tensors"] for event in server.events("admitted")].count("tcp") == lanes(workers).count("tcp")
+    return lanes(workers), load_file(cluster.folder / "w.safetensors"), summary
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+# ---- which lane -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_combination_of_lanes_trains_the_same_weights(cluster):
+    """sync is the same to the last bit, however the tensors travel."""
+    shared, weights, summary = train(cluster, "sync")
+    assert shared == ["shared memory"] * 2
+    for server_flags, worker_flags, expected in [
+        (("--set", "server.shared_memory=false"), ((), ()), ["tcp", "tcp"]),
+        ((), ((), OFF), ["shared memory", "tcp"]),
+        ((), (OFF, ()), ["tcp", "shared memory"]),
+    ]:
+        found, same, other = train(cluster, "sync", server_flags, worker_flags)
+        assert found == expected
+        assert_same(weights, same)
+        # What goes through shared memory counts as sent.
+        for field in ("bytes_sent", "bytes_received"):  # in all: either of two may bring the initial weights
+            ours, theirs = (sum(worker[field] for worker in one["workers"]) for one in (summary, other))
+            assert ours == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES.names() if mode != "sync"])
+def test_one_worker_alone_gets_the_same_weights_on_both_lanes(cluster, mode):
+    shared, weights, _ = train(cluster, mode, (), ((),))
+    tcp, same, _ = train(cluster, mode, (), (OFF,))
+    assert (shared, tcp) == (["shared memory"], ["tcp"])
+    assert_same(weights, same)
+
+
+def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
+    found, _, summary = train(cluster, "async", (), (("--set", "worker.codec=bf16"), ()))
+    assert found == ["tcp", "shared memory"]
+    encoded, raw = summary["workers"]
+    assert encoded["bytes_sent"] < 0.65 * raw["bytes_sent"]  # initial weights, which either may bring, are raw
+
+
+# ---- exactly once ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster, mode):
+    """Several read while others' commits are made: of all versions, each is written where nobody reads."""
+    server = cluster.server(
+        "--mode", mode, "--workers", "3", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
+        "--set", "policy.weighting=equal",
+    )  # fmt: skip
+    flags = ({}, {}, {"PS_WORKER__SHARED_MEMORY": "false"})
+    workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING=PADDING, **env) for rank, env in enumerate(flags)]
+    assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
+    assert server.wait() == 0
+    weights = load_file(cluster.folder / "w.safetensors")
+    assert torch.equal(-weights["seen"].view(-1, STEPS)[:3], torch.ones(3, STEPS))
+    assert weights["padding"].unique().tolist() == [-3.0 * STEPS]
+    assert [row["lane"] for row in summary_of(cluster)["workers"]] == ["shared memory", "shared memory", "tcp"]
+
+
+# ---- killed and frozen ------------------------------------------------------------------------------
+
+
+def _with_victim(cluster, where: str, step: int, mode: str):
+    server = cluster.server(
+        "--mode", mode, "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
+        "--set", "policy.weighting=equal",
+    )  # fmt: skip
+    survivor = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "6", PADDING="3000000")
+    victim = cluster.script(1, "halting.py", str(STEPS), where, str(step))
+    victim.until(lambda: f"halts {where}" in victim.output, "halt")
+    return server, survivor, victim
+
+
+@pytest.mark.parametrize("where", ["placing", "reading"])
+def test_a_worker_is_killed_in_the_middle(cluster, where):
+    """Its unfinished contribution leaves nothing behind, its memory goes with it, the other one trains on."""
+    server, survivor, victim = _with_victim(cluster, where, 3, "async")
+    survivor.until(lambda: "at the gate" in survivor.output, "gate")
+    pid = server.popen.pid
+    of_victim = own_segments_of(victim.popen.pid)
+    assert of_victim <= segments_of(pid).keys() and len(of_victim) == 1, "the victim shares nothing with the server"
+    files = sorted(os.listdir("/dev/shm"))
+    before = num_descriptors(pid)
+    victim.signal(signal.SIGKILL)
+    victim.wait()
+    server.until(lambda: bool(server.events("left")), "departure")
+    server.until(lambda: not of_victim & segments_of(pid).keys(), "end of the victim's segment")
+    server.until(lambda: num_descriptors(pid) < before, "descriptor closed")
+    (cluster.folder / "go").touch()
+    assert survivor.wait() == 0
+    assert server.wait() == 0
+    assert sorted(os.listdir("/dev/shm")) == files
+    weights = load_file(cluster.folder / "w.safetensors")
+    applied = -weights["seen"].view(-1, STEPS)
+    of_victim_applied = 2 if where == "placing" else 3
+    assert applied[0].tolist() == [1.0] * STEPS
+    assert applied[1].tolist() == [1.0] * of_victim_applied + [0.0] * (STEPS - of_victim_applied)
+    assert weights["padding"].unique().tolist() == [-(STEPS + of_victim_applied)]
+
+
+def test_a_frozen_reader_holds_nobody_up(cluster):
+    """SIGSTOP in the middle of an answer: the version it reads is left alone, the others' go elsewhere."""
+    server, survivor, victim = _with_victim(cluster, "reading", 3, "async")
+    victim.signal(signal.SIGSTOP)
+    (cluster.folder / "go").touch()
+    assert survivor.wait() == 0, survivor.output
+    assert server.wait() == 0
+    weights = load_file(cluster.folder / "w.safetensors")
+    assert weights["padding"].unique().tolist() == [-(STEPS + 3)]
+    assert victim.popen.poll() is None
+
+
+def test_sync_goes_on_without_a_worker_killed_while_it_placed(cluster):
+    server, survivor, victim = _with_victim(cluster, "placing", 4, "sync")
+    victim.signal(signal.SIGKILL)
+    server.until(lambda: bool(server.events("left")), "departure")
+    (cluster.folder / "go").touch()
+    assert survivor.wait() == 0, survivor.output
+    assert server.wait() == 0
+    weights = load_file(cluster.folder / "w.safetensors")
+    applied = -weights["seen"].view(-1, STEPS)
+    assert applied[0].tolist() == [0.5] * 3 + [1.0] * (STEPS - 3)
+    assert applied[1].tolist() == [0.5] * 3 + [0.0] * (STEPS - 3)
+    assert weights["padding"].unique().tolist() == [-STEPS]
+
+
+def test_the_server_is_killed(cluster):
+    """Its weights' memory is held by workers until they give up, and by nobody then."""
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS))
+    worker = cluster.script(
+        0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "6", PADDING=PADDING, PS_WORKER__GIVE_UP_S="0.5"
+    )
+    worker.until(lambda: "at the gate" in worker.output, "gate")
+    shared = own_segments_of(server.popen.pid)
+    files = sorted(os.listdir("/dev/shm"))
+    assert shared & segments_of(worker.popen.pid).keys()
+    server.signal(signal.SIGKILL)
+    server.wait()
+    (cluster.folder / "go").touch()
+    assert worker.wait() == 15, worker.output
+    assert sorted(os.listdir("/dev/shm")) == files
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            assert not shared & segments_of(int(folder.name)).keys(), f"{folder.name} holds memory of the killed server"
+        except OSError:
+            continue  # it has ended

@@ -1,0 +1,323 @@
+"""Means, medians and trimmed means of bodies against numpy's, and whose memory is whose."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.config import Config
+from paramserver.common.errors import UsageError
+from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, Views
+from paramserver.common.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
+from paramserver.ps.aggregation import order
+from paramserver.ps.aggregation.base import Aggregator
+from paramserver.ps.aggregation.order import exchanges, sort_rows
+from paramserver.ps.server import make_policy
+from paramserver.ps.store import Store, windows_of
+
+P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
+ROBUST = ["median", "trimmed_mean"]
+
+LAYOUT = Layout([
+    TensorSpec("a", P, "float32", (37, 11)),
+    TensorSpec("b", P, "float64", (101,)),
+    TensorSpec("nothing", P, "float32", (0,)),
+    TensorSpec("c", P, "float32", ()),
+    TensorSpec("mean", B, "float32", (57,)),
+    TensorSpec("count", B, "int64", (4,)),
+    TensorSpec("seen", B, "bool", (7,)),
+    TensorSpec("frozen", F, "float32", (19,)),
+])  # fmt: skip
+PARAMETERS = ["a", "b", "c"]
+
+
+def body_of(seed: int, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
+    """Random values; gaps hold garbage, as they do in memory that is lent again."""
+    generator = torch.Generator().manual_seed(seed)
+    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(body):
+        dtype = DTYPES[spec.dtype]
+        if dtype.is_floating_point:
+            view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float64))
+        else:
+            view.copy_(torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator))
+    return body[: layout.exchange_bytes].clone() if is_contribution else body
+
+
+def values_of(body: torch.Tensor, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+    full = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    full[: len(body)] = body
+    return {spec.name: view.clone() for spec, view in layout.views(full)}
+
+
+def aggregate(name: str, bodies: list[torch.Tensor], trim: int = 1, layout: Layout = LAYOUT, **more: Any) -> Any:
+    """The result of a round, by name of the tensor."""
+    aggregator = make(name, trim, layout, **more)
+    for rank, body in enumerate(bodies):
+        aggregator.fold(body.clone(), 1.0 + rank, rank, may_keep=bool(rank % 2))
+    for window in windows_of(layout):
+        aggregator.complete(window)
+    return values_of(aggregator.close()[0], layout)
+
+
+def make(name: str, trim: int = 1, layout: Layout = LAYOUT, buffers: Any = "average") -> Aggregator:
+    made: Aggregator = AGGREGATIONS.load(name)(windows_of(layout), Views(keep=False), buffers, trim)
+    return made
+
+
+def reference(bodies: list[torch.Tensor], left_out: int, layout: Layout = LAYOUT) -> dict[str, np.ndarray]:
+    """numpy's, in float64: sorted, the outermost left out, the mean of the rest."""
+    columns = [values_of(body, layout) for body in bodies]
+    found = {}
+    for name in columns[0]:
+        ordered = np.sort(np.stack([column[name].double().numpy() for column in columns]), axis=0)
+        found[name] = ordered[left_out : len(bodies) - left_out].mean(axis=0)
+    return found
+
+
+# ---- putting values in order ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_network_sorts_everything(count: int) -> None:
+    """What sorts every sequence of zeros and ones sorts every sequence (Knuth's 0-1 principle)."""
+    every = torch.tensor(list(itertools.product([0.0, 1.0], repeat=count))).T.contiguous()
+    rows = sort_rows(list(every), torch.empty(count + 1, every.shape[1]))
+    assert torch.equal(torch.stack(rows), every.sort(dim=0).values)
+
+
+@pytest.mark.parametrize("count", [13, 16, 17, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_many_rows_in_order(count: int, dtype: torch.dtype) -> None:
+    values = torch.randn(count, 50, generator=torch.Generator().manual_seed(count)).to(dtype)
+    before = values.clone()
+    rows = sort_rows(list(values), torch.empty(count + 1, 50, dtype=dtype))
+    assert torch.equal(torch.stack(rows), values.sort(dim=0).values)
+    assert torch.equal(values, before), "a worker's own memory is left alone"
+
+
+def test_the_network_grows_slowly() -> None:
+    assert [len(exchanges(count)) for count in (1, 2, 3, 4, 5, 8, 16, 64)] == [0, 1, 3, 5, 9, 19, 63, 543]
+
+
+# ---- the values -----------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 12), seed=st.integers(0, 1000), trim=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_robust_means_are_numpys(count: int, seed: int, trim: int) -> None:
+    bodies = [body_of(seed + rank) for rank in range(count)]
+    for name, left_out in (("median", (count - 1) // 2), ("trimmed_mean", min(trim, (count - 1) // 2))):
+        found, expected = aggregate(name, bodies, trim), reference(bodies, left_out)
+        for parameter in PARAMETERS:
+            np.testing.assert_allclose(found[parameter].double().numpy(), expected[parameter], rtol=1e-5, atol=1e-6)
+    stacked = np.stack([values_of(body)["a"].numpy() for body in bodies])
+    np.testing.assert_allclose(aggregate("median", bodies)["a"].numpy(), np.median(stacked, axis=0), atol=1e-6)
+
+
+@given(data=st.data(), num_liars=st.integers(0, 3), num_honest=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_minority_never_moves_an_element_beyond_what_the_honest_sent(
+    data: st.DataObject, num_liars: int, num_honest: int, seed: int
+) -> None:
+    """Whatever it sends, wherever its ranks are."""
+    if num_liars >= num_honest:
+        num_honest = num_liars + 1
+    honest = [body_of(seed + index) for index in range(num_honest)]
+    lies = [data.draw(st.sampled_from([-3e38, -10.0, 0.0, 1e-30, 7.0, 3e38])) for _ in range(num_liars)]
+    bodies = list(honest)
+    for lie in lies:
+        body = body_of(0)
+        for spec, view in LAYOUT.views(torch.cat([body, torch.zeros(500, dtype=torch.uint8)])):
+            if spec.kind is P:
+                view.fill_(lie)
+        bodies.insert(data.draw(st.integers(0, len(bodies))), body)
+    columns = [values_of(body) for body in honest]
+    for name in ROBUST:
+        found = aggregate(name, bodies, trim=max(1, num_liars))
+        for parameter in PARAMETERS:
+            sent = torch.stack([column[parameter] for column in columns])
+            slack = 1e-6 * (1 + sent.abs().amax(0))
+            assert bool((found[parameter] >= sent.amin(0) - slack).all())
+            assert bool((found[parameter] <= sent.amax(0) + slack).all())
+
+
+@pytest.mark.parametrize("name", [*ROBUST, "mean"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_equal_contributions_give_exactly_themselves(name: str, count: int) -> None:
+    found, sent = aggregate(name, [body_of(1)] * count), values_of(body_of(1))
+    for spec in LAYOUT.specs:
+        if spec.kind is not F:
+            assert torch.equal(found[spec.name], sent[spec.name]), spec.name
+
+
+@pytest.mark.parametrize("name", ROBUST)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_largest_values_do_not_overflow(name: str, dtype: str) -> None:
+    """The sum of what is kept would."""
+    layout = Layout([TensorSpec("w", P, dtype, (70,))])
+    largest = torch.full((70,), torch.finfo(DTYPES[dtype]).max, dtype=DTYPES[dtype])
+    bodies = [largest.clone().view(torch.uint8) for _ in range(6)]
+    assert torch.equal(aggregate(name, bodies, trim=1, layout=layout)["w"], largest)
+
+
+@pytest.mark.parametrize("name", ROBUST)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1e9, 1.0, 1.0], [1.0, 1.0, 1e-9]])
+def test_numbers_of_samples_play_no_part(name: str, weights: list[float]) -> None:
+    """A liar that says it had a billion samples has one vote."""
+    aggregator = make(name)
+    for rank, weight in enumerate(weights):
+        aggregator.fold(body_of(rank), weight, rank, may_keep=False)
+    for window in windows_of(LAYOUT):
+        aggregator.complete(window)
+    expected = reference([body_of(rank) for rank in range(3)], 1)
+    assert np.allclose(values_of(aggregator.close()[0])["b"].numpy(), expected["b"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> None:
+    """Not an error: workers come and go. The run says so, once (`few_contributions`)."""
+    bodies = [body_of(rank) for rank in range(count)]
+    trimmed, median = aggregate("trimmed_mean", bodies, trim=2), aggregate("median", bodies)
+    assert all(torch.equal(trimmed[name], median[name]) for name in PARAMETERS)
+    assert make("trimmed_mean", trim=2).fewest == 5
+    assert (make("median").fewest, make("mean").fewest) == (3, 1)
+
+
+# ---- windows and chunks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROBUST)
+@pytest.mark.parametrize("chunk_bytes", [64, 1000])
+def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int) -> None:
+    bodies = [body_of(rank) for rank in range(5)]
+    whole = aggregate(name, bodies)
+    monkeypatch.setattr("paramserver.ps.store.WINDOW_BYTES", 192)
+    monkeypatch.setattr(order, "_CHUNK_BYTES", chunk_bytes)
+    assert len(windows_of(LAYOUT)) > 10
+    parts = aggregate(name, bodies)
+    assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
+
+
+# ---- buffers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffers", ["average", "lowest_rank", "keep"])
+@pytest.mark.parametrize("name", ROBUST)
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_buffers_are_as_with_the_mean(name: str, buffers: Any, ranks: list[int]) -> None:
+    found = []
+    for which in (name, "mean"):
+        aggregator = make(which, buffers=buffers)
+        for rank in ranks:
+            aggregator.fold(body_of(rank), 1.0 + rank, rank, may_keep=False)
+        for window in windows_of(LAYOUT):
+            aggregator.complete(window)
+        assert aggregator.lowest_rank == 0
+        found.append(values_of(aggregator.close()[0]))
+    for tensor in ("mean", "count", "seen"):
+        assert torch.equal(found[0][tensor], found[1][tensor])
+
+
+# ---- in the store ---------------------------------------------------------------------------------
+
+
+def store_of(name: str, **options: Any) -> Store:
+    adam = OptimizerSpec("Adam", (GroupSpec(("a", "b", "c"), {"lr": 0.1}),))
+    return Store(
+        LAYOUT, body_of(999, is_contribution=False), adam, aggregation=AGGREGATIONS.load(name), **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("name", ROBUST)
+def test_one_step_along_the_robust_mean(name: str, elsewhere: bool) -> None:
+    """As torch's own Adam along numpy's median; rounds leave nothing behind for the next."""
+    store = store_of(name)
+    parameter = torch.nn.Parameter(store.tensors()["b"].clone())
+    adam = torch.optim.Adam([parameter], lr=0.1)
+    for round_, count in enumerate([5, 3, 4]):
+        bodies = [body_of(10 * round_ + rank) for rank in range(count)]
+        for rank, body in enumerate(bodies):
+            assert store.fold(body.clone(), 1.0, rank) == []
+        target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8) if elsewhere else None
+        for body in store.commit(count, 0, None, target):
+            body.fill_(0xFF)
+        parameter.grad = torch.from_numpy(reference(bodies, (count - 1) // 2 if name == "median" else 1)["b"])
+        adam.step()
+        torch.testing.assert_close(store.tensors()["b"], parameter.detach())
+
+
+@pytest.mark.parametrize("name", ROBUST)
+@pytest.mark.parametrize("may_keep", [False, True])
+def test_all_bodies_are_kept_to_the_commit_and_come_back_once(name: str, may_keep: bool) -> None:
+    store = store_of(name)
+    for count in (4, 1, 7):
+        bodies = [body_of(rank) for rank in range(count)]
+        for rank, body in enumerate(bodies):
+            assert store.fold(body, 1.0, rank, may_keep) == []
+        assert store.num_bytes["mean"] == count * LAYOUT.exchange_bytes
+        returned = store.commit(count, 0, None)
+        assert returned[0] is bodies[0]
+        assert sorted(map(id, returned)) == sorted(map(id, bodies))
+        assert store.num_bytes["mean"] == 0
+
+
+# ---- where it is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES.names())
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names())
+def test_only_a_round_of_gradients_is_aggregated_in_another_way(mode: str, aggregation: str) -> None:
+    if mode == "sync" or aggregation == "mean":
+        check_contributions(mode, aggregation, None)
+        return
+    with pytest.raises(UsageError, match=f"policy.aggregation is {aggregation}") as caught:
+        check_contributions(mode, aggregation, None)
+    assert "take a mode that does: sync" in caught.value.fix
+
+
+def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
+    for mode in ("sync", "async", "ssp"):
+        check_contributions(mode, "mean", 1.0)
+    with pytest.raises(UsageError, match=r"store.max_norm is 1, and workers of mode localsgd send weights"):
+        check_contributions("localsgd", "mean", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "section", "option", "value"),
+    [("async", "policy", "aggregation", "median"), ("localsgd", "store", "max_norm", 1.0)],
+)
+def test_the_server_refuses_before_it_listens(mode: str, section: str, option: str, value: Any) -> None:
+    config = Config.model_validate({"run": {"mode": mode}, section: {option: value}})
+    with pytest.raises(UsageError, match=f"{section}.{option} is {value:g}" if option == "max_norm" else option):
+        make_policy(config)
+
+
+def test_an_unknown_aggregation_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match="unknown aggregation 'medain'") as caught:
+        Config.model_validate({"policy": {"aggregation": "medain"}})
+    assert "did you mean 'median'?" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("workers", "backup", "trim", "is_possible"),
+    [(3, 0, 1, True), (2, 0, 1, False), (5, 0, 2, True), (4, 0, 2, False), (5, 1, 2, False), (None, 0, 9, True)],
+)
+def test_a_trim_that_leaves_nothing_of_any_round(workers: Any, backup: int, trim: int, is_possible: bool) -> None:
+    values = {
+        "run": {"mode": "sync", "workers": workers},
+        "policy": {"aggregation": "trimmed_mean", "trim": trim, "backup_workers": backup},
+    }
+    if is_possible:
+        Config.model_validate(values)
+        return
+    with pytest.raises(ValueError, match=f"policy.trim is {trim}: a round needs more than {2 * trim} contributions"):
+        Config.model_validate(values)

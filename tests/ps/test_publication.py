@@ -1,0 +1,401 @@
+"""Versions on their way: nobody ever reads two, whoever leaves whenever, and memory stays bounded.
+
+The tensor thread is played step by step: a commit writes its version's number into every byte, window
+by window, into the memory the publisher gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.segments import Segment, private_segment
+from paramserver.common.wire import parse
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps import publication as module
+from paramserver.ps.publication import Publication, Publisher
+
+NUM_BYTES, WINDOW = 48, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_STRIDE_BYTES", 2 * WINDOW)
+        patch.setattr(module, "CHUNK_BYTES", 7)
+        yield
+
+
+class Reader:
+    """One worker that gets a version: from the segment itself or as frames."""
+
+    def __init__(self, world: World, as_frames: bool) -> None:
+        self.publisher = world.publisher
+        self.as_frames = as_frames
+        self.min_version = world.publisher.latest.version
+        self.publication: Publication | None = None
+        self.seen: list[tuple[int, int]] = []
+        self.frames: list[bytes] = []
+        self.is_whole = False
+        self.may_go = asyncio.Event()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        self.publication = publication = await self.publisher.acquire(self.min_version, self.as_frames)
+        try:
+            if self.as_frames:
+                async for raw in publication.frames():
+                    self.frames.append(raw)
+                    await asyncio.sleep(0)
+            else:
+                async for start, end in publication.progress():
+                    self.seen.append((start, end))
+                    self.check()
+                    await asyncio.sleep(0)
+            self.is_whole = True
+            await self.may_go.wait()
+        finally:
+            self.check()
+            self.publisher.release(publication, self.as_frames)
+
+    def check(self) -> None:
+        """All that it was told of is of one version, as long as it may read."""
+        if self.publication is None:
+            return
+        assert self.publication.version >= self.min_version
+        value = self.publication.version % 251
+        at = 0
+        for start, end in self.seen:
+            assert (start, end) == (at, max(end, start + 1))
+            assert bytes(self.publication.segment.bytes[start:end]) == bytes([value]) * (end - start)
+            at = end
+        for raw in self.frames:
+            piece = parse(pb.ServerMessage, raw)
+            assert bytes(piece.data) == bytes([value]) * len(piece.data)
+        if self.is_whole:
+            offsets = [parse(pb.ServerMessage, raw) for raw in self.frames]
+            assert at == NUM_BYTES or [b for p in offsets for b in range(p.offset, p.offset + len(p.data))] == list(
+                range(NUM_BYTES)
+            )
+
+
+class World:
+    """A publisher, the tensor thread's work not done yet, and readers."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.memories = [private_segment(NUM_BYTES)]
+        self.publisher = Publisher(self.memories[0], NUM_BYTES, limit, self._new_memory, lambda wake: wake())
+        self.weights = self.memories[0]  # the store's
+        self.work: deque[Callable[[], None]] = deque()
+        self.readers: list[Reader] = []
+
+    def _new_memory(self) -> Segment:
+        self.memories.append(private_segment(NUM_BYTES))
+        return self.memories[-1]
+
+    def commit(self) -> Publication:
+        old = self.publisher.latest
+        is_read = old.num_readers > 0
+        new = self.publisher.next(old.version + 1)
+        assert (new.segment is old.segment) == (not is_read)
+        for start in range(0, NUM_BYTES, WINDOW):
+            self.work.append(lambda start=start: self._make(new, start))
+        return new
+
+    def _make(self, new: Publication, start: int) -> None:
+        window = slice(start, start + WINDOW)
+        if new.segment is not self.weights:
+            new.segment.bytes[window] = self.weights.bytes[window]
+        assert set(new.segment.bytes[window]) == {(new.version - 1) % 251}, "not made from the version before"
+        new.segment.bytes[window] = bytes([new.version % 251]) * WINDOW
+        new.made(window.stop)
+        if window.stop == NUM_BYTES:
+            self.weights = new.segment
+
+    def read(self, as_frames: bool) -> Reader:
+        self.readers.append(Reader(self, as_frames))
+        return self.readers[-1]
+
+    def work_on(self, count: int = 1000) -> None:
+        for _ in range(min(count, len(self.work))):
+            self.work.popleft()()
+
+    async def check(self) -> None:
+        for reader in self.readers:
+            if reader.task.done() and not reader.task.cancelled():
+                reader.task.result()
+            if not reader.task.done():
+                reader.check()
+        publisher = self.publisher
+        assert len(publisher._used) <= self.limit
+        assert publisher.num_memories == len(self.memories)
+        free = [id(segment) for segment in publisher._free]
+        assert len(set(free)) == len(free), "free twice"
+        held = {id(p.segment): p.version for p in publisher._used if p.num_readers > 0}
+        held[id(publisher.latest.segment)] = publisher.latest.version
+        assert held.keys().isdisjoint(free), "free, and being read"
+
+    async def end(self) -> None:
+        """Everything decided is made, everybody gets what it asked for and goes: nothing is held any more."""
+        self.work_on()
+        for _ in range(50):
+            for reader in self.readers:
+                reader.may_go.set()
+            await turns()
+        assert all(reader.task.done() for reader in self.readers), "somebody waits for ever"
+        await self.check()
+        assert all(reader.is_whole or reader.task.cancelled() for reader in self.readers)
+        publisher = self.publisher
+        assert not publisher._used
+        assert publisher.latest.num_readers == publisher.latest.num_users == 0
+        assert len(publisher._free) + 1 == publisher.num_memories, "memory is lost"
+        before = publisher.latest.segment
+        assert publisher.next(publisher.latest.version + 1).segment is before
+
+
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def in_world(limit: int) -> Callable[[Callable[[World], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    def decorate(test: Callable[[World], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        def play() -> None:
+            async def main() -> None:
+                world = World(limit)
+                await test(world)
+                await world.end()
+
+            asyncio.run(main())
+
+        play.__name__, play.__doc__ = test.__name__, test.__doc__
+        return play
+
+    return decorate
+
+
+# ---- one thing at a time ---------------------------------------------------------------------------
+
+
+@in_world(limit=2)
+async def test_commits_stay_in_place_while_nobody_reads(world: World) -> None:
+    for _ in range(5):
+        world.commit()
+        world.work_on(3)
+    assert world.publisher.num_memories == 1
+
+
+@pytest.mark.parametrize("as_frames", [False, True])
+def test_a_reader_follows_a_commit_that_is_being_made(as_frames: bool) -> None:
+    @in_world(limit=1)
+    async def play(world: World) -> None:
+        world.commit()
+        reader = world.read(as_frames)
+        await turns()
+        assert not reader.seen and not reader.frames
+        world.work_on(2)
+        await turns()
+        assert reader.seen == [(0, 16)] or sum(len(parse(pb.ServerMessage, r).data) for r in reader.frames) == 16
+        assert not reader.is_whole
+        world.work_on()
+        await turns()
+        assert reader.is_whole
+
+    play()
+
+
+@in_world(limit=1)
+async def test_a_version_that_is_read_is_not_written(world: World) -> None:
+    reader = world.read(as_frames=False)
+    await turns()
+    for _ in range(4):
+        world.commit()
+        world.work_on()
+        await turns()
+        reader.check()
+    assert world.publisher.num_memories == 2, "only what is read is kept; the others take turns"
+
+
+@in_world(limit=1)
+async def test_encoded_versions_leave_their_memory_alone(world: World) -> None:
+    """Frames are copies: a slow connection keeps none of the weights' memory."""
+    reader = world.read(as_frames=True)
+    await turns()
+    assert reader.is_whole
+    world.commit()
+    assert world.publisher.num_memories == 1
+    assert reader.publication is not None
+    reader.may_go.set()
+    await turns()
+    assert not reader.publication._frames, "frames that nobody wants are kept"
+
+
+@in_world(limit=3)
+async def test_frames_are_made_once_for_all(world: World) -> None:
+    first, second = world.read(as_frames=True), world.read(as_frames=True)
+    await turns()
+    third = world.read(as_frames=True)
+    await turns()
+    assert all(a is b is c for a, b, c in zip(first.frames, second.frames, third.frames, strict=True))
+
+
+@in_world(limit=2)
+async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_one(world: World) -> None:
+    held = [world.read(as_frames=False)]
+    await turns()
+    world.commit()
+    held.append(world.read(as_frames=True))
+    await turns()
+    world.commit()
+    late = world.read(as_frames=False)
+    await turns()
+    assert late.publication is None
+    world.commit()
+    world.work_on()
+    held[0].may_go.set()
+    await turns()
+    assert late.publication is not None
+    assert late.publication.version == 3, "not the version it asked for, but the newest"
+    assert world.publisher.num_memories <= 3
+
+
+@in_world(limit=1)
+async def test_a_cancelled_waiter_takes_no_place(world: World) -> None:
+    first = world.read(as_frames=False)
+    await turns()
+    world.commit()
+    waiting = world.read(as_frames=False), world.read(as_frames=False)
+    await turns()
+    waiting[0].task.cancel()
+    first.may_go.set()
+    await turns()
+    assert waiting[1].publication is not None
+
+
+@pytest.mark.parametrize("as_frames", [False, True])
+def test_a_reader_leaves_in_the_middle(as_frames: bool) -> None:
+    @in_world(limit=1)
+    async def play(world: World) -> None:
+        world.commit()
+        quitter, other = world.read(as_frames), world.read(as_frames)
+        await turns()
+        world.work_on(2)
+        await turns()
+        quitter.task.cancel()
+        await turns()
+        world.commit()
+        assert world.publisher.num_memories == 2, "the other one still reads"
+        world.work_on()
+        await turns()
+        assert other.is_whole
+
+    play()
+
+
+@in_world(limit=1)
+async def test_all_readers_leave_while_frames_are_being_made(world: World) -> None:
+    """The encoder still reads the segment: the next commit must not write there, and gets it back later."""
+    world.commit()
+    world.work_on(2)
+    reader = world.read(as_frames=True)
+    await turns()
+    old = world.publisher.latest
+    reader.task.cancel()
+    await turns()
+    new = world.commit()
+    assert new.segment is not old.segment
+    world.work_on()
+    await turns()
+    assert old.num_readers == 0
+    assert world.publisher._free == [old.segment]
+
+
+@in_world(limit=1)
+async def test_old_publications_and_their_frames_are_freed(world: World) -> None:
+    for _ in range(5):
+        reader = world.read(as_frames=True)
+        await turns()
+        reader.may_go.set()
+        world.commit()
+        world.work_on()
+        await turns()
+    world.readers.clear()
+    del reader
+    gc.collect()
+    memories = {id(memory) for memory in world.memories}
+    alive = [one for one in gc.get_objects() if type(one) is Publication and id(one.segment) in memories]
+    assert len(alive) <= 2
+
+
+# ---- anything in any order -------------------------------------------------------------------------
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["commit", "commit", "work", "work", "read", "frames", "go", "cancel", "turns", "a turn"]),
+        st.integers(0, 7),
+    ),
+    max_size=60,
+)
+
+
+@given(limit=st.integers(1, 3), actions=ACTIONS)
+@settings(max_examples=150, deadline=None)
+def test_nobody_reads_two_versions_whatever_happens(limit: int, actions: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        world = World(limit)
+        for kind, pick in actions:
+            match kind:
+                case "commit":
+                    world.commit()
+                case "work":
+                    world.work_on(pick)
+                case "read" | "frames":
+                    world.read(kind == "frames")
+                case "go" if world.readers:
+                    world.readers[pick % len(world.readers)].may_go.set()
+                case "cancel" if world.readers:
+                    world.readers[pick % len(world.readers)].task.cancel()
+                case "turns":
+                    await turns()
+                case "a turn":
+                    await asyncio.sleep(0)
+            await world.check()
+        await world.end()
+
+    asyncio.run(play())
+
+
+@given(limit=st.integers(1, 3), actions=ACTIONS)
+@settings(max_examples=80, deadline=None)
+def test_memory_is_bounded_by_the_limit(limit: int, actions: list[tuple[str, int]]) -> None:
+    """One memory for each version on its way, and one to write to; readers that leave are all of this host."""
+
+    async def play() -> None:
+        world = World(limit)
+        for kind, pick in actions:
+            match kind:
+                case "commit":
+                    world.commit()
+                case "work":
+                    world.work_on(pick)
+                case "read" | "frames":
+                    world.read(kind == "frames")
+                case "go" if world.readers:
+                    world.readers[pick % len(world.readers)].may_go.set()
+                case "cancel" if world.readers and not world.readers[pick % len(world.readers)].as_frames:
+                    world.readers[pick % len(world.readers)].task.cancel()
+                case _:
+                    await turns()
+            assert len(world.memories) <= limit + 1
+        await world.end()
+
+    asyncio.run(play())

@@ -1,0 +1,309 @@
+"""Measuring, judging and mending contributions, against plain torch; what a commit of nothing does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.layout import Kind, Layout, TensorSpec, new_body
+from paramserver.common.optimizers import GroupSpec, OptimizerSpec
+from paramserver.ps.sanity import SOUND, Findings, Limits, decide, halted, rejected_too_often
+from paramserver.ps.store import Store
+
+P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
+ACTIONS: list[Any] = ["reject", "skip", "clip", "halt"]
+
+LAYOUT = Layout([
+    TensorSpec("a", P, "float32", (41, 13)),
+    TensorSpec("b", P, "float64", (101,)),
+    TensorSpec("c", P, "bfloat16", (77,)),
+    TensorSpec("d", P, "float16", (5,)),
+    TensorSpec("nothing", P, "float32", (0,)),
+    TensorSpec("mean", B, "float32", (30,)),
+    TensorSpec("count", B, "int64", (4,)),
+    TensorSpec("frozen", F, "float32", (19,)),
+])  # fmt: skip
+PARAMETERS = ["a", "b", "c", "d"]
+Body = torch.Tensor
+
+
+def views(body: Body, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+    """The tensors of a body of total_bytes, sharing its memory."""
+    return {spec.name: view for spec, view in layout.views(body)}
+
+
+def body_of(seed: int, scale: float = 1.0, layout: Layout = LAYOUT) -> Body:
+    generator = torch.Generator().manual_seed(seed)
+    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(body):
+        if view.dtype.is_floating_point:
+            view.copy_(scale * torch.randn(spec.shape, generator=generator, dtype=torch.float64))
+        else:
+            view.fill_(-1)  # NaN, were it a float
+    return body
+
+
+def store_of(limits: Limits, layout: Layout = LAYOUT, sends_gradients: bool = True, **options: Any) -> Store:
+    names = tuple(spec.name for spec in layout.specs if spec.kind is P and spec.dtype == "float32")
+    spec = OptimizerSpec("Adam", (GroupSpec(names, {"lr": 0.1, "weight_decay": 0.1}),)) if sends_gradients else None
+    return Store(layout, body_of(999, layout=layout), spec, limits=limits, **options)
+
+
+def norm_of(body: Body, layout: Layout = LAYOUT) -> float:
+    parameters = [v.double().reshape(-1) for (s, v) in layout.views(body) if s.kind is P]
+    return torch.linalg.vector_norm(torch.cat(parameters)).item() if parameters else 0.0
+
+
+def measured(store: Store, body: Body) -> Findings:
+    findings = Findings()
+    store.sanity.look(body, slice(None), findings)
+    return findings
+
+
+# ---- the decision, which is pure ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_nonfinite", ACTIONS)
+@pytest.mark.parametrize("on_large", ACTIONS)
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+def test_what_the_settings_say(on_nonfinite: Any, on_large: Any, max_norm: float | None) -> None:
+    limits = Limits(on_nonfinite, max_norm, on_large)
+    assert decide(limits, True, 2.0)[0] == "take", "the cap itself is allowed"
+    action, what, limit = decide(limits, False, math.nan)
+    assert (action, what, limit) == (on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {on_nonfinite}")
+    action, what, limit = decide(limits, True, 2.5)
+    if max_norm is None:
+        assert (action, what, limit) == ("take", "", "")
+    else:
+        assert action == on_large
+        assert what == "a gradient of norm 2.5"
+        assert limit == f"store.max_norm is 2, store.on_large is {on_large}"
+
+
+@pytest.mark.parametrize("end", [lambda j: halted(3, 17, 41, j), lambda j: rejected_too_often(3, 10, 10, 41, j)])
+def test_the_end_of_a_run_names_whom_what_and_the_limit(end: Callable[[Any], Any]) -> None:
+    store = store_of(Limits(max_norm=0.5, on_large="halt"))
+    error = end(store.sanity.examine(body_of(1), store.weights))
+    assert error.exit_code == 16
+    for word in ("rank 3", f"norm {norm_of(body_of(1)):.4g}", "store.max_norm is 0.5", "version 41"):
+        assert word in error.message
+    assert "--lr" in error.fix
+
+
+# ---- measuring ------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from(["float32", "float64", "float16", "bfloat16"]), st.integers(0, 200))),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_norm_is_that_of_all_parameters(sizes: list[tuple[str, int]], seed: int, scale: float) -> None:
+    specs = [TensorSpec(f"t{index}", P, dtype, (size,)) for index, (dtype, size) in enumerate(sizes)]
+    layout = Layout([*specs, TensorSpec("statistics", B, "float32", (50,))])
+    body = body_of(seed, scale, layout)
+    findings = measured(store_of(Limits(max_norm=1.0), layout, sends_gradients=False), body)
+    assert findings.is_finite
+    assert findings.norm == pytest.approx(norm_of(body, layout), rel=1e-5)
+
+
+@given(order=st.permutations(range(8)), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data: st.DataObject) -> None:
+    """A sync run that clips is to be the same to the last bit too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paramserver.ps.store.WINDOW_BYTES", 192)
+        store = store_of(Limits(max_norm=1.0))
+    assert len(store.windows) >= 8
+    body, whole = body_of(3), measured(store, body_of(3))
+    findings = Findings()
+    borders = [*range(8), len(store.windows)]
+    for part in order:
+        store.sanity.look(body, slice(borders[part], borders[part + 1]), findings)
+    assert findings.norm == whole.norm
+    assert whole.norm == pytest.approx(norm_of(body), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("float32", 1e30), ("float32", -3e38), ("float64", 1e300), ("float16", 65504.0), ("bfloat16", 3e38)],
+)
+def test_a_norm_whose_squares_overflow(dtype: str, value: float) -> None:
+    """Large is not the same as infinite: measured, and clipped to the cap."""
+    layout = Layout([TensorSpec("w", P, dtype, (100,))])
+    store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
+    body = new_body(layout.total_bytes)
+    views(body, layout)["w"].fill_(value)
+    expected = abs(views(body, layout)["w"][0].double().item()) * 10
+    assert measured(store, body).norm == pytest.approx(expected, rel=1e-6)
+    judgement = store.sanity.examine(body, store.weights)
+    assert judgement.is_taken and judgement.is_clipped
+    assert norm_of(body, layout) == pytest.approx(2.0, rel=1e-2)
+
+
+def test_a_norm_that_no_float_holds_is_clipped_to_nothing() -> None:
+    layout = Layout([TensorSpec("w", P, "float64", (100,))])
+    store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
+    body = new_body(layout.total_bytes)
+    views(body, layout)["w"].fill_(1.7e308)
+    assert store.sanity.examine(body, store.weights).is_clipped
+    assert views(body, layout)["w"].count_nonzero() == 0
+
+
+def test_one_inf_among_ten_million() -> None:
+    layout = Layout([TensorSpec("w", P, "float32", (10_000_000,))])
+    body = new_body(layout.total_bytes)
+    views(body, layout)["w"][7_654_321] = math.inf
+    weights = new_body(layout.total_bytes)
+    for max_norm in (None, 1.0):
+        rejecting = Store(layout, weights, None, limits=Limits(max_norm=max_norm))
+        assert rejecting.sanity.examine(body, weights).action == "reject"
+    clipping = Store(layout, weights, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), limits=Limits("clip"))
+    assert clipping.sanity.examine(body, weights).is_clipped
+    assert views(body, layout)["w"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("specs", [[], [TensorSpec("w", P, "float32", (0,))], [TensorSpec("n", B, "int64", (3,))]])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | None) -> None:
+    layout = Layout(specs)
+    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    store = Store(layout, body.clone(), None, limits=Limits("halt", max_norm, "halt"))
+    assert store.sanity.examine(body, store.weights) == SOUND
+    assert store.sanity.judge(body, Findings(), store.weights) == SOUND
+
+
+# ---- clipping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window_bytes", [192, 4 << 20])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 20.0, 1e6])
+def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, window_bytes: int) -> None:
+    """The same values as clip_grad_norm_ gives, which rounds norms of half precision to half precision; buffers,
+    integers and gaps stay to the last byte."""
+    monkeypatch.setattr("paramserver.ps.store.WINDOW_BYTES", window_bytes)
+    store, body = store_of(Limits(max_norm=max_norm)), body_of(5)
+    before = body.clone()
+    parameters = [torch.nn.Parameter(torch.zeros_like(views(body)[name])) for name in PARAMETERS]
+    for name, parameter in zip(PARAMETERS, parameters, strict=True):
+        parameter.grad = views(body)[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+    judgement = store.sanity.examine(body, store.weights)
+    assert judgement.is_taken
+    assert judgement.is_clipped == (norm > max_norm)
+    for name, parameter in zip(PARAMETERS, parameters, strict=True):
+        tolerance = {"rtol": 5e-4, "atol": 0.0} if parameter.dtype.itemsize >= 4 else {"rtol": 1e-2, "atol": 1e-6}
+        torch.testing.assert_close(views(body)[name], parameter.grad, **tolerance)
+    assert torch.equal(body[LAYOUT.parameter_bytes :], before[LAYOUT.parameter_bytes :])
+    if not judgement.is_clipped:
+        assert torch.equal(body, before)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0])
+def test_clipping_is_torchs_to_the_last_digits(max_norm: float) -> None:
+    layout = Layout([TensorSpec("a", P, "float32", (41, 13)), TensorSpec("b", P, "float32", (9,))])
+    store, body = store_of(Limits(max_norm=max_norm), layout), body_of(5, layout=layout)
+    parameters = [torch.nn.Parameter(torch.zeros_like(view)) for view in views(body, layout).values()]
+    for view, parameter in zip(views(body, layout).values(), parameters, strict=True):
+        parameter.grad = view.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    assert store.sanity.examine(body, store.weights).is_clipped
+    for view, parameter in zip(views(body, layout).values(), parameters, strict=True):
+        torch.testing.assert_close(view, parameter.grad, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [*PARAMETERS, "mean"])
+@pytest.mark.parametrize("max_norm", [None, 1e6])
+def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: float | None) -> None:
+    """0 in a gradient; in a statistic, where 0 would be a value, what the server has. All else stays."""
+    store, body = store_of(Limits("clip", max_norm)), body_of(5)
+    views(body)[name].reshape(-1)[3] = bad
+    expected = body.clone()
+    views(expected)[name].reshape(-1)[3] = views(store.weights)["mean"][3] if name == "mean" else 0.0
+    judgement = store.sanity.examine(body, store.weights)
+    assert (judgement.action, judgement.is_clipped, judgement.what) == ("take", True, "NaN or Inf")
+    assert torch.equal(body, expected)
+
+
+def test_what_is_not_finite_of_weights_is_what_the_server_has() -> None:
+    """localsgd: a weight of 0 would pull the others' there."""
+    store, body = store_of(Limits("clip"), sends_gradients=False), body_of(5)
+    views(body)["a"][4, 4] = math.nan
+    assert store.sanity.examine(body, store.weights).is_clipped
+    assert views(body)["a"][4, 4] == views(store.weights)["a"][4, 4]
+
+
+@pytest.mark.parametrize("on_large", ACTIONS)
+def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
+    store, body = store_of(Limits("clip", 1e-3, on_large)), body_of(5)
+    views(body)["a"].fill_(math.nan)
+    judgement = store.sanity.examine(body, store.weights)
+    if on_large == "clip":
+        assert judgement.is_taken and judgement.is_clipped
+        assert norm_of(body) == pytest.approx(1e-3, rel=1e-2)
+    else:
+        assert judgement.action == on_large
+        assert "NaN or Inf, and without them a gradient of norm" in judgement.what
+    body = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, every float of it
+    assert store.sanity.examine(body, store.weights).is_clipped
+    assert norm_of(body) == 0.0
+
+
+@pytest.mark.parametrize("action", ["reject", "skip", "halt"])
+@pytest.mark.parametrize("wrong", ["nan", "large"])
+def test_what_is_not_clipped_is_not_touched(action: Any, wrong: str) -> None:
+    store, body = store_of(Limits(action, 1.0, action)), body_of(5)
+    if wrong == "nan":
+        views(body)["a"][0, 0] = math.nan
+    before = body.clone()
+    judgement = store.sanity.examine(body, store.weights)
+    assert (judgement.action, judgement.is_clipped) == (action, False)
+    assert torch.equal(body, before)
+
+
+def test_without_a_cap_no_norm_is_computed() -> None:
+    findings = measured(store_of(Limits()), body_of(1))
+    assert findings.is_finite
+    assert findings.norms == {}
+
+
+# ---- a commit of nothing ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("sends_gradients", [True, False])
+def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool, sends_gradients: bool) -> None:
+    """No step of the optimizer: its momentum and its weight decay would move the weights along zeros too."""
+    stores = [store_of(Limits(), sends_gradients=sends_gradients, polyak=0.9) for _ in range(2)]
+    for store in stores:
+        store.fold(body_of(1), 1.0, 0)
+        store.commit(2, 0, None)
+    skipping = stores[0]
+    before, averaged, told = skipping.weights.clone(), skipping.averaged.clone(), []
+    target = None
+    if elsewhere:
+        target = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
+        target[LAYOUT.exchange_bytes :] = skipping.weights[LAYOUT.exchange_bytes :]
+        skipping_old = skipping.weights
+    assert skipping.commit(2, 0, [{"lr": 0.1}], target, told.append) == []
+    assert skipping.version == 2
+    assert told[-1] == LAYOUT.exchange_bytes
+    assert torch.equal(skipping.weights, before)
+    assert torch.equal(skipping.averaged, averaged)
+    if elsewhere:
+        assert skipping.weights is target
+        skipping_old.fill_(0xFF)  # another version is made there
+    for store in stores:
+        store.fold(body_of(2), 1.0, 0)
+        store.commit(2, 0, None)
+    for name, tensor in stores[1].tensors().items():
+        assert torch.equal(skipping.tensors()[name], tensor), name
+    assert torch.equal(skipping.averaged, stores[1].averaged)

@@ -1,0 +1,194 @@
+"""Gradients that leave during backward: what arrives is what `step()` was called with, whatever the loop did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.common.layout import as_bytes, new_body
+from paramserver.common.wire import BodyReader, body_frames, parse, placed_frame
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker import early
+from paramserver.worker.early import EarlySender
+from paramserver.worker.staged import StagedTransfer, make_transfer
+from paramserver.worker.transfer import ModelTensors
+
+
+class Receiver:
+    """The part of an exchange that sends, and at its other end a body as the server collects it."""
+
+    def __init__(self, model: ModelTensors, lane: str, staged: bool = False) -> None:
+        self.model = model
+        self.transfer: Any = StagedTransfer(model) if staged else make_transfer(model)
+        self.segment = new_body(model.layout.exchange_bytes) if lane == "shared memory" else None
+        self.body = self.segment if self.segment is not None else new_body(model.layout.exchange_bytes)
+        self.departed: set[int] = set()
+        self.num_begun = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        target = as_bytes(self.body)
+
+        def write(offset: int, data: memoryview) -> None:
+            target[offset : offset + len(data)] = data
+
+        place = (lambda offset, num_bytes: None) if self.segment is not None else None
+        self.reader = BodyReader(len(target), write, place)
+
+    def prepare(self, indices: list[int]) -> bool:
+        return self.transfer.prepare(indices, self.segment)
+
+    def depart(self, indices: list[int]) -> None:
+        if not self.departed:
+            self.num_begun += 1
+            self._begin()
+        self.departed.update(indices)
+        self._send(indices)
+
+    def recall(self) -> None:
+        if self.departed:
+            self.num_begun += 1
+            self.departed.clear()
+            self._begin()
+
+    def contribute(self) -> torch.Tensor:
+        """The rest; returns the body that arrived."""
+        if not self.departed:
+            self._begin()
+        count = sum(1 for entry in self.model.layout.entries if entry.end <= self.model.layout.exchange_bytes)
+        self._send([index for index in range(count) if index not in self.departed])
+        self.departed.clear()
+        assert self.reader.is_complete
+        return self.body.clone()
+
+    def _send(self, indices: list[int]) -> None:
+        if self.segment is not None:
+            frames = [placed_frame(a, b - a) for a, b in self.transfer.place("gradient", self.segment, indices)]
+        else:
+            stretches = self.transfer.gather_some("gradient", indices)
+            frames = [raw for stretch in stretches for raw in body_frames(stretch.pieces, stretch.offset)]
+        for raw in frames:
+            self.reader.feed(parse(pb.WorkerMessage, raw))
+
+
+class Net(nn.Module):
+    """Several dtypes, a buffer, a frozen tensor, a layer that no loss reaches, a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(20, 30)
+        self.norm = nn.BatchNorm1d(30)
+        self.twice = nn.Linear(30, 30)
+        self.unused = nn.Linear(7, 3)
+        self.last = nn.Linear(30, 2).double()
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        return self.last(self.twice(torch.tanh(self.twice(x))).double())
+
+
+def backward(net: Net, seed: int) -> None:
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+    net(x).square().mean().backward()
+
+
+def plain(net: Net, step: int) -> None:
+    net.zero_grad()
+    backward(net, step)
+
+
+def kept_memory(net: Net, step: int) -> None:
+    net.zero_grad(set_to_none=False)
+    backward(net, step)
+
+
+def clipped(net: Net, step: int) -> None:
+    plain(net, step)
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+
+def accumulated(net: Net, step: int) -> None:
+    plain(net, step)
+    backward(net, step + 100)
+
+
+def replaced(net: Net, step: int) -> None:
+    plain(net, step)
+    net.twice.weight.grad = torch.full_like(net.twice.weight, 3.0)
+
+
+def dropped(net: Net, step: int) -> None:
+    plain(net, step)
+    net.last.weight.grad = None
+
+
+def scaled_late(net: Net, step: int) -> None:
+    plain(net, step)
+    if step == 2:
+        with torch.no_grad():
+            net.first.weight.grad.mul_(2.0)  # type: ignore[union-attr]
+
+
+def without_backward(net: Net, step: int) -> None:
+    if step != 1:
+        plain(net, step)
+
+
+LOOPS: list[Callable[[Net, int], None]] = [
+    plain, kept_memory, clipped, accumulated, replaced, dropped, scaled_late, without_backward,
+]  # fmt: skip
+STAYS_ON = {"plain", "kept_memory", "without_backward"}
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("lane", ["tcp", "shared memory"])
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_what_arrives_is_what_step_was_called_with(
+    loop: Callable[[Net, int], None], lane: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
+    net, twin = Net(), Net()
+    tensors = ModelTensors(net)
+    receiver = Receiver(tensors, lane, staged)
+    sender = EarlySender(receiver, tensors)  # type: ignore[arg-type]
+    expected_from = make_transfer(ModelTensors(twin))
+    for step in range(4):
+        loop(net, step)
+        loop(twin, step)
+        sender.settle()
+        arrived = receiver.contribute()
+        assert bytes(arrived.numpy()) == b"".join(expected_from.gather("gradient")), f"step {step}"
+    assert receiver.num_begun > 0, "nothing left early: this test shows nothing"
+    assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
+
+
+def test_the_last_layer_leaves_first_and_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_BUCKET_BYTES", 1)
+    net = Net()
+    tensors = ModelTensors(net)
+    receiver = Receiver(tensors, "tcp")
+    EarlySender(receiver, tensors)  # type: ignore[arg-type]
+    left_before_first: list[set[str]] = []
+    net.first.weight.register_hook(
+        lambda _: left_before_first.append({tensors.layout.entries[i].spec.name for i in receiver.departed})
+    )
+    plain(net, 0)
+    assert left_before_first == [{"last.weight", "last.bias", "twice.weight", "twice.bias", "norm.weight", "norm.bias"}]
+
+
+def test_a_placed_gradient_stays_in_the_segment() -> None:
+    """Backward accumulates there from then on; nothing is copied twice."""
+    net = Net()
+    receiver = Receiver(ModelTensors(net), "shared memory")
+    plain(net, 0)
+    receiver.contribute()
+    assert receiver.segment is not None
+    start, end = receiver.segment.data_ptr(), receiver.segment.data_ptr() + receiver.segment.numel()
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    assert gradients and all(start <= gradient.data_ptr() < end for gradient in gradients)

@@ -1,0 +1,188 @@
+"""Computing the next step while an exchange is in flight (policy.pipelined).
+
+    training thread   compute 1 | compute 2 | take 1 | compute 3 | take 2 | ...
+    helper thread               | exchange 1 ....... | exchange 2 ....... |
+
+A contribution is handed over as a snapshot and answered into memory of its own (`Shadow`), so
+neither thread touches what the other uses: the hand-over is a call, the answer a future. The
+exchange belongs to the helper while a flight is pending, to the training thread otherwise. Taking
+an answer happens at a fixed place, before the next hand-over, whenever it came: two runs that
+get the same answers compute the same.
+
+Gradients: contribution k + 1 is computed on the weights that came with the answer to k - 1, and
+says so (`base_version`), so the server counts its staleness.
+
+Weights (localsgd): after the average of the snapshot has come, the model is
+
+    average + (weights now - snapshot)
+
+which is also what is contributed next, on the average's version: the local steps taken meanwhile
+are kept, and the next average of these is the one before plus the mean of everyone's new steps
+(CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's
+own until the run ends: a difference of variances may be negative.
+
+A flight whose connection was lost is flown again, by the exchange. Only a worker that is told where to
+start (its lease had ended, or the server went back to a snapshot) throws away what it computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from ..common.optimizers import OptimizerSpec
+from . import interrupts
+from .exchange import Exchange
+from .messages import Answer, Final
+from .session import Progress
+from .shadow import Shadow
+from .strategy import Work
+from .transfer import ModelTensors, Source
+
+# An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
+# from its server every second.
+_STOP_S = 5.0
+_LOOK_UP_S = 0.2
+
+
+class Stopped(BaseException):
+    """The flight was ended because the worker leaves."""
+
+
+class Helper:
+    """One thread that does one thing at a time. A daemon: a process that ends does not wait for it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        if not self._thread.is_alive():
+            self._thread.start()
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def stop(self) -> None:
+        """End the job under way at its next safe place, with Stopped."""
+        if self._thread.ident is not None:
+            interrupts.uninterrupted.stop(self._thread.ident, Stopped())
+
+    def _run(self) -> None:
+        while True:
+            job, future = self._jobs.get()
+            try:
+                future.set_result(job())
+            except BaseException as error:  # also Stopped: whoever waits is to see it
+                future.set_exception(error)
+
+
+class Pipelined:
+    """The strategy (`strategy.py`) of a worker that computes while an exchange is in flight."""
+
+    def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
+        self._exchange = exchange
+        self._shadow = Shadow(model)
+        self._helper = Helper()
+        self._flight: Future[Answer] | None = None
+        self._received_version = 0  # of the weights received last
+        self._held_version = 0  # of those in the model
+        # As if the contribution in flight had been applied; the exchange's own says what is known.
+        self.progress: Progress = copy.copy(exchange.progress)
+        self.source: Source = exchange.settings.source
+        turn = {"gradient": self._turn_gradient, "weights": self._turn_weights}
+        self._turn: Callable[[bool], int] = turn[self.source]
+        # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
+        self._ends_a_line = {"gradient": {"START"}, "weights": {"START", "REJECTED"}}[self.source]
+
+    def start(self, optimizer: OptimizerSpec) -> None:
+        self._exchange.start(self._shadow, optimizer)
+        self._received_version = self._exchange.progress.version
+        self._begin()
+
+    def contribute(self, work: Work) -> None:
+        landed = self._land()
+        if landed is not None:
+            if landed.outcome in self._ends_a_line or self._exchange.progress.is_done:
+                self._begin()
+                return
+            self.progress.become(self._exchange.progress)
+        base_version = self._turn(landed is not None and landed.body_bytes > 0)
+        self._hand_over(base_version, work)
+        if self.progress.assume_counted(self._exchange.settings.steps):
+            # The last one: whether the run is over for this worker only its answer says.
+            self._land()
+            self._begin()
+
+    def _begin(self) -> None:
+        """Go on from what the server said last, and nothing else."""
+        self.progress.become(self._exchange.progress)
+        self._shadow.take_all()
+        self._held_version = self._received_version
+
+    def _turn_gradient(self, has_weights: bool) -> int:
+        """Snapshot the gradients, then take weights that have come. Returns the version these were computed on."""
+        self._shadow.snapshot("gradient")
+        base_version = self._held_version
+        if has_weights:
+            self._shadow.take()
+            self._held_version = self._received_version
+        return base_version
+
+    def _turn_weights(self, has_weights: bool) -> int:
+        """Put the average under the steps taken meanwhile, then snapshot. Returns the average's version."""
+        if has_weights:
+            self._shadow.rebase()
+            self._held_version = self._received_version
+        self._shadow.snapshot("weights")
+        return self._held_version
+
+    def _hand_over(self, base_version: int, work: Work) -> None:
+        exchange, shadow, source = self._exchange, self._shadow, self.source
+        exchange.progress.version = base_version
+
+        def exchange_it() -> Answer:
+            shadow.settle()
+            return exchange.contribute(source, *work)
+
+        self._flight = self._helper.submit(exchange_it)
+
+    def _land(self) -> Answer | None:
+        """The answer to the contribution in flight; raises what went wrong with it."""
+        if self._flight is None:
+            return None
+        # A signal may raise here: the flight stays pending then. Python runs its handler between two waits, also
+        # where the system has given the signal to another thread.
+        while not wait([self._flight], timeout=_LOOK_UP_S).done:
+            pass
+        flight, self._flight = self._flight, None
+        answer = flight.result()
+        if answer.body_bytes:
+            self._received_version = self._exchange.progress.version
+        return answer
+
+    def finish(self, can_evaluate: bool) -> Final | None:
+        self._land()
+        self._shadow.settle()
+        final = self._exchange.finish(can_evaluate)
+        self._received_version = self._exchange.progress.version
+        self._begin()
+        return final
+
+    def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:
+        if not is_interrupted:
+            self._land()
+        elif self._flight is not None:
+            self._helper.stop()
+            if not wait([self._flight], timeout=_STOP_S).done:
+                self.drop()
+                return
+        self._exchange.leave(figures)
+
+    def drop(self) -> None:
+        self._helper.stop()
+        self._exchange.drop()
