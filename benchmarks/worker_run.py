@@ -35,7 +35,7 @@ class JoinedWorker:
     @property
     def is_shared(self) -> bool:
         """The server has agreed to exchange tensors through shared memory (worker/sharing.py)."""
-        return self.session._exchange._sharing.segment is not None
+        return self.session._exchange.lane == "shared memory"
 
     def renew_gradients(self) -> None:
         """As a backward leaves them that made new ones: in memory of their own, not where they were sent from."""

@@ -123,6 +123,13 @@ class OptimizerConfig(Section):
 class ServerConfig(Section):
     listen: str = Field(DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one")
     insecure: bool = Field(False, description="allow an address other machines can reach, in the clear")
+    shards: int = Field(1, ge=1, le=256, description="server processes the model is divided among, by bytes")
+    shard: int = Field(0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told")
+    coordinator: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards")
+    advertise: str | None = Field(
+        None, description="HOST:PORT at which workers reach this shard; none: where the coordinator sees it"
+    )
+    metrics: str | None = Field(None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere")
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
@@ -134,10 +141,19 @@ class ServerConfig(Section):
     lease_s: float = Field(5.0, ge=0.5, description="a worker that is not heard of for so long is let go")
     drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
 
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> ServerConfig:
+        if self.shard >= self.shards:
+            raise ValueError(f"shard is {self.shard}: with shards {self.shards} it is 0..{self.shards - 1}")
+        return self
+
 
 class WorkerConfig(Section):
     server: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone")
     rank: int | None = Field(None, ge=0, description="0..N-1; none: the server gives a free one")
+    local_rank: int | None = Field(
+        None, ge=0, description="which of its host's workers this one is: the cuda device that `auto` takes"
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I")
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: str = Field("raw", description="how contributions are encoded")
@@ -239,7 +255,15 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    backend: str = Field("local", description="where processes start")
+    backend: str = Field("local", description="where processes start: local, or ssh with launch.hosts")
+    hosts: str | None = Field(None, description="YAML file of the machines to use, see docs/remote.md")
+    colocate: bool = Field(False, description="each host that has workers carries one server shard")
+    sync_code: bool = Field(False, description="copy the task file or script to every host that has workers")
+    ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
+    connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
+    lost_after_s: float = Field(
+        20.0, ge=5, description="a host not heard of for so long is lost, and ends what runs there by itself"
+    )
     script: str | None = Field(None, description="your own training script instead of ps-worker")
     port: int | None = Field(None, ge=0, le=65535, description="server port; none: a free one")
     status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")

@@ -2,6 +2,9 @@
 
 flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) > default
 
+`PS_SERVER` is short for `PS_WORKER__SERVER`, which wins over it. What a launcher says is found in
+`launchers.py`, and only for those that are workers.
+
 `load_config` merges the sources into one dict with the origin of every value beside it,
 then validates once; an error names the key, its origin (file:line, the flag, the variable)
 and the nearest known key.
@@ -20,16 +23,13 @@ from pydantic import BaseModel, ValidationError
 
 from .config import Config
 from .errors import UsageError, did_you_mean
+from .launchers import PLACE_NAMES, find_place
 
 _MISSING = object()
 
-# What torchrun, Slurm, Open MPI and Kubernetes indexed jobs call a worker's place, first found wins.
-_LAUNCHER_ENV = {
-    "worker.rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX"),
-    "run.workers": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "worker.server": ("PS_SERVER",),
-}
-LAUNCHER_ENV_NAMES = frozenset(name for names in _LAUNCHER_ENV.values() for name in names)
+_SHORT_NAMES = {"PS_SERVER": "worker.server"}
+# The place of a worker: what a launcher does not pass on to its own children.
+LAUNCHER_ENV_NAMES = PLACE_NAMES | _SHORT_NAMES.keys()
 
 
 @dataclass
@@ -58,11 +58,14 @@ def load_config(
     flags: Mapping[str, Any],
     sets: list[str],
     environ: Mapping[str, str],
+    *,
+    is_worker: bool = True,
 ) -> Resolved:
     """Merge and validate all sources.
 
     `flags` maps dotted keys to values, None for a flag that was not given; `sets` are the
-    `section.key=value` texts of --set. Raises UsageError.
+    `section.key=value` texts of --set. A program that is no worker has no place that RANK or
+    SLURM_PROCID could tell it. Raises UsageError.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -81,14 +84,15 @@ def load_config(
         target[last] = value
         origins[key] = origin
 
-    for key, names in _LAUNCHER_ENV.items():
-        for name in names:
-            if environ.get(name, "") != "":
-                put(key, _scalar(environ[name]), f"environment {name}")
-                break
+    if is_worker:
+        for key, said in find_place(environ).settings.items():
+            put(key, _number(said.value), f"environment {said.name}")
     if path is not None:
         for key, value, line in _read_yaml(path):
             put(key, value, f"{path}:{line}")
+    for name, key in _SHORT_NAMES.items():
+        if environ.get(name):
+            put(key, _scalar(environ[name]), f"environment {name}")
     for name, text in sorted(environ.items()):
         if name.startswith("PS_") and "__" in name:
             put(name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}")
@@ -142,6 +146,11 @@ def scalar_text(value: Any) -> str:
         value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
     )
     return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
+
+
+def _number(text: str) -> int | str:
+    """What an engine says: a whole decimal number (010 is ten, as in `srun`), or an address."""
+    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def _scalar(text: str) -> Any:
@@ -244,6 +253,9 @@ def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
         message = mistake["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         got = "" if mistake["type"] == "value_error" else f", got {mistake['input']!r}"
+        if not mistake["loc"]:  # several that do not go together: say who said each
+            said = [f"{name}: {source}" for name, source in origins.items() if name in message]
+            got = f" ({', '.join(said)})" if said else ""
         lines.append(": ".join(part for part in (origin, key, message + got) if part))
     return "\n".join(lines)
 

@@ -19,10 +19,12 @@ MEANINGS = {
     126: "cannot be started",
     130: "interrupted",
     143: "drained on SIGTERM",
+    255: "its host was lost",
 }
 
 UNREACHABLE = 15
 BUDGET_SPENT = 17
+HOST_LOST = 255  # as ssh says of itself
 CANNOT_START = 126  # as a shell says of a program it cannot execute
 
 

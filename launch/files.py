@@ -7,11 +7,11 @@ put beside it: `rank-N.crt`, or `worker.crt` for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from ..common.config import SecurityConfig
+from ..common.config import Config, SecurityConfig
 from ..common.config_sources import Resolved
 from ..common.errors import UsageError
 
@@ -59,6 +59,27 @@ def worker_identity(security: SecurityConfig, rank: int, exists: Callable[[str],
         f"beside {security.cert}",
         fix=f"ps-certs init {folder} --renew --workers N makes one for each rank",
     )
+
+
+def code_file(config: Config) -> str | None:
+    """The user's own file that workers run: the script, or the one with the task; None for a built-in task."""
+    if config.launch.script is not None:
+        return config.launch.script
+    path, colon, _ = config.task.name.rpartition(".py:")
+    return f"{path}.py" if colon else None
+
+
+def read_by_server(security: SecurityConfig) -> tuple[str, ...]:
+    """Files that must be there where a server runs."""
+    files = (security.ca, security.cert, security.key, security.token_file)
+    return tuple(path for path in files if path is not None)
+
+
+def read_by_worker(config: Config, identity: Mapping[str, Any]) -> tuple[str, ...]:
+    """Files that must be there where a worker with these settings of its own runs."""
+    security = config.security
+    own = (identity.get("security.cert", security.cert), identity.get("security.key", security.key))
+    return tuple(path for path in (code_file(config), security.ca, security.token_file, *own) if path is not None)
 
 
 def is_flag(origin: str) -> bool:

@@ -14,15 +14,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..common.errors import ParamServerError
 from ..common.summary import Summary
-from .backends.base import Backend
+from .backends.base import Backend, Site
 from .events import Event, parse_event, parse_status
 from .plan import SERVER, Child, Plan, ProcessSpec
 from .screen import Screen, make_screen
 from .supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 
 _TICK_S = 0.1
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,20 @@ class Outcome:
 class Job:
     """One run of one plan."""
 
-    def __init__(self, plan: Plan, make_backend: Callable[..., Backend]) -> None:
+    def __init__(self, plan: Plan, make_backend: Callable[..., Backend], site: Site) -> None:
         self._plan = plan
         self._make_backend = make_backend
+        self._site = site
         self._specs: dict[Child, ProcessSpec] = {SERVER: plan.server} if plan.server else {}
-        self._address: str | None = None  # where the server listens, in its own words
-        self._has_snapshot = False  # one of this run, not of an earlier one
+        self._addresses: dict[Child, str] = {}  # where servers listen, in their own words
+        self._reached: dict[Child, str] = {}  # and where others reach them
+        self._checking: asyncio.Future[None] | None = None
+        self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
         self._summary: Summary | None = None
         self._supervisor = Supervisor(
             num_workers=plan.num_workers,
             with_server=plan.server is not None,
+            num_shards=plan.num_shards,
             grace_s=plan.config.launch.grace_s,
             is_script=plan.is_script,
             keeps_snapshots=plan.checkpoint_dir is not None,
@@ -62,14 +66,17 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._finished = self._loop.create_future()
         self._loop.set_exception_handler(self._on_bug)
-        self._screen = make_screen(self._plan.config, on_lost=self._on_output_lost)
+        self._screen = make_screen(self._plan.config, self._plan.hosts(), on_lost=self._on_output_lost)
         try:
             self._screen.note("starting", self._plan.headline())
-            self._backend = self._make_backend(self._on_line, self._on_exit)
+            self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
-                self._begin()
+                if await self._is_prepared():
+                    self._begin()
                 finish = await self._finished
             finally:
+                if self._checking is not None:
+                    self._checking.cancel()
                 self._backend.close()
             if finish.culprit is not None:
                 self._screen.failure(finish)
@@ -83,6 +90,18 @@ class Job:
         """A signal, or the loss of the output, asks the job to end."""
         if not self._finished.done():
             self._carry_out(self._supervisor.interrupt(number, self._loop.time()))
+
+    async def _is_prepared(self) -> bool:
+        """Whether everything may start; False when someone interrupted. Raises what the backend found."""
+        plan = self._plan
+        specs = [*([plan.server] if plan.server else []), *plan.shards(""), *plan.workers("")]
+        preparing = asyncio.ensure_future(self._backend.prepare(specs))
+        both: set[asyncio.Future[Any]] = {preparing, self._finished}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if preparing.cancel():  # it was not done
+            return False
+        preparing.result()
+        return not self._finished.done()
 
     def _begin(self) -> None:
         if self._plan.server is None:
@@ -106,8 +125,8 @@ class Job:
             return
         if event is None or event.is_at_least(self._plan.config.log.level):
             self._screen.line(child, line, event)
-        if event is not None and child == SERVER:
-            self._on_server_event(event)
+        if event is not None and child.role == SERVER.role:
+            self._on_server_event(child, event)
 
     def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
@@ -123,13 +142,34 @@ class Job:
             return False
         return True
 
-    def _on_server_event(self, event: Event) -> None:
+    def _on_server_event(self, child: Child, event: Event) -> None:
         if event.name == "snapshot":
-            self._has_snapshot = True
+            self._has_snapshot.add(child)
         elif event.name == "listening":
-            self._address = str(event.fields.get("address", ""))
-            self._specs |= {spec.child: spec for spec in self._plan.workers(reachable(self._address))}
-            self._carry_out(self._supervisor.listening(self._loop.time()))
+            self._addresses[child] = str(event.fields.get("address", ""))
+            self._reached[child] = self._backend.reach(child, self._addresses[child])
+            if child == SERVER:
+                self._specs |= {spec.child: spec for spec in self._plan.shards(self._reached[SERVER])}
+                self._specs |= {spec.child: spec for spec in self._plan.workers(self._reached[SERVER])}
+            self._carry_out(self._supervisor.listening(child, self._loop.time()))
+            if self._supervisor.all_listen and self._checking is None:
+                self._checking = asyncio.ensure_future(self._let_workers_start())
+                self._checking.add_done_callback(self._on_checked)
+
+    async def _let_workers_start(self) -> None:
+        workers = [spec for child, spec in self._specs.items() if child.role != SERVER.role]
+        try:
+            await self._backend.check_reach(self._reached, workers)
+        except ParamServerError as error:
+            self._screen.note("unreachable", error.message, "error")
+            reason = f"{error.message.splitlines()[0]}; {error.fix}" if error.fix else error.message.splitlines()[0]
+            self._carry_out(self._supervisor.abort(error.exit_code, reason, self._loop.time()))
+        else:
+            self._carry_out(self._supervisor.may_train(self._loop.time()))
+
+    def _on_checked(self, checking: asyncio.Future[None]) -> None:
+        if not checking.cancelled() and (bug := checking.exception()) is not None:
+            self._on_bug(self._loop, {"exception": bug})
 
     def _on_exit(self, child: Child, code: int) -> None:
         self._carry_out(self._supervisor.exited(child, code, self._loop.time()))
@@ -160,9 +200,11 @@ class Job:
             self._loop.call_at(deadline, self._decide)
 
     def _spec(self, child: Child) -> ProcessSpec:
-        if child == SERVER and self._address is not None:
-            return self._plan.server_again(self._address, has_snapshot=self._has_snapshot)
-        return self._specs[child]
+        spec = self._specs[child]
+        if child in self._addresses:
+            has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
+            return self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
+        return spec
 
     def _say_why(self, decisions: list[Decision]) -> None:
         """A note for each failure that is mended, and one for all processes that end for the same reason."""
@@ -181,7 +223,7 @@ class Job:
                 self._screen.note(event, f"{chosen[0].reason}; {what}: {who}{more}", "warning")
 
 
-async def run_all(plans: list[Plan], make_backend: Callable[..., Backend]) -> list[Outcome]:
+async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site: Site) -> list[Outcome]:
     """Run the plans one after another; the first that does not end with 0 is the last."""
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]
@@ -189,7 +231,7 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend]) -> li
         signals.append(signal.SIGHUP)
     outcomes: list[Outcome] = []
     for plan in plans:
-        job = Job(plan, make_backend)
+        job = Job(plan, make_backend, site)
         running = asyncio.ensure_future(job.run())
         for number in signals:
             loop.add_signal_handler(number, job.interrupt, number)
@@ -197,9 +239,3 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend]) -> li
         if outcomes[-1].finish.exit_code:
             break
     return outcomes
-
-
-def reachable(address: str) -> str:
-    """The address a process on this machine can connect to: a wildcard listens on loopback too."""
-    host, _, port = address.rpartition(":")
-    return f"{_WILDCARDS.get(host, host)}:{port}"

@@ -17,8 +17,9 @@ from . import options as opt
 if TYPE_CHECKING:
     from ..common.config_sources import Resolved
     from ..common.summary import Summary
+    from .backends.base import Site
     from .job import Outcome
-    from .plan import Plan, Request
+    from .plan import Machine, Plan, Request
 
 PROGRAM = "ps-launch"
 _COMMANDS = {"check": ".check_main", "chaos": ".chaos.main"}  # of their own, each with a main(arguments)
@@ -54,6 +55,12 @@ def launch(
     cert: opt.CertOption = None,
     key: opt.KeyOption = None,
     token_file: opt.TokenFileOption = None,
+    insecure: opt.InsecureOption = None,
+    shards: opt.ShardsOption = None,
+    hosts: opt.HostsOption = None,
+    backend: opt.BackendOption = None,
+    colocate: opt.ColocateOption = None,
+    sync_code: opt.SyncCodeOption = None,
     port: opt.PortOption = None,
     sets: opt.SetOption = None,
     dry_run: opt.DryRunOption = False,
@@ -72,7 +79,9 @@ def launch(
         "optimizer.lr": lr, "worker.device": device, "output.save": save, "output.summary": summary,
         "log.format": log_format, "launch.script": script, "launch.port": port,
         "checkpoint.dir": checkpoint_dir, "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume,
-        "launch.max_restarts": max_restarts, "output.history": history,
+        "launch.max_restarts": max_restarts, "output.history": history, "server.shards": shards,
+        "server.insecure": insecure or None, "launch.hosts": hosts, "launch.backend": backend,
+        "launch.colocate": colocate or None, "launch.sync_code": sync_code or None,
         "security.ca": ca, "security.cert": cert, "security.key": key, "security.token_file": token_file,
     }  # fmt: skip
     resolved = _resolve(config, flags, sets or [])
@@ -82,11 +91,11 @@ def launch(
     if print_config:
         show_config(resolved)
         return 0
-    plans = _plans(resolved, request)
+    plans, site = _plans(resolved, request)
     if dry_run:
-        _show_plans(plans)
+        _show_plans(plans, site)
         return 0
-    return _run(plans)
+    return _run(plans, site)
 
 
 def main() -> None:
@@ -122,50 +131,86 @@ def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) ->
 
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     resolved = load_config(config_path, flags, sets, environ)
+    defaults: dict[str, tuple[Any, str]] = {}
     if resolved.config.run.workers is None:  # checked together with what depends on it
-        resolved = load_config(config_path, {**flags, "run.workers": DEFAULT_NUM_WORKERS}, sets, environ)
-        resolved.origins["run.workers"] = f"default of {PROGRAM}"
+        defaults["run.workers"] = (DEFAULT_NUM_WORKERS, f"default of {PROGRAM}")
+    if resolved.config.launch.hosts is not None and not resolved.was_set("launch.backend"):
+        defaults["launch.backend"] = ("ssh", "launch.hosts")
+    if defaults:
+        given = {**flags, **{key: value for key, (value, _) in defaults.items()}}
+        resolved = load_config(config_path, given, sets, environ)
+        resolved.origins |= {key: origin for key, (_, origin) in defaults.items()}
     return resolved
 
 
-def _plans(resolved: Resolved, request: Request) -> list[Plan]:
-    """Plans whose files and backend exist. Raises UsageError and OutputError before anything starts."""
+def _plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
+    """Plans whose files and backend exist. Raises UsageError, AuthError and OutputError before anything starts."""
     from ..common.output import check_writable
     from ..common.registry import BACKENDS, check_contributions, check_pipelined
-    from .plan import Machine, plan_runs
+    from .backends.base import Site
+    from .plan import plan_runs
+    from .remote import check_exposure, check_remote, hosts_of
 
     config = resolved.config
-    BACKENDS.check(config.launch.backend)
-    if config.launch.script is not None and not os.path.isfile(config.launch.script):
+    backend = BACKENDS.load(config.launch.backend)
+    if config.launch.hosts is not None and not backend.takes_hosts:
+        raise UsageError(
+            f"{resolved.origins['launch.backend']}: backend {config.launch.backend} takes no hosts, and "
+            f"{resolved.origins['launch.hosts']} names some",
+            fix="leave one of the two out; hosts mean --backend ssh",
+        )
+    if backend.takes_hosts and config.launch.hosts is None:
+        origin = resolved.origins["launch.backend"]
+        raise UsageError(f"{origin}: backend {config.launch.backend} needs hosts", fix="--hosts hosts.yaml")
+    site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
+    check_remote(resolved, site.hosts, config.run.workers or 1)
+    if config.launch.script is not None and not backend.spans_hosts and not os.path.isfile(config.launch.script):
         origin = resolved.origins["launch.script"]
         raise UsageError(f"{origin}: no file {config.launch.script}", fix="the path is relative to where you are")
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    machine = Machine(python=sys.executable, num_cores=num_cores, environ=os.environ, exists=os.path.exists)
-    plans = plan_runs(resolved, request, machine)
+    plans = plan_runs(resolved, request, _machine(site, spans_hosts=backend.spans_hosts))
     for plan in plans:
-        if config.policy.pipelined and plan.server is not None:
-            check_pipelined(plan.mode, config.policy.staleness)
         if plan.server is not None:
+            if config.policy.pipelined:
+                check_pipelined(plan.mode, config.policy.staleness)
             check_contributions(plan.mode, config.policy.aggregation, config.store.max_norm)
+        if backend.spans_hosts:
+            check_exposure(plan)
         for path in (plan.save, plan.history):
-            if path is not None:
+            if path is not None and not backend.spans_hosts:
                 check_writable(path)
     if config.output.summary is not None:
         check_writable(config.output.summary)
-    return plans
+    return plans, site
 
 
-def _show_plans(plans: list[Plan]) -> None:
-    import shlex
+def _machine(site: Site, *, spans_hosts: bool) -> Machine:
+    """What the plans need to know of this machine, and of the others."""
+    from .plan import Machine
+    from .remote import placement_of
 
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(
+        python=sys.executable,
+        num_cores=num_cores,
+        environ=os.environ,
+        exists=(lambda path: True) if spans_hosts else os.path.exists,  # looked for where it is to be
+        spans_hosts=spans_hosts,
+        placement=placement_of(site.config, site.hosts, site.config.run.workers or 1, site.folder),
+    )
+
+
+def _show_plans(plans: list[Plan], site: Site) -> None:
+    from ..common.registry import BACKENDS
+
+    backend = BACKENDS.load(site.config.launch.backend)
     for plan in plans:
         print(f"# {plan.headline()}")
-        for spec in [*([plan.server] if plan.server else []), *plan.workers("HOST:PORT" if plan.server else None)]:
-            env = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
-            print(f"[{spec.child}] " + " ".join([*env, shlex.join(spec.argv)]))
+        servers = [plan.server, *plan.shards("HOST:PORT")] if plan.server else []
+        for line in backend.dry_run([*servers, *plan.workers("HOST:PORT" if plan.server else None)], site):
+            print(line)
 
 
-def _run(plans: list[Plan]) -> int:
+def _run(plans: list[Plan], site: Site) -> int:
     """Run the plans, then show and write what came of them."""
     import asyncio
 
@@ -174,7 +219,7 @@ def _run(plans: list[Plan]) -> int:
     from .screen import discard_from_now_on
 
     config = plans[0].config
-    outcomes = asyncio.run(run_all(plans, BACKENDS.load(config.launch.backend)))
+    outcomes = asyncio.run(run_all(plans, BACKENDS.load(config.launch.backend), site))
     code = outcomes[-1].finish.exit_code
     try:
         _show_results(plans, outcomes)
@@ -188,13 +233,15 @@ def _run(plans: list[Plan]) -> int:
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries."""
     from ..common.report import comparison_table, report_console, summary_table
-    from .outputs import write_runs
+    from .outputs import write_run, write_runs
 
     console = report_console()
     finished: list[Summary] = [outcome.summary for outcome in outcomes if outcome.summary is not None]
     if len(plans) == 1:
         for summary in finished:
             console.print(summary_table(summary))
+            if plans[0].summary is not None:
+                write_run(plans[0].summary, summary)
         return
     if finished:
         console.print(comparison_table([(summary.mode, summary) for summary in finished]))

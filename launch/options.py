@@ -17,6 +17,7 @@ Start a server and N workers, watch them, and end them together.
                                                    one after another, compared
   ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
   ps-launch configs/digits.yaml --checkpoint-dir D once more: goes on where it was
+  ps-launch configs/digits.yaml --hosts hosts.yaml on the machines of that file
   ps-launch configs/digits.yaml --dry-run          only show the commands
 
 What processes say goes to standard error, results to standard output.
@@ -28,7 +29,7 @@ Ctrl-C, 143 after SIGTERM.
 """
 
 _RUN, _MODE, _OPT, _OUT, _LAUNCH = "Run", "Synchronisation", "Optimizer", "Output", "Launcher"
-_KEEP, _SECURITY = "Snapshots and restarts", "Security"
+_KEEP, _SECURITY, _HOSTS = "Snapshots and restarts", "Security", "Shards and hosts"
 
 ConfigArgument = Annotated[
     str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.", show_default=False)
@@ -180,6 +181,34 @@ TokenFileOption = Annotated[
 PortOption = Annotated[
     int | None,
     typer.Option("--port", help="Port of the server; default a free one.", rich_help_panel=_LAUNCH),
+]
+ShardsOption = Annotated[
+    int | None,
+    typer.Option("--shards", metavar="S", help="Servers the model is divided among.", rich_help_panel=_HOSTS),
+]
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts", metavar="FILE.yaml", help="Machines to use, over ssh; see docs/remote.md.", rich_help_panel=_HOSTS
+    ),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="NAME", help="local, ssh, slurm; --hosts means ssh.", rich_help_panel=_HOSTS),
+]
+ColocateOption = Annotated[
+    bool | None,
+    typer.Option("--colocate", help="Each host with workers carries one server shard.", rich_help_panel=_HOSTS),
+]
+SyncCodeOption = Annotated[
+    bool | None,
+    typer.Option("--sync-code", help="Copy the task file or script to the hosts first.", rich_help_panel=_HOSTS),
+]
+InsecureOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure", help="Servers may listen to other machines without TLS and token.", rich_help_panel=_SECURITY
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

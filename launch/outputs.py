@@ -8,6 +8,14 @@ from ..common.errors import OutputError
 from ..common.summary import Summary
 
 
+def write_run(path: str, summary: Summary) -> None:
+    """The summary of a run whose server is elsewhere. Raises OutputError."""
+    try:
+        summary.write(path)
+    except OSError as error:
+        raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None
+
+
 def write_runs(path: str, summaries: list[Summary]) -> None:
     """The summaries of several runs in one file, {"runs": [...]}. Raises OutputError."""
     text = json.dumps({"runs": [summary.model_dump() for summary in summaries]}, indent=2)

@@ -6,8 +6,12 @@ alone on the union batch (batch size times N), so that it makes sync's updates o
 Children read the same `--config FILE`. Settings from the launcher's flags follow as
 `--set key=value`, so there is one mechanism for all of them; `PS_SECTION__KEY` variables are
 inherited anyway. A user's script knows no such flags and gets everything as such variables.
-Workers need the server's address, known only once it listens: `Plan.workers(address)`. A server that
-is started again must be found where the first one was: `Plan.server_again(address)`.
+Workers and the other shards of the server need its address, known only once it listens:
+`Plan.workers(address)`, `Plan.shards(address)`. A server that is started again must be found where the first
+one was: `Plan.server_again(child, address)`.
+
+Where processes may land on other machines (`Machine.spans_hosts`), no file is: what the launcher read from
+CONFIG follows as --set too, and the summary is written by the launcher. `placement.py` says who runs where.
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..common.config import DEFAULT_ADDRESS, Config
+from ..common.config import Config
 from ..common.config_sources import Resolved, scalar_text
 from ..common.errors import UsageError
-from .files import SINGLE, check_snapshots, is_flag, own_path, worker_identity
+from .files import SINGLE, check_snapshots, is_flag, own_path, read_by_server, read_by_worker, worker_identity
+from .placement import Place, Placement
+from .settings import arguments, check_one_for_all, listen_host, single_settings, told_settings, value_of, variable
 
 DEFAULT_NUM_WORKERS = 2
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # and where this machine itself reaches them
 
 # Arguments of the interpreter that start each program.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -30,22 +37,22 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "worker": ("-m", "paramserver.worker"),
 }
 
-# The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
-_NOT_PASSED_ON = ("launch.", "log.")
 # Files and directories of which each mode has its own where several run.
 _OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
 # Beside the launcher's own, what a script is told otherwise (RANK, ...) or decides itself.
-_NOT_FOR_SCRIPTS = (*_NOT_PASSED_ON, "optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
+_NOT_FOR_SCRIPTS = ("optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
 
 
 class Child(NamedTuple):
-    """The stable name of a process of the run."""
+    """The stable name of a process of the run. Server 0 coordinates; further ones are its shards."""
 
     role: str  # "server" or "worker"
     rank: int
 
     def __str__(self) -> str:
-        return "server" if self.role == "server" else f"{self.role} {self.rank}"
+        if self.role == "server":
+            return f"server shard {self.rank}" if self.rank else "server"
+        return f"{self.role} {self.rank}"
 
 
 SERVER = Child("server", 0)
@@ -58,6 +65,10 @@ class ProcessSpec:
     child: Child
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    host: str = ""  # where it was placed; "": where the backend likes
+    sharing: int = 0  # processes that divide that host's cores; 0: the number of threads is not the launcher's to set
+    needs: tuple[str, ...] = ()  # files it reads,
+    leaves: tuple[str, ...] = ()  # and writes, as it finds them where it runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +88,28 @@ class Machine:
     num_cores: int
     environ: Mapping[str, str] = field(default_factory=dict)
     exists: Callable[[str], bool] = lambda path: False
+    spans_hosts: bool = False  # processes may land on other machines
+    placement: Placement | None = None  # on which ones, where that is known beforehand
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run: the server's process and what its workers have in common."""
+    """One run: the server's processes and what its workers have in common."""
 
     mode: str
     config: Config
     num_workers: int
+    num_shards: int
     save: str | None  # where this run's weights go
     history: str | None  # and what was applied when
     checkpoint_dir: str | None  # and its snapshots
+    summary: str | None  # a file the launcher writes after this run, when the server does not
     server: ProcessSpec | None
+    server_listen: str  # HOST:0 for shards that are not placed
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: tuple[Mapping[str, Any], ...] = ()  # of each worker, where they differ from the server's
+    placement: Placement | None = None
 
     @property
     def is_script(self) -> bool:
@@ -103,29 +120,51 @@ class Plan:
         """The process whose status and summary events tell about the run."""
         return SERVER if self.server is not None else Child("worker", 0)
 
+    def hosts(self) -> dict[Child, str]:
+        """The host of each process that has been placed."""
+        specs = [*([self.server] if self.server else []), *self.shards(""), *self.workers("")]
+        return {spec.child: spec.host for spec in specs if spec.host}
+
     def workers(self, address: str | None) -> list[ProcessSpec]:
-        """The worker processes, given the server's address (None: there is no server)."""
+        """The worker processes, given the coordinator's address (None: there is no server)."""
         return [self._worker(Child("worker", rank), address or "none") for rank in range(self.num_workers)]
 
-    def server_again(self, address: str, *, has_snapshot: bool) -> ProcessSpec:
-        """The server after a failure: at the address it had, since its workers look for it there.
+    def shards(self, address: str) -> list[ProcessSpec]:
+        """The servers beside the coordinator, given its address."""
+        return [self._shard(rank, address) for rank in range(1, self.num_shards)] if self.server else []
+
+    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
+        """A server after a failure: at the address it had, since others look for it there.
 
         Once this run has a snapshot it goes on from that, whatever it was to begin with.
         """
-        assert self.server is not None
         again: dict[str, Any] = {"server.listen": address}
         if has_snapshot:
             again["checkpoint.resume"] = None
-        return dataclasses.replace(self.server, argv=(*self.server.argv, *_arguments(None, again)))
+        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
+
+    def _shard(self, rank: int, address: str) -> ProcessSpec:
+        assert self.server is not None
+        spec = dataclasses.replace(self.server, child=Child("server", rank), leaves=())
+        listen = self.server_listen
+        if self.placement is not None:
+            spec = _placed(spec, self.placement.servers[rank], self.config)
+            if listen.rpartition(":")[0] not in WILDCARDS:
+                listen = f"{self.placement.servers[rank].listen}:0"
+        own = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
+        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)))
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
         identity = self.identities[child.rank] if self.identities else {}
         if self.is_script:
-            own = {_variable(key): scalar_text(value) for key, value in identity.items()}
+            own = {variable(key): scalar_text(value) for key, value in identity.items()}
             places = {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers), "PS_SERVER": address}
-            return ProcessSpec(child, self.worker_argv, {**self.worker_env, **own, **places})
-        argv = (*self.worker_argv, *_arguments(None, identity), "--server", address, "--rank", str(child.rank))
-        return ProcessSpec(child, argv, self.worker_env)
+            spec = ProcessSpec(child, self.worker_argv, {**self.worker_env, **own, **places})
+        else:
+            argv = (*self.worker_argv, *arguments(None, identity), "--server", address, "--rank", str(child.rank))
+            spec = ProcessSpec(child, argv, self.worker_env)
+        spec = dataclasses.replace(spec, needs=read_by_worker(self.config, identity))
+        return _placed(spec, self.placement.workers[child.rank], self.config) if self.placement else spec
 
     def headline(self) -> str:
         """What is started, as a phrase: `ssp (staleness 3): a server and 4 workers, 300 steps each, ...`."""
@@ -134,10 +173,13 @@ class Plan:
             "ssp": f" (staleness {self.config.policy.staleness})",
             "localsgd": f" ({self.config.policy.local_steps} local steps)",
         }
+        servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
+        num_hosts = len(set(self.hosts().values()))
+        where = f" on {num_hosts} host{'s' if num_hosts > 1 else ''}" if num_hosts else ""
         who = (
             "one worker alone, no server,"
             if self.server is None
-            else f"a server and {self.num_workers} worker{'s' if self.num_workers > 1 else ''},"
+            else f"{servers} and {self.num_workers} worker{'s' if self.num_workers > 1 else ''}{where},"
         )
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
         pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
@@ -162,6 +204,7 @@ def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Pl
             f"arguments after -- ({' '.join(request.script_args)}) belong to a script, and there is none",
             fix="give the script: --script FILE.py -- ARGS",
         )
+    check_one_for_all(resolved)
     check_snapshots(resolved, request.modes)
     return [_plan(resolved, request, machine, mode) for mode in request.modes]
 
@@ -170,51 +213,86 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     config = resolved.config
     num_workers = config.run.workers or DEFAULT_NUM_WORKERS
     several = len(request.modes) > 1
-    own = {key: own_path(_value(config, key), mode, len(request.modes)) for key in _OWN_PATHS}
-    settings = _flag_settings(resolved)
+    own = {key: own_path(value_of(config, key), mode, len(request.modes)) for key in _OWN_PATHS}
+    settings = told_settings(resolved, with_files=machine.spans_hosts)
+    num_shards = len(machine.placement.servers) if machine.placement else config.server.shards
     settings["run.workers"] = num_workers
-    if several:
-        # The launcher writes one summary for all runs; what else a run leaves goes to its own place.
-        settings |= {"output.summary": None} if config.output.summary else {}
+    if config.output.summary and (several or machine.spans_hosts):
+        settings["output.summary"] = None  # the launcher writes it: one for all runs, or here
+    if several:  # what else a run leaves goes to its own place
         settings |= {key: path for key, path in own.items() if path}
     if mode == SINGLE:
         settings = {key: value for key, value in settings.items() if not key.startswith(("run.mode", "checkpoint."))}
-        settings |= _single_settings(config, num_workers)
+        settings |= single_settings(config, num_workers)
         own["checkpoint.dir"] = None
     elif several or "run.mode" in settings:
         settings["run.mode"] = mode
-    common = _arguments(request.config_path, settings)
+    common = arguments(None if machine.spans_hosts else request.config_path, settings)
     level = "debug" if config.log.level == "debug" else "info"
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
     identities: tuple[Mapping[str, Any], ...] = ()
+    listen = listen_host(resolved, machine)
     if mode != SINGLE:
-        listen = f"server.listen={_listen(resolved)}"
-        argv = (machine.python, *PROGRAMS["server"], *common, "--set", listen)
-        server = ProcessSpec(SERVER, argv, env)
+        server = _server(resolved, machine, common, env, num_shards)
+        kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
+        server = dataclasses.replace(server, needs=read_by_server(config.security), leaves=kept)
         identities = tuple(worker_identity(config.security, rank, machine.exists) for rank in range(num_workers))
     plan = Plan(
         mode=mode,
         config=config,
         num_workers=1 if mode == SINGLE else num_workers,
+        num_shards=num_shards,
         save=own["output.save"],
         history=own["output.history"],
         checkpoint_dir=own["checkpoint.dir"],
+        summary=config.output.summary if machine.spans_hosts and not several else None,
         server=server,
+        server_listen=f"{listen}:0",
         worker_argv=(machine.python, *PROGRAMS["worker"], *common),
         identities=identities,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
+        placement=machine.placement,
     )
     return _with_script(plan, resolved, request, machine) if config.launch.script else plan
+
+
+def _server(
+    resolved: Resolved, machine: Machine, common: tuple[str, ...], env: Mapping[str, str], num_shards: int
+) -> ProcessSpec:
+    """The coordinator; as shard 0 of several it takes its share of the cores."""
+    listen, port = resolved.config.server.listen, resolved.config.launch.port
+    if port is not None or not resolved.was_set("server.listen"):
+        listen = f"{listen_host(resolved, machine)}:{port or 0}"
+    own: dict[str, Any] = {"server.listen": listen}
+    if num_shards > 1:
+        own = {"server.shards": num_shards, **own}
+        env = {**env, **_thread_env(resolved.config, machine, num_shards)}
+    spec = ProcessSpec(SERVER, (machine.python, *PROGRAMS["server"], *common, *arguments(None, own)), env)
+    return _placed(spec, machine.placement.servers[0], resolved.config) if machine.placement else spec
+
+
+def _placed(spec: ProcessSpec, place: Place, config: Config) -> ProcessSpec:
+    """The process at its place: the interpreter, the variables and the share of the cores there."""
+    is_alone = spec.child.role == "server" and place.sharing == 1
+    chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in place.env
+    return dataclasses.replace(
+        spec,
+        argv=(place.python, *spec.argv[1:]),
+        env={**spec.env, **place.env},
+        host=place.host,
+        sharing=0 if is_alone or chosen else place.sharing,
+    )
 
 
 def _with_script(plan: Plan, resolved: Resolved, request: Request, machine: Machine) -> Plan:
     """The plan whose workers are the user's script; every setting reaches it as a variable."""
     script = str(plan.config.launch.script)
+    told = told_settings(resolved, with_files=True)
     env = {
-        _variable(key): scalar_text(_value(plan.config, key))
-        for key, origin in resolved.origins.items()
-        if not key.startswith(_NOT_FOR_SCRIPTS) and not origin.startswith("environment ") and key == key.lower()
+        variable(key): scalar_text(value)
+        for key, value in told.items()
+        if not key.startswith(_NOT_FOR_SCRIPTS) and key == key.lower()
     }
     if plan.history is not None:  # unlike the server's other files this one is the workers' too
         env["PS_OUTPUT__HISTORY"] = scalar_text(plan.history)
@@ -222,54 +300,8 @@ def _with_script(plan: Plan, resolved: Resolved, request: Request, machine: Mach
     return dataclasses.replace(plan, worker_argv=argv, worker_env={**env, **plan.worker_env})
 
 
-def _single_settings(config: Config, num_workers: int) -> dict[str, Any]:
-    """The settings that turn a run of N workers into one worker on the union batch."""
-    settings: dict[str, Any] = {"run.workers": 1, "run.batch_size": config.run.batch_size * num_workers}
-    if config.policy.min_workers > 1:  # these would contradict run.workers=1
-        settings["policy.min_workers"] = 1
-    if config.policy.backup_workers:
-        settings["policy.backup_workers"] = 0
-    return settings
-
-
-def _thread_env(config: Config, machine: Machine, num_workers: int) -> dict[str, str]:
-    """A share of the cores for each worker: torch's default is all of them in every process."""
-    if config.worker.threads is not None or machine.environ.get("OMP_NUM_THREADS"):
+def _thread_env(config: Config, machine: Machine, num_processes: int) -> dict[str, str]:
+    """A share of the cores for each worker or shard: torch's default is all of them in every process."""
+    if machine.spans_hosts or config.worker.threads is not None or machine.environ.get("OMP_NUM_THREADS"):
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, machine.num_cores // num_workers))}
-
-
-def _listen(resolved: Resolved) -> str:
-    """launch.port, else a server.listen that someone set, else a free port of the default host."""
-    listen, port = resolved.config.server.listen, resolved.config.launch.port
-    if port is None and resolved.was_set("server.listen"):
-        return listen
-    host = listen.rpartition(":")[0] or DEFAULT_ADDRESS.rpartition(":")[0]
-    return f"{host}:{port or 0}"
-
-
-def _flag_settings(resolved: Resolved) -> dict[str, Any]:
-    """The values of flags and --set, by dotted key, as validated."""
-    return {
-        key: _value(resolved.config, key)
-        for key, origin in resolved.origins.items()
-        if is_flag(origin) and not key.startswith(_NOT_PASSED_ON)
-    }
-
-
-def _arguments(config_path: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    arguments = ["--config", config_path] if config_path else []
-    for key, value in settings.items():
-        arguments += ["--set", f"{key}={scalar_text(value)}"]
-    return tuple(arguments)
-
-
-def _variable(key: str) -> str:
-    return f"PS_{key.upper().replace('.', '__')}"
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
+    return {"OMP_NUM_THREADS": str(max(1, machine.num_cores // num_processes))}

@@ -9,9 +9,11 @@ Of a worker:
                                              the same again would fail the same
     13 (no place, or replaced)               whoever has the rank now would be put out of it, back and forth
 
-Of a server the same, but for two. 10 (cannot listen) is final at the first start and not later: the
-port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told to end
-has sent its workers away: that ends the job.
+Of a server, each shard alike, the same, but for two. 10 (cannot listen) is final at the first start and not
+later: the port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told
+to end has sent its workers away: that ends the job.
+
+Who was lost with its host (255) did nothing wrong: it is started again as after a crash.
 
 A process that has run for 60 s since its start has lived down what was before: its restarts count from
 zero again, and it is no longer named as the first that failed.
@@ -51,11 +53,11 @@ class Failure(NamedTuple):
 
 
 def can_mend(child: Child, code: int, *, has_listened: bool) -> bool:
-    """Whether starting the process again may help. `has_listened`: the server did so once."""
-    if child == SERVER and code in _TOLD_TO_END:
+    """Whether starting the process again may help. `has_listened`: this server did so once."""
+    if child.role == SERVER.role and code in _TOLD_TO_END:
         return False
     if code == _CANNOT_LISTEN:
-        return child == SERVER and has_listened
+        return child.role == SERVER.role and has_listened
     return code not in _FINAL
 
 

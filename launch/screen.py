@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rich.live import Live
@@ -49,13 +49,13 @@ class Screen(Protocol):
         """Leave the output as it was found."""
 
 
-def make_screen(config: Config, on_lost: Callable[[], None]) -> Screen:
+def make_screen(config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> Screen:
     """The screen that suits the output. `on_lost` is called once when nobody reads it any more."""
     if config.log.format == "json":
-        return JsonScreen(on_lost)
+        return JsonScreen(hosts, on_lost)
     if sys.stderr.isatty():
-        return LiveScreen(on_lost)
-    return PlainScreen(on_lost, config.launch.status_interval_s)
+        return LiveScreen(hosts, on_lost)
+    return PlainScreen(hosts, on_lost, config.launch.status_interval_s)
 
 
 class _Output:
@@ -93,7 +93,8 @@ def discard_from_now_on(descriptor: int) -> None:
 class PlainScreen:
     """Lines, and a status line at most every `interval_s`."""
 
-    def __init__(self, on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
+        self._hosts = hosts
         self._output = _Output(on_lost)
         self._last_lines = LastLines()
         self._interval_s = interval_s
@@ -104,7 +105,7 @@ class PlainScreen:
         self._output.print(Text.assemble(("ps-launch: ", style), sentence))
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
-        text = child_line(child, line, event)
+        text = child_line(child, line, event, self._hosts.get(child, ""))
         self._last_lines.add(child, text)
         self._output.print(text)
 
@@ -132,8 +133,8 @@ class PlainScreen:
 class LiveScreen(PlainScreen):
     """A terminal: lines scroll above a table that stays."""
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        super().__init__(on_lost)
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
+        super().__init__(hosts, on_lost)
         self._latest: Status | None = None
         self._is_drawn = True
         self._lines: list[Text] = []  # not yet shown
@@ -154,7 +155,7 @@ class LiveScreen(PlainScreen):
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         # Drawing the table again for each line would make a chatty child wait.
-        text = child_line(child, line, event)
+        text = child_line(child, line, event, self._hosts.get(child, ""))
         self._last_lines.add(child, text)
         self._lines.append(text)
         if len(self._lines) >= _MAX_LINES_HELD:
@@ -186,16 +187,18 @@ class LiveScreen(PlainScreen):
 class JsonScreen:
     """One object per line, for programs: a child's event with its role and rank, or its output."""
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
+        self._hosts = hosts
         self._output = _Output(on_lost)
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
-        place = {"role": child.role, "rank": child.rank}
+        place: dict[str, Any] = {"role": child.role, "rank": child.rank}
+        place |= {"host": self._hosts[child]} if child in self._hosts else {}
         said = json.loads(line) if event is not None else {"event": "output", "line": line}
-        self._write({**said, **place} if "rank" not in said else {**said, "role": child.role})
+        self._write({**said, **place, "rank": said.get("rank", child.rank)})
 
     def status(self, line: str, status: Status, now: float) -> None:
         self._write(json.loads(line))

@@ -1,6 +1,6 @@
 """What the launcher does when something happens to its processes. Pure; time comes in as `now`.
 
-    STARTING ──listening──> RUNNING ──every worker ended with 0──> ENDING ──server ended──> OVER
+    STARTING ──may train──> RUNNING ──every worker ended with 0──> ENDING ──servers ended─> OVER
       │  ^ │                 ^ │ │                                    │
       │  └─┴─── restarts ────┴─┘ │                                    │
       └──────────────────────────┴─ a final failure, an interrupt ────┴> DRAINING ──nothing left──> OVER
@@ -11,12 +11,15 @@ One process, while the job is STARTING or RUNNING:
                  ^   └──failed, and a restart may mend it──> WAITING ──the back-off is over──┐
                  └───────────────────────────────────────────────────────────────────────────┘
 
-Events go in (`begin`, `listening`, `exited`, `interrupt`, `tick`), decisions come out, each with its
-reason as a sentence. A failed process is started again if that may mend it (`restarts.py`), a worker as
-long as there is a server to join, a server only when it keeps snapshots to go on from. Any other failure
-is final: its exit code becomes the launcher's, or 17 if it was the budget of restarts that ended; the
-others are drained and, after the grace time, killed. What they then exit with says nothing new and is
-ignored. Nothing is started any more once the job is ENDING or DRAINING, or the server has ended with 0.
+Events go in (`begin`, `listening`, `may_train`, `exited`, `abort`, `interrupt`, `tick`), decisions come out,
+each with its reason as a sentence. The coordinator starts first, the other shards of the server when it
+listens, the workers when all of them do and whoever drives this has said that they `may_train`.
+
+A failed process is started again if that may mend it (`restarts.py`), a worker as long as there is a server
+to join, a server (each shard alike) only when it keeps snapshots to go on from. Any other failure is final: its
+exit code becomes the launcher's, or 17 if it was the budget of restarts that ended; the others are drained
+and, after the grace time, killed. What they then exit with says nothing new and is ignored. Nothing is
+started any more once the job is ENDING or DRAINING, or the coordinator has ended with 0.
 """
 
 from __future__ import annotations
@@ -115,6 +118,7 @@ class Supervisor:
         *,
         num_workers: int,
         with_server: bool = True,
+        num_shards: int = 1,
         grace_s: float = 10.0,
         is_script: bool = False,
         keeps_snapshots: bool = False,
@@ -126,7 +130,9 @@ class Supervisor:
         self._is_script = is_script
         self._keeps_snapshots = keeps_snapshots
         self._workers = [Child("worker", rank) for rank in range(num_workers)]
-        children = [SERVER, *self._workers] if with_server else self._workers
+        self._servers = [Child("server", shard) for shard in range(num_shards)] if with_server else []
+        self._listening: set[Child] = set()  # servers that did so once
+        children = [*self._servers, *self._workers]
         self._states = dict.fromkeys(children, State.PLANNED)
         self._restarts = Restarts(max_restarts, backoff_s)
         self._pending: dict[Child, _Pending] = {}
@@ -146,12 +152,30 @@ class Supervisor:
         self.phase = Phase.RUNNING
         return [self._start(child, "there is no server to wait for", now) for child in self._workers]
 
-    def listening(self, now: float) -> list[Decision]:
-        """The server answers on its address, also when it does so again."""
-        if self.phase is not Phase.STARTING:
+    def listening(self, child: Child, now: float) -> list[Decision]:
+        """A server answers on its address, also when it does so again."""
+        self._listening.add(child)
+        if self.phase is not Phase.STARTING or child != SERVER:
+            return []
+        missing = [shard for shard in self._servers if self._states[shard] is State.PLANNED]
+        return [self._start(shard, "the coordinator is listening", now) for shard in missing]
+
+    @property
+    def all_listen(self) -> bool:
+        """Whether every server has listened, and the workers wait for `may_train`."""
+        return self.phase is Phase.STARTING and self._listening.issuperset(self._servers)
+
+    def may_train(self, now: float) -> list[Decision]:
+        """Every server listens and can be reached."""
+        if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
-        return [self._start(child, "the server is listening", now) for child in self._workers]
+        what = "the server is" if len(self._servers) == 1 else "every shard of the server is"
+        return [self._start(child, f"{what} listening", now) for child in self._workers]
+
+    def abort(self, exit_code: int, reason: str, now: float) -> list[Decision]:
+        """Something that is no process's failure makes the job impossible."""
+        return [] if self.phase is Phase.DRAINING else self._end_with(Finish(exit_code, reason), now)
 
     def exited(self, child: Child, code: int, now: float) -> list[Decision]:
         """A process has ended; `code` is negative for a signal."""
@@ -160,19 +184,21 @@ class Supervisor:
             return self._finish_when_empty()
         if was is State.STOPPING and code in (0, 143, -15):
             code = 0  # told to end after its workers, and it did
-        if code == UNREACHABLE and self._states.get(SERVER) is State.ENDED and self._restarts.has_restarted(child):
+        was_late = child in self._servers or self._restarts.has_restarted(child)
+        if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
             code, self._outcome = 0, _COMPLETE  # it came back too late: the others did without it
         if code != 0:
             return self._failed(child, code, now)
-        if child == SERVER and self.phase is Phase.STARTING:
+        if child in self._servers and child not in self._listening:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
         if child == SERVER and self._pending:  # the run is complete: who waits for a restart is not needed
             self._give_up_restarts()
             self._outcome = _COMPLETE
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            if SERVER in self._pending:  # nobody is left whom it could serve
-                self._outcome = self._pending[SERVER].otherwise
+            down = next((server for server in self._servers if server in self._pending), None)
+            if down is not None:  # nobody is left whom it could serve
+                self._outcome = self._pending[down].otherwise
                 return self._drain(self._outcome.reason, now)
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
         return self._finish_when_empty()
@@ -203,14 +229,17 @@ class Supervisor:
 
     def _server_is_late(self, now: float) -> list[Decision]:
         wait_s = _SERVER_WRITE_GRACES * self._grace_s
-        if self._states[SERVER] is State.RUNNING:
-            self._states[SERVER] = State.STOPPING
+        running = [child for child in self._servers if self._states[child] is State.RUNNING]
+        if running:
             self._patience = now + wait_s
-            return [Terminate(SERVER, "every worker is done")]
+            for child in running:
+                self._states[child] = State.STOPPING
+            return [Terminate(child, "every worker is done") for child in running]
         self.phase = Phase.DRAINING
-        reason = f"the server was told to end and was still there after {wait_s:g} s"
-        self._outcome = Finish(1, reason, SERVER)
-        return [Kill(SERVER, reason)]
+        late = self._alive()
+        reason = f"the {late[0]} was told to end and was still there after {wait_s:g} s"
+        self._outcome = Finish(1, reason, late[0])
+        return [Kill(child, reason) for child in late]
 
     def _failed(self, child: Child, code: int, now: float, how: str = "") -> list[Decision]:
         """Start it again after a while, or end the job."""
@@ -220,7 +249,7 @@ class Supervisor:
         final = self._final(shell_code(code), failure)
         if how or not self._may_restart(child, code):
             return self._end_with(final, now)
-        if child == SERVER and not self._keeps_snapshots:
+        if child in self._servers and not self._keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
             return self._end_with(self._final(shell_code(code), failure, hint), now)
@@ -240,7 +269,7 @@ class Supervisor:
         if self.phase not in (Phase.STARTING, Phase.RUNNING) or not self._restarts.max_restarts:
             return False
         there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
-        return there_is_a_server and can_mend(child, code, has_listened=self.phase is Phase.RUNNING)
+        return there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
 
     def _final(self, exit_code: int, failure: Failure, more: str = "") -> Finish:
         """The end of the job by this failure; the first one in the job is named if it was another's."""

@@ -20,10 +20,10 @@ _STATE_STYLES = {"waiting": "yellow", "gone": "red", "finished": "dim", "computi
 _NUM_LAST_LINES = 20
 
 
-def child_line(child: Child, line: str, event: Event | None) -> Text:
-    """`[worker 2] ...`: an event as `name key=value`, anything else as it was written."""
+def child_line(child: Child, line: str, event: Event | None, host: str = "") -> Text:
+    """`[worker 2] ...`, or `[worker 2 on gpu1] ...`: an event as `name key=value`, anything else as it was written."""
     style = "bold" if child.role == "server" else _CHILD_COLOURS[child.rank % len(_CHILD_COLOURS)]
-    prefix = (f"[{child}] ", style)
+    prefix = (f"[{child} on {host}] " if host else f"[{child}] ", style)
     if event is None:
         return Text.assemble(prefix, Text.from_ansi(line))
     return Text.assemble(prefix, (event_text(event), _LEVEL_STYLES.get(event.level, "")))

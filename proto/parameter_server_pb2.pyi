@@ -76,7 +76,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs", "server_incarnation", "process")
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs", "server_incarnation", "process", "seated", "resumed")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,8 @@ class Join(_message.Message):
     CODECS_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SEATED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -97,7 +99,9 @@ class Join(_message.Message):
     codecs: _containers.RepeatedScalarFieldContainer[str]
     server_incarnation: int
     process: str
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
+    seated: bool
+    resumed: bool
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("tensors", "fingerprint", "optimizer", "segment")
@@ -186,7 +190,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +203,7 @@ class Contribution(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     REPEAT_FIELD_NUMBER: _ClassVar[int]
+    SKEW_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -211,7 +216,8 @@ class Contribution(_message.Message):
     transfer_s: float
     in_segment: bool
     repeat: bool
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ...) -> None: ...
+    skew: int
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("transfer_s", "can_evaluate")
@@ -259,7 +265,7 @@ class ServerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s")
+    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +275,7 @@ class Welcome(_message.Message):
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -278,7 +285,8 @@ class Welcome(_message.Message):
     server_incarnation: int
     resumed: bool
     lease_s: float
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    shards: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("run", "rank", "process")
@@ -419,6 +427,225 @@ class Snapshot(_message.Message):
     body_bytes: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class ShardReport(_message.Message):
+    __slots__ = ("register", "ready", "offered", "brought", "staged", "asked", "durable", "state", "failed")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    ready: Ready
+    offered: Offered
+    brought: Brought
+    staged: Staged
+    asked: Asked
+    durable: Durable
+    state: ShardState
+    failed: ShardFailed
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., brought: _Optional[_Union[Brought, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ..., durable: _Optional[_Union[Durable, _Mapping]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("shard", "shards", "address", "snapshots", "keeps_snapshots", "program_version")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    shards: int
+    address: str
+    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotName]
+    keeps_snapshots: bool
+    program_version: str
+    def __init__(self, shard: _Optional[int] = ..., shards: _Optional[int] = ..., address: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotName, _Mapping]]] = ..., keeps_snapshots: _Optional[bool] = ..., program_version: _Optional[str] = ...) -> None: ...
+
+class SnapshotName(_message.Message):
+    __slots__ = ("run", "server_incarnation", "version")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    server_incarnation: int
+    version: int
+    def __init__(self, run: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Offered(_message.Message):
+    __slots__ = ("rank", "incarnation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Brought(_message.Message):
+    __slots__ = ("rank", "incarnation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Staged(_message.Message):
+    __slots__ = ("rank", "incarnation", "step", "verdict")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    step: int
+    verdict: Verdict
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("action", "what", "limit", "is_clipped")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    IS_CLIPPED_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    what: str
+    limit: str
+    is_clipped: bool
+    def __init__(self, action: _Optional[str] = ..., what: _Optional[str] = ..., limit: _Optional[str] = ..., is_clipped: _Optional[bool] = ...) -> None: ...
+
+class Asked(_message.Message):
+    __slots__ = ("rank", "incarnation", "step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    step: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Durable(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class ShardState(_message.Message):
+    __slots__ = ("version", "bytes")
+    class BytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    bytes: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[int] = ..., bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ShardFailed(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class ShardOrder(_message.Message):
+    __slots__ = ("begin_run", "bring", "begin", "entered", "resumed", "away", "left", "taken", "repeated", "tick", "snapshot", "done", "end", "now")
+    BEGIN_RUN_FIELD_NUMBER: _ClassVar[int]
+    BRING_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_FIELD_NUMBER: _ClassVar[int]
+    TICK_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    begin_run: BeginRun
+    bring: Seat
+    begin: BeginTraining
+    entered: Seat
+    resumed: Seat
+    away: Seat
+    left: Seat
+    taken: TakeStaged
+    repeated: Seat
+    tick: Tick
+    snapshot: TakeSnapshot
+    done: RunDone
+    end: RunEnd
+    now: float
+    def __init__(self, begin_run: _Optional[_Union[BeginRun, _Mapping]] = ..., bring: _Optional[_Union[Seat, _Mapping]] = ..., begin: _Optional[_Union[BeginTraining, _Mapping]] = ..., entered: _Optional[_Union[Seat, _Mapping]] = ..., resumed: _Optional[_Union[Seat, _Mapping]] = ..., away: _Optional[_Union[Seat, _Mapping]] = ..., left: _Optional[_Union[Seat, _Mapping]] = ..., taken: _Optional[_Union[TakeStaged, _Mapping]] = ..., repeated: _Optional[_Union[Seat, _Mapping]] = ..., tick: _Optional[_Union[Tick, _Mapping]] = ..., snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., done: _Optional[_Union[RunDone, _Mapping]] = ..., end: _Optional[_Union[RunEnd, _Mapping]] = ..., now: _Optional[float] = ...) -> None: ...
+
+class BeginRun(_message.Message):
+    __slots__ = ("run", "server_incarnation", "snapshot", "config")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    server_incarnation: int
+    snapshot: SnapshotName
+    config: str
+    def __init__(self, run: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotName, _Mapping]] = ..., config: _Optional[str] = ...) -> None: ...
+
+class BeginTraining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("rank", "incarnation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class TakeStaged(_message.Message):
+    __slots__ = ("rank", "incarnation", "step", "verdict")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    step: int
+    verdict: Verdict
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+
+class Tick(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeSnapshot(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RunDone(_message.Message):
+    __slots__ = ("evaluators",)
+    EVALUATORS_FIELD_NUMBER: _ClassVar[int]
+    evaluators: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, evaluators: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RunEnd(_message.Message):
+    __slots__ = ("error", "exit_code")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    exit_code: int
+    def __init__(self, error: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("averaged",)

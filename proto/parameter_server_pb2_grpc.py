@@ -49,6 +49,11 @@ class ParameterServerStub:
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
                 _registered_method=True)
+        self.Attend = channel.stream_stream(
+                '/paramserver.v1.ParameterServer/Attend',
+                request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardReport.SerializeToString,
+                response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardOrder.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/paramserver.v1.ParameterServer/Status',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.StatusRequest.SerializeToString,
@@ -83,6 +88,14 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attend(self, request_iterator, context):
+        """Between shards of one server, not for workers: shard 1, 2, ... tells the coordinator, shard 0, what has come
+        to it, and is told what happens. Closing the stream is the loss of the shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Where the run stands; cheap enough to poll every second.
         """
@@ -107,6 +120,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.FromString,
                     response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.SerializeToString,
+            ),
+            'Attend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardReport.FromString,
+                    response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardOrder.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -195,6 +213,33 @@ class ParameterServer:
             '/paramserver.v1.ParameterServer/Heartbeat',
             paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paramserver.v1.ParameterServer/Attend',
+            paramserver_dot_proto_dot_parameter__server__pb2.ShardReport.SerializeToString,
+            paramserver_dot_proto_dot_parameter__server__pb2.ShardOrder.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,7 @@ from .manifest import (
     layout_of,
     optimizer_of,
     read_manifest,
+    whole_of,
 )
 from .snapshot_files import MANIFEST, candidates, cannot_write, new_snapshot, sha256_of, snapshot_name, sync, writing_to
 
@@ -61,6 +62,12 @@ class Loaded:
     layout: Layout
     optimizer: OptimizerSpec | None
     files: Files
+    of: tuple[Layout, OptimizerSpec | None] | None = None  # the run's, where this is a share; none: as above
+
+    @property
+    def whole(self) -> tuple[Layout, OptimizerSpec | None]:
+        """The model and the optimizer of the run."""
+        return self.of or (self.layout, self.optimizer)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -131,13 +138,14 @@ def load(path: str | Path) -> Loaded:
         optimizer = optimizer_of(manifest, layout)
         files: dict[FileName, dict[str, torch.Tensor]] = {name: load_file(path / name) for name in manifest.files}
         check_tensors(manifest, layout, optimizer, files)
+        of = whole_of(manifest, layout, optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"snapshot {path}: {error.message}", fix=error.fix) from None
     except OSError as error:
         raise CheckpointError(f"snapshot {path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
         raise CheckpointError(f"snapshot {path}: not safetensors: {error}") from None
-    return Loaded(path, manifest, layout, optimizer, files)
+    return Loaded(path, manifest, layout, optimizer, files, of)
 
 
 def _load_manifest(path: Path) -> Manifest:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..common.errors import ParamServerError
-from ..common.optimizers import Hyperparameters
+from ..common.layout import Layout
+from ..common.optimizers import Hyperparameters, OptimizerSpec
 from ..common.segments import Segment
 from .membership import Seat
 from .publication import Publication
@@ -80,6 +81,9 @@ class Worker:
     can_evaluate: bool = False
     process: str = ""  # as in Join: whose heartbeats count for it
     resumes: bool = False  # goes on where it was: no START is due
+    is_admitted: bool = False  # it has said what it trains, to all shards
+    offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains, on a shard that is not to say whether it may
+    is_seated: bool = False  # by another shard, the coordinator
     is_away: bool = False  # its stream is lost, its process is not
     wants_weights: bool = True
     segment: Segment | None = None  # the worker's own, on this host

@@ -17,12 +17,13 @@ from ..common.config import Config
 from ..common.errors import Reason, refusal
 from ..common.history import History
 from ..common.log import get_logger
-from .connected import Go, Measured, Worker
+from .connected import Go, Worker
 from .membership import replaced
 from .model import Model
 from .policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Policy, Refuse
 from .roster import Roster
 from .sanity import Judgement, halted, rejected_too_often
+from .shards.alone import StagedPart
 from .store import Store
 from .tensor_thread import TensorThread
 
@@ -59,7 +60,7 @@ class Contributions:
         self._model = model
         self._tensors = tensors
         self._history = history
-        self._now = now
+        self.now = now
         self._fail = fail
         self.is_closed = False  # nothing more is applied
         self.on_commit: Callable[[], object] = lambda: None
@@ -75,7 +76,9 @@ class Contributions:
 
     def check(self, worker: Worker) -> Store:
         """The store to stage for; refuses before a byte of the body is taken."""
-        self._roster.spoke(worker, self._now())
+        if worker.is_seated and self._model.has_weights:  # by the coordinator, whose word may still be on its way here
+            return self._model.store
+        self._roster.spoke(worker, self.now())
         if not self._roster.is_current(worker):
             raise replaced(worker.rank, worker.seat.incarnation)
         if worker.state not in ("computing", "uploading") or not self._model.has_weights:
@@ -84,13 +87,12 @@ class Contributions:
 
     def uploaded(self, worker: Worker) -> None:
         """All of a contribution has come; it is being looked through."""
-        worker.waiting_since = self._now()
-        self._roster.spoke(worker, self._now())
+        worker.waiting_since = self.now()
+        self._roster.spoke(worker, self.now())
 
-    def take(
-        self, worker: Worker, contribution: Contribution, body: torch.Tensor, judgement: Judgement, told: Measured
-    ) -> None:
-        """Take a whole staged contribution; what comes of it arrives in the worker's outbox."""
+    def take(self, worker: Worker, part: StagedPart, now: float) -> None:
+        """Take a staged contribution, whole on all shards; what comes of it arrives in the worker's outbox."""
+        contribution, body, judgement, told = part
         worker.stats.compute_s += told.compute_s
         worker.stats.transfer_s += told.transfer_s
         if not self._roster.is_current(worker) or self.is_closed:
@@ -108,7 +110,7 @@ class Contributions:
         worker.staleness = self._policy.staleness(worker.rank, contribution)
         num_counted = self._policy.last_step.get(worker.rank, 0)
         version = self._policy.version
-        decisions = self._policy.contributed(worker.rank, contribution, self._now())
+        decisions = self._policy.contributed(worker.rank, contribution, now)
         is_counted = self._policy.last_step.get(worker.rank, 0) > num_counted
         is_discarded = any(isinstance(decision, Discard) for decision in decisions)
         if is_discarded or not judgement.is_taken:
@@ -121,20 +123,23 @@ class Contributions:
         if is_counted:
             self._note_sanity(worker, contribution, judgement)
             lead = self._policy.lead(worker.rank)
-            worker.stats.accepted(worker.staleness, contribution.num_samples, lead, self._now())
-            self.ended_at = self._now()
+            worker.stats.accepted(worker.staleness, contribution.num_samples, lead, self.now())
+            self.ended_at = self.now()
         self.perform(decisions)
 
-    def repeat(self, worker: Worker, step: int) -> None:
-        """The worker asks again for the answer to a contribution that counts already."""
+    def check_repeat(self, worker: Worker, step: int) -> None:
+        """The worker asks again for the answer to this contribution; refuses one that does not count already."""
         self.check(worker)
         counted = self._policy.last_step.get(worker.rank, 0)
         if step != counted:
             raise refusal(Reason.STEP_GAP, f"rank {worker.rank} repeats step {step}; the last that counts is {counted}")
-        worker.state, worker.waiting_since = "waiting", self._now()
-        repeated = Contribution(step, self._policy.version)
+
+    def repeat(self, worker: Worker, now: float) -> None:
+        """It has asked all shards: answer it again."""
+        worker.state, worker.waiting_since = "waiting", self.now()
+        repeated = Contribution(self._policy.last_step.get(worker.rank, 0), self._policy.version)
         self._note(worker, repeated, "repeated")
-        self.perform(self._policy.contributed(worker.rank, repeated, self._now()))
+        self.perform(self._policy.contributed(worker.rank, repeated, now))
 
     def _note(self, worker: Worker, contribution: Contribution, outcome: str, version: int | None = None) -> None:
         if self._history.is_kept:
@@ -249,7 +254,7 @@ class Contributions:
         """The worker may have its answer, with the weights that everything decided before leads to."""
         if worker.is_away:
             return  # it asks again when it is back
-        now = self._now()
+        now = self.now()
         if outcome == "DROPPED":
             worker.stats.dropped += 1
         if outcome == "START" and self.started_at is None:

@@ -21,6 +21,7 @@ from .delivery import taken
 from .policies.base import Contribution
 from .run import Run
 from .sanity import Judgement
+from .shards.alone import StagedPart
 from .staging import Body
 from .store import Store
 from .stream import Stream
@@ -53,7 +54,7 @@ class Intake:
                     taken(self._run, worker)
                     continue
                 if received.kind == "contribution" and received.header.repeat:
-                    self._run.contributions.repeat(worker, received.header.step)
+                    self._run.ask_again(worker, received.header.step)
                     return received
                 if received.kind == "contribution":
                     facts = received
@@ -132,7 +133,7 @@ class Intake:
         worker.stats.bytes_sent, stream.num_received = worker.stats.bytes_sent + stream.num_received, 0
         contribution = Contribution(header.step, header.base_version, header.num_samples)
         told = Measured(header.loss, header.compute_s, header.transfer_s)
-        self._run.contributions.take(worker, contribution, body, judgement, told)
+        self._run.shards.staged(worker, StagedPart(contribution, body, judgement, told))
 
     async def _borrow(self, stream: Stream, worker: Worker) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""

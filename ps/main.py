@@ -52,6 +52,19 @@ def serve(
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, ...", rich_help_panel="Run")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate", rich_help_panel="Run")] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="port 0: a free one")] = None,
+    shard: Annotated[
+        int | None, typer.Option(metavar="I", help="which shard this is; 0 coordinates", rich_help_panel="Shards")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(metavar="S", help="servers the model is divided among", rich_help_panel="Shards")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where shard 0 listens", rich_help_panel="Shards")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where workers reach this shard", rich_help_panel="Shards")
+    ] = None,
+    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="listen to other machines in the clear")] = None,
     save: Annotated[str | None, typer.Option(help="final weights, .safetensors")] = None,
     summary: Annotated[str | None, typer.Option(help="results as JSON")] = None,
@@ -80,7 +93,9 @@ def serve(
         "run.mode": mode, "policy.staleness": staleness, "policy.local_steps": local_steps,
         "policy.pipelined": pipelined or None, "run.workers": workers, "run.steps": steps,
         "run.batch_size": batch_size, "run.seed": seed, "task.name": task, "optimizer.name": optimizer,
-        "optimizer.lr": lr, "server.listen": listen, "server.insecure": insecure or None, "output.save": save,
+        "optimizer.lr": lr, "server.listen": listen, "server.insecure": insecure or None, "server.shard": shard,
+        "server.metrics": metrics,
+        "server.shards": shards, "server.coordinator": coordinator, "server.advertise": advertise, "output.save": save,
         "output.summary": summary, "output.history": history, "checkpoint.dir": checkpoint_dir,
         "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume, "security.ca": ca,
         "security.cert": cert, "security.key": key, "security.token_file": token_file,
@@ -121,11 +136,13 @@ async def _serve(resolved: Resolved) -> None:
     _allow_connections()
     from ..common.optimizers import without_compiler
     from .server import Server, check_before_start
+    from .shards.server import ShardServer
 
     config: Config = resolved.config
     without_compiler()
     check_before_start(config)
-    server = Server(config)
+    kind = Server if config.server.shard == 0 else ShardServer
+    server: Server | ShardServer = kind(config)
     loop = asyncio.get_running_loop()
     stops: list[int] = []
 
@@ -139,6 +156,13 @@ async def _serve(resolved: Resolved) -> None:
         loop.add_signal_handler(number, stop, number)
     await server.start()
     await server.serve()
+    while server.goes_back and not stops:
+        # Where it listened: workers and shards look for it there.
+        listening = config.server.model_copy(update={"listen": server.address})
+        config = config.model_copy(update={"server": listening})
+        server = kind(config)
+        await server.start()
+        await server.serve()
     if stops:
         get_logger().info("stopped", signal=signal.Signals(stops[0]).name)
         raise KeyboardInterrupt if stops[0] == signal.SIGINT else Drained

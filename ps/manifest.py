@@ -64,6 +64,15 @@ class FileEntry(_Entry):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class ShareEntry(_Entry):
+    """Of a server of several shards: which one this is, and the model all of them hold."""
+
+    shard: int = Field(ge=0)
+    shards: int = Field(ge=2)
+    tensors: tuple[TensorEntry, ...]
+    optimizer: OptimizerEntry | None
+
+
 class Manifest(_Entry):
     """One moment of a run. `write` fills in `files`; the rest is its caller's, see `manifest_of`."""
 
@@ -83,6 +92,7 @@ class Manifest(_Entry):
     )
     scalars: tuple[str, ...] = Field((), description="optimizer state with one value per parameter, as step")
     seed: int
+    share: ShareEntry | None = Field(None, description="none: the tensors are the whole model")
     paramserver_version: str
     written_at: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     files: dict[FileName, FileEntry] = Field(default_factory=dict)
@@ -119,11 +129,25 @@ def read_manifest(text: bytes) -> Manifest:
 
 
 def layout_of(manifest: Manifest) -> Layout:
-    """The model. Raises CheckpointError for one that cannot be."""
+    """The tensors it holds. Raises CheckpointError for a model that cannot be."""
+    return _layout(manifest.tensors)
+
+
+def whole_of(
+    manifest: Manifest, layout: Layout, optimizer: OptimizerSpec | None
+) -> tuple[Layout, OptimizerSpec | None]:
+    """The model and optimizer of the run, of which `layout` and `optimizer` are this shard's share."""
+    share = manifest.share
+    if share is None:
+        return layout, optimizer
+    whole = _layout(share.tensors)
+    return whole, _optimizer(share.optimizer, whole)
+
+
+def _layout(entries: tuple[TensorEntry, ...]) -> Layout:
     try:
         return Layout(
-            TensorSpec(entry.name, Kind[entry.kind], entry.dtype, entry.shape, entry.aliases)
-            for entry in manifest.tensors
+            TensorSpec(entry.name, Kind[entry.kind], entry.dtype, entry.shape, entry.aliases) for entry in entries
         )
     except ParamServerError as error:
         raise CheckpointError(error.message) from None
@@ -131,7 +155,13 @@ def layout_of(manifest: Manifest) -> Layout:
 
 def optimizer_of(manifest: Manifest, layout: Layout) -> OptimizerSpec | None:
     """The optimizer, if any. Raises CheckpointError for one that is not of this model."""
-    entry = manifest.optimizer
+    spec = _optimizer(manifest.optimizer, layout)
+    if spec is not None and manifest.hyperparameters is not None and len(manifest.hyperparameters) != len(spec.groups):
+        raise CheckpointError(f"hyperparameters of {len(manifest.hyperparameters)} groups for {len(spec.groups)}")
+    return spec
+
+
+def _optimizer(entry: OptimizerEntry | None, layout: Layout) -> OptimizerSpec | None:
     if entry is None:
         return None
     spec = OptimizerSpec(entry.name, tuple(GroupSpec(g.tensors, dict(g.hyperparameters)) for g in entry.groups))
@@ -140,8 +170,6 @@ def optimizer_of(manifest: Manifest, layout: Layout) -> OptimizerSpec | None:
         if name not in trained:
             raise CheckpointError(f"the optimizer's tensor '{name}' is no parameter of the model, or named twice")
         trained.remove(name)
-    if manifest.hyperparameters is not None and len(manifest.hyperparameters) != len(spec.groups):
-        raise CheckpointError(f"hyperparameters of {len(manifest.hyperparameters)} groups for {len(spec.groups)}")
     return spec
 
 

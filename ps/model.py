@@ -13,6 +13,7 @@ from ..common.log import get_logger
 from ..common.optimizers import Hyperparameters, OptimizerSpec, check_hyperparameters, find_optimizer
 from ..common.registry import AGGREGATIONS
 from ..common.segments import Segment, SegmentError, new_segment, private_segment
+from ..common.sharding import Share, divide
 from ..common.wire import INLINE_BYTES
 from .publication import Publisher
 from .sanity import Limits
@@ -37,17 +38,24 @@ class Model:
         self._config = config
         self._tensors = tensors
         self._has_optimizer = has_optimizer
-        self.layout: Layout | None = None
-        self.optimizer: OptimizerSpec | None = None
+        self.whole: Layout | None = None  # the workers' model
+        self.whole_optimizer: OptimizerSpec | None = None
+        self.share: Share | None = None  # what this server holds of it: all, where it is the only one
+        self.optimizer: OptimizerSpec | None = None  # over the share
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
         self._small_body: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of the bodies here."""
+        return self.share.layout if self.share is not None else None
 
     # ---- what all workers agree on --------------------------------------------------------
 
     def agree(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
         """The first worker's model and optimizer are the run's; another one must be the same."""
-        if self.layout is None:
+        if self.whole is None:
             if self._has_optimizer:
                 for group in optimizer.groups:
                     check_hyperparameters(optimizer.name, group.hyperparameters)
@@ -56,28 +64,39 @@ class Model:
         else:
             self._check_same(rank, layout, optimizer)
 
-    def adopt(self, layout: Layout, optimizer: OptimizerSpec) -> None:
-        limit = self._config.limits.model_bytes
-        if layout.total_bytes > limit:
+    def share_of(self, whole: Layout) -> Share:
+        """What this server holds of a model, the run's or another; LIMIT_EXCEEDED for one too small for its shards."""
+        if self.share is not None and self.whole is not None and whole.fingerprint == self.whole.fingerprint:
+            return self.share
+        server = self._config.server
+        return divide(whole, server.shards)[server.shard]
+
+    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
+        """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
+        limit, server = self._config.limits.model_bytes, self._config.server
+        share = self.share_of(whole)
+        if share.layout.total_bytes > limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
-                f"a model of {layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
+                f"a model of {share.layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
                 fix="start ps-server with --set limits.model_bytes=... if that is really the model",
             )
-        self.layout, self.optimizer = layout, optimizer
-        log.info("model", tensors=len(layout.specs), parameters=layout.num_parameters, optimizer=optimizer.name)
+        self.whole, self.whole_optimizer = whole, optimizer
+        self.share, self.optimizer = share, share.optimizer(optimizer)
+        of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
+        log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
 
     def _check_same(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
-        assert self.layout is not None and self.optimizer is not None
-        if layout.fingerprint != self.layout.fingerprint:
-            lines = "; ".join(self.layout.differences(layout))
+        assert self.whole is not None and self.whole_optimizer is not None
+        if layout.fingerprint != self.whole.fingerprint:
+            lines = "; ".join(self.whole.differences(layout))
             raise refusal(
                 Reason.MODEL_MISMATCH,
                 f"the model of rank {rank} differs from the run's: {lines}",
                 fix="give every worker the same task, task arguments and code"
                 + (f"; the run's come from {self.source}, --resume never begins anew" if self.source else ""),
             )
-        differences = self.optimizer.differences(optimizer)
+        differences = self.whole_optimizer.differences(optimizer)
         if differences:
             raise refusal(
                 Reason.OPTIMIZER_MISMATCH,
@@ -94,7 +113,7 @@ class Model:
 
     def forget(self) -> None:
         """Who brought the model is gone, and nobody else has it."""
-        self.layout = self.optimizer = None
+        self.whole = self.whole_optimizer = self.share = self.optimizer = None
 
     # ---- weights ----------------------------------------------------------------------------
 

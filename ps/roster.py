@@ -32,6 +32,8 @@ class Asked:
     incarnation: int = 0
     server_incarnation: int = 0
     process: str = ""
+    is_seated: bool = False  # by the coordinator of several shards: rank and incarnation are what it gave
+    resumes: bool = False  # as the coordinator said
 
 
 class Roster:
@@ -63,6 +65,12 @@ class Roster:
         stats.lane = "tcp"  # until it offers a segment
         worker = self.workers[seat.rank] = Worker(seat, stats, process=asked.process)
         return worker, old
+
+    def place(self, worker: Worker) -> None:
+        """A worker that another shard has seated has this rank now."""
+        self.membership.place(worker.seat)
+        self.workers[worker.rank] = worker
+        self.was_anyone_here = True
 
     def remove(self, worker: Worker) -> bool:
         """The worker is gone; False when its rank is another's already."""

@@ -26,6 +26,8 @@ from .membership import replaced
 from .model import Model
 from .policies.base import Policy
 from .roster import Asked, Roster
+from .shards import orders
+from .shards.alone import Alone
 from .tensor_thread import TensorThread
 
 log = get_logger()
@@ -50,7 +52,7 @@ class Run:
         self.policy = policy
         self.name = secrets.token_hex(6)
         self.incarnation = 1  # of this server, in the run
-        self.durable_version = 0  # of the newest snapshot
+        self.saved_version = 0  # of the newest snapshot of this shard
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
         self.history = history or History(None, "server")
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -63,8 +65,9 @@ class Run:
         self.contributions = Contributions(
             config, policy, self.roster, self.model, self.tensors, history=self.history, now=now, fail=self.fail
         )
+        self.shards: Alone = Alone(self)
         self._perform = self.contributions.perform
-        self._now = now
+        self.now = now
         self._bringer: Worker | None = None  # of the initial weights
         self._lost_at: dict[int, float] = {}
         self._done_sent = False
@@ -103,11 +106,13 @@ class Run:
     def _displace(self, old: Worker, new: Worker) -> None:
         old.evict(replaced(old.rank, old.seat.incarnation))
         if new.resumes:
+            self.shards.happens(orders.Away(old.rank, old.seat.incarnation))
             self.policy.disconnected(new.rank)
             new.staleness, new.hyperparameters = old.staleness, old.hyperparameters
             return
         self.history.write("leave", rank=old.rank, incarnation=old.seat.incarnation, how="replaced")
-        self._perform(self.policy.left(old.rank, self._now()))
+        now = self.shards.happens(orders.Left(old.rank, old.seat.incarnation))
+        self._perform(self.policy.left(old.rank, now))
         log.warning("replaced", rank=old.rank, incarnation=old.seat.incarnation, by=new.seat.incarnation)
 
     def offer(self, worker: Worker, layout: Layout, optimizer: OptimizerSpec) -> None:
@@ -116,35 +121,49 @@ class Run:
             raise refusal(Reason.NOT_JOINED, f"rank {worker.rank} was let go before it said what it trains")
         self.model.agree(worker.rank, layout, optimizer)
         if worker.resumes:
+            self.shards.happens(orders.Resumed(worker.rank, worker.seat.incarnation))
             worker.state, worker.is_away = "computing", False
             log.info("resumed", rank=worker.rank, step=self.policy.last_step[worker.rank], tensors=worker.stats.lane)
             return
         worker.state = "waiting"
+        self.shards.offered(worker)
+
+    def admit(self, worker: Worker) -> None:
+        """A worker has said what it trains, to all shards: it gets weights, or is asked for them."""
+        worker.is_admitted = True
         if self.model.has_weights:
-            self._enter(worker)
+            self.enter(worker)
         elif self._bringer is None:
             self._ask_for_weights(worker)
 
     def _ask_for_weights(self, worker: Worker) -> None:
+        self.shards.happens(orders.Bring(worker.rank, worker.seat.incarnation))
         self._bringer = worker
         worker.state = "uploading"
         worker.outbox.put_nowait(SendWeights())
 
     def initialise(self, worker: Worker, weights: Segment) -> None:
-        """The initial weights have come, uint8 [total_bytes]: build the store and let everyone in."""
+        """The initial weights have come, uint8 [total_bytes], to this shard."""
         if self.model.has_weights or worker is not self._bringer:
             raise refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
         self.model.check_finite(worker.rank, weights)
+        self.shards.brought(worker, weights)
+
+    def begin(self, weights: Segment) -> None:
+        """They have come to all shards: build the store and let everyone in."""
+        self.shards.happens(orders.Begin())
         self.model.begin(weights)
         self.on_begin()
         for waiting in list(self.workers.values()):
-            if waiting.state in ("waiting", "uploading"):
-                self._enter(waiting)
+            if waiting.is_admitted and waiting.state in ("waiting", "uploading"):
+                self.enter(waiting)
 
-    def _enter(self, worker: Worker) -> None:
+    def enter(self, worker: Worker) -> None:
+        """Let a worker in; its answer comes when the mode allows it to start."""
+        now = self.shards.happens(orders.Entered(worker.rank, worker.seat.incarnation))
         worker.state = "waiting"
-        worker.waiting_since = self._now()
-        decisions = self.policy.joined(worker.rank, self._now())
+        worker.waiting_since = self.now()
+        decisions = self.policy.joined(worker.rank, now)
         log.info("admitted", rank=worker.rank, step=self.policy.last_step[worker.rank], tensors=worker.stats.lane)
         self._perform(decisions)
 
@@ -154,8 +173,18 @@ class Run:
         return min((self.policy.steps_done(rank) for rank in self.policy.members or self.policy.last_step), default=0)
 
     @property
+    def durable_version(self) -> int:
+        """Of the newest snapshot that all shards have."""
+        return min(self.saved_version, self.shards.durable_version(self.saved_version))
+
+    @property
     def workers(self) -> dict[int, Worker]:
         return self.roster.workers
+
+    def ask_again(self, worker: Worker, step: int) -> None:
+        """A worker asks again for the answer to a contribution that counts already."""
+        self.contributions.check_repeat(worker, step)
+        self.shards.asked(worker, step)
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -180,10 +209,14 @@ class Run:
         self._done_sent = True
         evaluators = sorted(worker.rank for worker in live if worker.can_evaluate)
         if self.before_final is None:
-            self.tensors.then(lambda: self._send_done(live, evaluators[:1]))
+            self._tell_done(live, evaluators[:1])
         else:  # once a worker has left, what it did cannot be done again
             saving = asyncio.ensure_future(self.before_final())
-            saving.add_done_callback(lambda _: self.tensors.then(lambda: self._send_done(live, evaluators[:1])))
+            saving.add_done_callback(lambda _: self._tell_done(live, evaluators[:1]))
+
+    def _tell_done(self, live: list[Worker], evaluators: list[int]) -> None:
+        self.shards.happens(orders.Done(tuple(evaluators)))
+        self.tensors.then(lambda: self._send_done(live, evaluators))
 
     def _send_done(self, live: list[Worker], evaluators: list[int]) -> None:
         for worker in live:
@@ -199,6 +232,7 @@ class Run:
             return
         if self.roster.has_heart(worker) and worker.rank in self.policy.members:
             worker.is_away, worker.state = True, "away"
+            self.shards.happens(orders.Away(worker.rank, worker.seat.incarnation))
             self.policy.disconnected(worker.rank)
             log.warning("away", rank=worker.rank, incarnation=worker.seat.incarnation, reason=reason)
         else:
@@ -212,7 +246,7 @@ class Run:
 
     def heard(self, rank: int, process: str) -> bool:
         """A heartbeat; False when this process is not a member."""
-        return self.roster.heard(rank, process, self._now())
+        return self.roster.heard(rank, process, self.now())
 
     def leave(self, worker: Worker, reason: str, how: str = "closed") -> None:
         """A worker is gone. Harmless when a newer process has its rank."""
@@ -223,7 +257,7 @@ class Run:
         self.history.write("leave", rank=worker.rank, incarnation=worker.seat.incarnation, how=how)
         if self._bringer is worker and not self.model.has_weights:
             self._bringer = None
-            heirs = [w for w in self.workers.values() if w.state == "waiting"]
+            heirs = [w for w in self.workers.values() if w.state == "waiting" and w.is_admitted]
             if heirs:
                 self._ask_for_weights(heirs[0])
             else:  # its model is nobody's
@@ -231,14 +265,15 @@ class Run:
         if self.contributions.is_closed:
             return
         was_member = worker.rank in self.policy.members
-        self._perform(self.policy.left(worker.rank, self._now()))
+        now = self.shards.happens(orders.Left(worker.rank, worker.seat.incarnation))
+        self._perform(self.policy.left(worker.rank, now))
         if was_member and how != "goodbye" and self.policy.next_local_steps(worker.rank):
-            self._lost_at[worker.rank] = self._now()
+            self._lost_at[worker.rank] = self.now()
         self._end_if_over()
 
     def _absent(self) -> list[int]:
         """Ranks that were lost before their last step, and not long ago."""
-        since = self._now() - self.config.server.absent_s
+        since = self.now() - self.config.server.absent_s
         return sorted(rank for rank, lost_at in self._lost_at.items() if lost_at > since)
 
     def is_any_rank_through(self) -> bool:
@@ -274,12 +309,17 @@ class Run:
         """Called every fraction of a second: time-outs, and a sign of life to those who wait."""
         if self.contributions.is_closed:
             return
-        now = self._now()
+        now = self.now()
         for worker, silent_s in self.roster.silent(now):
             self._evict(worker, silent_s)
         if self.model.has_weights:
-            self._perform(self.policy.tick(now))
+            self._perform(self.policy.tick(self.shards.happens(orders.Tick())))
         self._end_if_over()
+        self.say_waiting()
+
+    def say_waiting(self) -> None:
+        """Once a second, a sign of life to everyone who waits."""
+        now = self.now()
         if now - self._said_waiting_at < _SAY_WAITING_S:
             return
         self._said_waiting_at = now
@@ -300,6 +340,8 @@ class Run:
             return f"rank {names} to {'finish' if busy else 'come back'}" if names else ""
         if worker.is_away:
             return "its connection"
+        if shard := self.shards.waiting_for(worker):
+            return shard
         if worker.state != "waiting":
             return ""
         if not self.model.has_weights and self._bringer is not None:
@@ -320,7 +362,7 @@ class Run:
         if done.started_at is None:
             return done.elapsed_before_s
         is_over = self._done_sent or not self.workers
-        end = done.ended_at if is_over and done.ended_at is not None else self._now()
+        end = done.ended_at if is_over and done.ended_at is not None else self.now()
         return done.elapsed_before_s + end - done.started_at
 
 

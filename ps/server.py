@@ -7,29 +7,29 @@ import sys
 import time
 from typing import Any
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+import torch
 
 from ..common.config import Config
-from ..common.errors import BindError, OutputError
-from ..common.history import History
+from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
 from ..common.log import get_logger
 from ..common.optimizers import check_arguments
 from ..common.output import check_writable, write_weights
-from ..common.protocol import SERVICE
-from ..common.registry import MODES, check_contributions, check_pipelined
 from ..common.report import report_console, summary_table
-from ..common.security import split_address
-from ..common.wire import MAX_MESSAGE_BYTES
+from ..common.sharding import divide
 from . import reports
 from .checkpoint import Loaded
-from .policies.base import Options, Policy
+from .listening import Listening
+from .metrics_http import MetricsEndpoint, open_metrics, server_history
+from .modes import make_policy
 from .run import Run
-from .security import bind, check_security, insecurity, interceptors, security_text
+from .security import check_security, security_text
 from .service import ParameterServerService
-from .snapshots import Snapshots, resume
+from .shards.collect import collect
+from .shards.coordinator import Coordinator
+from .shards.orders import BeginRun, End
+from .shards.resharding import Available
+from .shards.server import shared_config
+from .snapshots import Snapshots, resume, resume_at
 
 log = get_logger()
 
@@ -37,36 +37,6 @@ _TICK_S = 0.2
 _POLL_S = 0.02
 # With text logs, a status line every few seconds is enough for a person.
 _TEXT_STATUS_S = 5.0
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    # What a worker may send before it is read: gRPC's own estimate lets it grow to a large model's size.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 << 20),
-    # Who says nothing is not waited for, who asks for everything does not get it: a silent TLS connection was open
-    # for 40 s without the first, 300 handlers of one connection ran without the second.
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_concurrent_streams", 128),
-    ("grpc.max_metadata_size", 8192),
-    ("grpc.absolute_max_metadata_size", 16384),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-)
-
-
-def channel_options(lease_s: float) -> tuple[tuple[str, int], ...]:
-    """A peer that is frozen or cut off is noticed by its lease. Pings nobody answers close what is left of its
-    connections, not before: a closed connection is a worker that has ended."""
-    lease_ms = int(1000 * lease_s)
-    return (
-        *CHANNEL_OPTIONS,
-        ("grpc.keepalive_time_ms", lease_ms),
-        ("grpc.keepalive_timeout_ms", lease_ms),  # also the kernel's limit for unacknowledged bytes
-        ("grpc.http2.ping_timeout_ms", lease_ms),
-    )
 
 
 def check_before_start(config: Config) -> None:
@@ -78,65 +48,48 @@ def check_before_start(config: Config) -> None:
     check_security(config)
 
 
-def make_policy(config: Config) -> Policy:
-    """The mode's state machine with the options of the configuration."""
-    policy = config.policy
-    if policy.pipelined:
-        check_pipelined(config.run.mode, policy.staleness)
-    check_contributions(config.run.mode, policy.aggregation, config.store.max_norm)
-    options = Options(
-        steps=config.run.steps,
-        num_workers=config.run.workers,
-        min_workers=policy.min_workers,
-        staleness=policy.staleness,
-        local_steps=policy.local_steps,
-        straggler_timeout_s=policy.straggler_timeout_s,
-        backup_workers=policy.backup_workers,
-        weighting=policy.weighting,
-        pipelined=policy.pipelined,
-        extra=policy.extra,
-    )
-    made: Policy = MODES.load(config.run.mode)(options)
-    return made
-
-
 class Server:
-    """One `ps-server` process. `start` binds, `serve` returns when the run is over or a stop was requested."""
+    """One `ps-server` process. `start` binds, `serve` returns when the run is over or a stop was requested.
+
+    Of several shards this is the coordinator: the run begins when all have registered.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.stop_requested = asyncio.Event()
-        self._history = History(config.output.history, "server")
+        self.goes_back = False  # to the newest common snapshot, with a new server in this process
+        self._history = server_history(config)
         self.run = Run(config, make_policy(config), history=self._history)
+        self._go_back = asyncio.Event()
         self._snapshots: Snapshots | None = None
-        self.address = ""
-        self._grpc = grpc.aio.server(options=channel_options(config.server.lease_s), interceptors=interceptors(config))
-        self._health = health.aio.HealthServicer()
+        self._metrics: MetricsEndpoint | None = None
+        self._listening = Listening(config)
+        self._coordinator: Coordinator | None = None
+        if config.server.shards > 1:
+            keeps = config.checkpoint.dir is not None
+            self.run.shards = self._coordinator = Coordinator(self.run, config.server.shards, keeps)
+            self._coordinator.on_complete = self._assemble
+            self._coordinator.on_lost = self._lost
+
+    @property
+    def address(self) -> str:
+        return self._listening.address
 
     async def start(self) -> None:
         """Go on from a snapshot, if there is one, and listen; BindError when the address cannot be had."""
-        loaded = resume(self.run, self._config)
-        if self._config.checkpoint.dir is not None:
-            self._snapshots = Snapshots(self.run, self._config)
+        if self._coordinator is None:
+            loaded = resume(self.run, self._config)
+            self._keep_snapshots()
+        else:
+            self._available = Available(self._config)
         service = ParameterServerService(self.run, self._config)
-        self._grpc.add_generic_rpc_handlers((service.handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
-        host, _ = split_address(self._config.server.listen)
-        bound = bind(self._grpc, self._config)
-        if bound == 0:
-            raise BindError(
-                f"cannot listen on {self._config.server.listen}: port in use, or not an address of this machine",
-                fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
-            )
-        self._note_start(loaded)
-        await self._grpc.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        if (meaning := insecurity(self._config)) is not None:
-            log.warning("insecure", address=self.address, meaning=meaning)
+        self._listening.bind()
+        if self._coordinator is None:
+            self._note_start(loaded)
+        self._metrics = await open_metrics(self._config, self._history, self.run)
+        await self._listening.serve(service.handler())
         config = self._config
+        of = {"shards": config.server.shards} if self._coordinator is not None else {}
         log.info(
             "listening",
             address=self.address,
@@ -144,7 +97,54 @@ class Server:
             mode=config.run.mode,
             steps=config.run.steps,
             run=self.run.name,
+            **of,
         )
+
+    def _keep_snapshots(self) -> None:
+        if self._config.checkpoint.dir is not None:
+            self._snapshots = Snapshots(self.run, self._config)
+
+    # ---- several shards ---------------------------------------------------------------------
+
+    def _assemble(self) -> None:
+        """All shards are here: begin, or go on from what all of them have."""
+        assert self._coordinator is not None
+        try:
+            name = self._coordinator.common_snapshot(self._available.names)
+            loaded = resume_at(self.run, self._config, self._available, name)
+            self._keep_snapshots()
+        except ParamServerError as error:
+            self.run.fail(error)
+            return
+        self._note_start(loaded)
+        begin = BeginRun(self.run.name, self.run.incarnation, name, shared_config(self._config))
+        self._coordinator.begin_run(begin)
+
+    def _lost(self, shard: int) -> None:
+        """What it held beyond its newest snapshot is lost, so all go back; without snapshots that is the end."""
+        if self._config.checkpoint.dir is None:
+            self.run.fail(
+                UnreachableError(
+                    f"shard {shard} was lost at version {self.run.policy.version}, and the run keeps no snapshots",
+                    fix="keep some (--checkpoint-dir), and start everything again",
+                )
+            )
+            return
+        log.error("shard_lost", shard=shard, meaning="all go back to the newest snapshot that every shard has")
+        self.goes_back = True
+        self._go_back.set()
+
+    async def _end_shards(self) -> None:
+        """The other shards end as this one does."""
+        if self._coordinator is None:
+            return
+        if self.goes_back:
+            self._coordinator.dismiss()
+            return
+        error = self.run.finished.exception() if self.run.finished.done() else None
+        code = error.exit_code if isinstance(error, ParamServerError) else EXIT_BUG
+        self._coordinator.stop(End(str(error), code) if error is not None else End())
+        await asyncio.sleep(0)
 
     def _note_start(self, loaded: Loaded | None) -> None:
         config, run = self._config, self.run
@@ -169,28 +169,34 @@ class Server:
         ticker = asyncio.create_task(self._tick())
         reporter = asyncio.create_task(self._report())
         stop = asyncio.create_task(self.stop_requested.wait())
+        back = asyncio.create_task(self._go_back.wait())
         try:
-            endings: list[asyncio.Future[Any]] = [self.run.finished, stop]
+            endings: list[asyncio.Future[Any]] = [self.run.finished, stop, back]
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (ticker, reporter, stop):
+            for task in (ticker, reporter, stop, back):
                 task.cancel()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._listening.no_longer_healthy()
         self.run.drain()
-        if self._snapshots is not None:
+        if self._snapshots is not None and not self.goes_back:
             await self._snapshots.take_last()
         # Streams that have been told end by themselves; the grace is for those that do not.
         deadline = time.monotonic() + self._config.server.drain_s
         while self.run.workers and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
-        await self._grpc.stop(_POLL_S)  # heartbeats never end by themselves
+        tensors = await self._final_tensors()
+        await self._end_shards()
+        await self._listening.stop(_POLL_S)  # heartbeats never end by themselves
         self.run.tensors.close()
         if self._snapshots is not None:
             self._snapshots.close()
         self._history.write("end", version=self.run.policy.version, steps=self.run.policy.committed_steps())
         self._history.close()
-        self._write_results()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self.goes_back:
+            return
+        self._write_results(tensors)
         if self.run.finished.done():
             self.run.finished.result()
 
@@ -216,7 +222,25 @@ class Server:
                     file=sys.stderr,
                 )
 
-    def _write_results(self) -> None:
+    async def _final_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights to be saved, by name, of all shards."""
+        output, model = self._config.output, self.run.model
+        if output.save is None or self.goes_back or not model.has_weights:
+            return {}
+        if self._coordinator is None:
+            return model.store.tensors(output.save_averaged)
+        assert model.whole is not None
+        shares = divide(model.whole, self._config.server.shards)
+        here = await self.run.tensors.run(lambda: model.store.tensors(output.save_averaged))
+        try:
+            return await collect(self._config, self._coordinator.addresses, shares, here, output.save_averaged)
+        except OutputError as error:
+            if not self.run.finished.done() or self.run.finished.exception() is None:
+                raise
+            log.error("not_saved", reason=error.message)  # the run has an error of its own to end with
+            return {}
+
+    def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""
         output = self._config.output
         summary = reports.summary(self.run)
@@ -224,9 +248,9 @@ class Server:
             return
         store = self.run.model.store
         try:
-            if output.save is not None:
+            if output.save is not None and tensors:
                 metadata = {"mode": summary.mode, "version": str(store.version), "run": self.run.name}
-                write_weights(output.save, store.tensors(output.save_averaged), metadata)
+                write_weights(output.save, tensors, metadata)
                 log.info("saved", path=output.save, version=store.version)
             if output.summary is not None:
                 summary.write(output.summary)

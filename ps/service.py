@@ -42,6 +42,8 @@ from .limits import Joins, Watch
 from .roster import Asked
 from .run import Run
 from .security import check_rank
+from .shards.attend import attend
+from .shards.coordinator import Coordinator
 from .stream import Stream, StreamLost
 
 log = get_logger()
@@ -50,6 +52,7 @@ _PROBE_BYTES = 4096
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
 _SAY_WAITING_S = 1.0
+_LOOK_S = 0.05
 _MAX_LOGGED = 2_000
 
 
@@ -129,8 +132,11 @@ class ParameterServerService:
             return None
         join = first.header
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
-        asked = Asked(rank, join.run, join.incarnation, join.server_incarnation, join.process)
+        asked = Asked(
+            rank, join.run, join.incarnation, join.server_incarnation, join.process, join.seated, join.resumed
+        )
         await self._wait_turn(stream)
+        await self._wait_for_shards(stream)
         worker = self._run.join(asked, host=join.host, pid=join.pid, device=join.device)
         try:
             welcome = pb.Welcome(
@@ -143,6 +149,7 @@ class ParameterServerService:
                 server_incarnation=self._run.incarnation,
                 resumed=worker.resumes,
                 lease_s=self._config.server.lease_s,
+                shards=self._run.shards.addresses,
             )
             await stream.write(frame(pb.ServerMessage(welcome=welcome)))
             second = await self._read_in_time(stream, "model", "leave")
@@ -154,7 +161,8 @@ class ParameterServerService:
                 return None
             layout, optimizer = await _read_model(second.header)
             if second.header.HasField("segment"):
-                await self._share(stream, worker, layout, segment_from_proto(second.header.segment))
+                share = self._run.model.share_of(layout)
+                await self._share(stream, worker, share.layout, segment_from_proto(second.header.segment))
             self._run.offer(worker, layout, optimizer)
         except ParamServerError as error:
             self._run.leave(worker, error.message)
@@ -173,6 +181,15 @@ class ParameterServerService:
                 await stream.write(frame(pb.ServerMessage(waiting=waiting)))
             await asyncio.sleep(min(left_s, _SAY_WAITING_S))
             left_s -= _SAY_WAITING_S
+
+    async def _wait_for_shards(self, stream: Stream) -> None:
+        """Nobody joins before all shards are there; who waits is told for which."""
+        while reason := self._run.shards.missing():
+            await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
+            for _ in range(round(_SAY_WAITING_S / _LOOK_S)):
+                if not self._run.shards.missing():
+                    break
+                await asyncio.sleep(_LOOK_S)
 
     async def _read_in_time(self, stream: Stream, *kinds: str) -> Frame | None:
         """The next message of a worker that has not been let in yet, or that others wait for."""
@@ -403,6 +420,17 @@ class ParameterServerService:
             await stream.write(raw)
         await stream.flush()
 
+    async def attend(self, said: AsyncIterator[pb.ShardReport], context: Any) -> None:
+        """Another shard, where this server is the coordinator of several."""
+        coordinator = self._run.shards
+        if not isinstance(coordinator, Coordinator):
+            server = self._config.server
+            what = "one process" if server.shards == 1 else f"shard {server.shard}, not the coordinator"
+            fix = "start shard 0 with --shards S, and give its address with --coordinator"
+            await context.abort(*refusal_to_status(refusal(Reason.BAD_REQUEST, f"this server is {what}", fix=fix)))
+        else:
+            await attend(coordinator, said, context)
+
     async def status(self, _: pb.StatusRequest, context: Any) -> pb.StatusReply:
         status = reports.status(self._run)
         workers = [
@@ -420,6 +448,11 @@ class ParameterServerService:
                 self.heartbeat,
                 request_deserializer=pb.Beat.FromString,
                 response_serializer=pb.Pulse.SerializeToString,
+            ),
+            "Attend": grpc.stream_stream_rpc_method_handler(
+                self.attend,
+                request_deserializer=pb.ShardReport.FromString,
+                response_serializer=pb.ShardOrder.SerializeToString,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(
                 self.pull,

@@ -28,7 +28,10 @@ from ..common.errors import CheckpointError
 from ..common.log import get_logger
 from ..common.version import PROGRAM_VERSION
 from .checkpoint import Loaded, Written, load_newest, write
+from .manifest import ShareEntry, optimizer_entry, tensor_entries
 from .run import Run
+from .shards.orders import SnapshotName, TakeSnapshot
+from .shards.resharding import Available, snapshot_dir
 from .snapshot_files import next_incarnation, prepare, prune, sync
 from .stats import WorkerStats
 from .store_state import Captured, capture, manifest_of, restore, tensors_of
@@ -47,25 +50,27 @@ class Snapshots:
         options = config.checkpoint
         assert options.dir is not None
         self._run = run
-        self._directory = Path(options.dir)
+        self._directory = snapshot_dir(config)
         self._keep = options.keep
         self._every_steps = options.every_steps
         self._every_s = options.every_s or (None if options.every_steps else _DEFAULT_EVERY_S)
         self._now = now
         self._last_step, self._last_at = run.min_step, now()
+        self.on_attempt: Callable[[], object] = lambda: None  # one has been written, or given up
         self._captured: Captured | None = None  # memory of the last one, for the next
         self._writing: asyncio.Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
-        run.on_begin = self._take  # who goes on from nothing would be another run
-        run.contributions.on_commit = self.committed
-        run.before_final = self.take_last
+        if config.server.shard == 0:  # the others take theirs when the coordinator does
+            run.on_begin = self.take  # who goes on from nothing would be another run
+            run.contributions.on_commit = self.committed
+            run.before_final = self.take_last
 
     # ---- when -----------------------------------------------------------------------------
 
     def committed(self) -> None:
         """A commit was decided: take a snapshot of what it makes, if one is due."""
-        if self._writing is None and self._is_due():
-            self._take()
+        if self._writing is None and not self._run.shards.is_writing and self._is_due():
+            self.take()
 
     def _is_due(self) -> bool:
         if self._every_steps is not None and self._run.min_step - self._last_step >= self._every_steps:
@@ -74,18 +79,26 @@ class Snapshots:
 
     async def take_last(self) -> None:
         """A snapshot of the newest version, when this returns on the disk or given up with an alarm."""
+        await self._settled()
+        if self._run.model.has_weights and self._run.durable_version < self._run.policy.version:
+            self.take()
+            await self._settled()
+
+    async def _settled(self) -> None:
+        """No snapshot is being written, here or by another shard."""
         while self._writing is not None:
             await self._writing
-        if self._run.model.has_weights and self._run.durable_version < self._run.policy.version:
-            await self._take()
+        await self._run.shards.settled()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
     # ---- how ------------------------------------------------------------------------------
 
-    def _take(self) -> asyncio.Future[None]:
+    def take(self) -> asyncio.Future[None]:
+        """Begin one; resolves when it is on the disk, or given up with an alarm."""
         run = self._run
+        run.shards.happens(TakeSnapshot())
         self._last_step, self._last_at = run.min_step, self._now()
         self._writing = done = asyncio.get_running_loop().create_future()
         facts = _facts(run)
@@ -121,10 +134,11 @@ class Snapshots:
         else:
             path, sha256, num_bytes = writing.result()
             assert self._captured is not None
-            self._run.durable_version = version = self._captured.version
+            self._run.saved_version = version = self._captured.version
             self._run.history.write("snapshot", version=version, steps=facts["steps"], path=str(path), sha256=sha256)
             took_s = round(self._now() - began, 3)
             log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
+        self.on_attempt()
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -138,8 +152,21 @@ def _facts(run: Run) -> dict[str, Any]:
         "num_joins": dict(run.roster.membership.num_joins),
         "training": {"elapsed_s": run.elapsed_s, "stats": _stats(run)},
         "seed": run.config.run.seed,
+        "share": _share(run),
         "paramserver_version": PROGRAM_VERSION,
     }
+
+
+def _share(run: Run) -> ShareEntry | None:
+    server, whole, optimizer = run.config.server, run.model.whole, run.model.whole_optimizer
+    if server.shards == 1 or whole is None or optimizer is None:
+        return None
+    return ShareEntry(
+        shard=server.shard,
+        shards=server.shards,
+        tensors=tensor_entries(whole),
+        optimizer=optimizer_entry(optimizer),
+    )
 
 
 def _stats(run: Run) -> dict[str, dict[str, int | float]]:
@@ -155,6 +182,17 @@ def _stats(run: Run) -> dict[str, dict[str, int | float]]:
 
 
 # ---- going on from one -----------------------------------------------------------------------
+
+
+def resume_at(run: Run, config: Config, available: Available, name: SnapshotName | None) -> Loaded | None:
+    """Bring a shard's run, which has not begun, to the moment that all shards agreed on."""
+    loaded = available.load(name) if name is not None else None
+    run.skipped_snapshots += [str(path) for path in available.skipped]
+    if loaded is not None:
+        _go_on(run, config, loaded)
+    if config.checkpoint.dir is not None and config.server.shard == 0:
+        run.incarnation = _next_incarnation(snapshot_dir(config), run.incarnation)
+    return loaded
 
 
 def resume(run: Run, config: Config) -> Loaded | None:
@@ -194,14 +232,15 @@ def _go_on(run: Run, config: Config, loaded: Loaded) -> None:
         if now != then:
             log.warning("resumed_with_another", what=what, now=now, snapshot=then)
     run.name, run.incarnation = manifest.run, manifest.server_incarnation + 1
-    run.durable_version = manifest.version
+    run.saved_version = manifest.version
     _restore_stats(run, manifest.training)
     run.roster.membership.restore(manifest.num_joins)
     run.policy.restore(manifest.version, manifest.steps)
-    if loaded.optimizer is None:
+    whole, optimizer = loaded.whole
+    if optimizer is None:
         raise CheckpointError(f"snapshot {loaded.path} names no optimizer")
     run.model.source = str(loaded.path)
-    run.model.adopt(loaded.layout, loaded.optimizer)
+    run.model.adopt(whole, optimizer)
     run.model.begin(run.model.new_memory(), lambda store: restore(store, loaded))
     log.info("resumed", path=str(loaded.path), version=manifest.version, run=run.name, incarnation=run.incarnation)
 

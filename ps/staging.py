@@ -38,6 +38,12 @@ class StagingPool:
             return self._lend()
         return None
 
+    def make_room(self, num_workers: int) -> None:
+        """With several shards: each worker may have an upload here. Two shards that hold some workers' each, and wait
+        for those the other one holds, would wait for ever."""
+        self.limit = max(self.limit, num_workers)
+        self.look_again()
+
     async def borrow(self, position: Callable[[], int]) -> Body:
         """A body, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
         body = self.try_borrow(position)

@@ -85,7 +85,7 @@ def tensors_of(
 
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **facts: Any) -> Manifest:
     """The manifest of a snapshot; `facts` are its other fields: run, server_incarnation, mode, policy, steps,
-    num_joins, training, seed, paramserver_version."""
+    num_joins, training, seed, share, paramserver_version."""
     state = captured.optimizer
     return Manifest(
         version=captured.version,

@@ -169,6 +169,11 @@ class Client:
             hang_up.cancel()
         self._call = None
 
+    def hang_up(self) -> None:
+        """From any thread: end the stream, so that whoever reads it raises Lost."""
+        if (call := self._call) is not None:
+            call.cancel()
+
     def close_stream(self) -> None:
         """Drop the stream at once; the server sees the worker leave."""
         if self._call is not None:

@@ -1,6 +1,8 @@
 """The worker's side of the conversation: join, offer the model, contribute, finish; rejoin when lost.
 
-Uses the client for the bytes, the pure session for every decision, a transfer for the tensors.
+With a server of several shards the same is said to all of them, to each about its part. The first, the
+coordinator, is the one that knows the worker; when any connection is lost, all are closed and made again.
+The pure session makes every decision, `shard.py` has what concerns one connection.
 """
 
 from __future__ import annotations
@@ -10,55 +12,27 @@ import os
 import secrets
 import socket
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from ..common.codecs.base import Codec
 from ..common.config import WorkerConfig
-from ..common.errors import Reason, refusal
 from ..common.history import History
-from ..common.layout import as_bytes, new_body
 from ..common.log import get_logger
 from ..common.optimizers import Hyperparameters, OptimizerSpec
-from ..common.registry import CODECS
-from ..common.segments import SegmentAddress, SegmentError
-from ..common.wire import body_frames, placed_frame
-from .client import Client, Lost
+from ..common.sharding import Share, divide
+from .client import Lost
+from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import (
-    Answer,
-    Facts,
-    Final,
-    Settings,
-    Welcome,
-    beat_bytes,
-    begin_frame,
-    contribution_frames,
-    facts_frame,
-    finish_frames,
-    initial_weights_frames,
-    join_frames,
-    leave_frames,
-    model_frames,
-    read_answer,
-    read_final,
-    read_welcome,
-    repeat_frame,
-    taken_frame,
-)
+from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_frames
+from .parts import PartTensors
 from .security import PLAINTEXT, Security
 from .session import Progress, Retry
-from .sharing import Sharing
-from .staged import make_transfer
-from .transfer import ModelTensors, Source, Transfer
+from .shard import Shard
+from .transfer import ModelTensors, Source
 
 log = get_logger()
 
 _ATTEMPT_S = 2.0  # one attempt to connect
-_SAY_WAITING_AFTER_S = 5.0
-_GOODBYE_S = 5.0
 _COUNTED = ("APPLIED", "REPEATED")
 
 
@@ -79,33 +53,36 @@ class Exchange:
         self, config: WorkerConfig, rank: int | None, history: str | None = None, security: Security = PLAINTEXT
     ) -> None:
         self._config = config
-        self._client = Client(config.server, security)
+        self._security = security
         self._retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
-        self._heartbeat = Heartbeat(self._client.beat)
+        self._shards = [self._shard(0, config.server)]
+        self._addresses: tuple[str, ...] = ()
+        self._crew = Crew()
+        self._heartbeat = Heartbeat(self._shards[0].client.beat)
         self._history = History(history, "worker")
         self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
-        self._transfer: Transfer | None = None
         self._optimizer: OptimizerSpec | None = None
-        self._codec: Codec = CODECS.load(config.codec)()
-        self._sharing = Sharing(config.shared_memory, config.codec)
-        self._departed: set[int] = set()  # tensors whose gradients were sent ahead
         self._last_transfer_s = 0.0
+        self._skew = 0
         self._counted_step = 0  # as the last welcome said
         self._server_incarnation = 0
-        self._sent_hyperparameters: list[Hyperparameters] | None = None
         self.settings: Settings = self._join().settings
+
+    def _shard(self, number: int, address: str) -> Shard:
+        shard = Shard(number, self._config, self._security, address, self.progress)
+        shard.on_answer, shard.on_reached = self._answer_comes, self._retry.reached
+        return shard
 
     # ---- joining ----------------------------------------------------------------------------
 
     def _join(self) -> Welcome:
         """Connect and be welcomed, as often as it takes within the give-up time."""
+        frames = join_frames(self.progress, socket.gethostname(), os.getpid(), self._config.device)
         while True:
             try:
-                self._client.open(_ATTEMPT_S)
-                self._client.send(join_frames(self.progress, socket.gethostname(), os.getpid(), self._config.device))
-                welcome = read_welcome(self._expect("welcome").header)
+                welcome = self._shards[0].join(frames, _ATTEMPT_S)
                 break
             except Lost as lost:
                 delay_s = self._retry.failed(time.monotonic(), str(lost))
@@ -117,15 +94,31 @@ class Exchange:
         self._retry.rank = welcome.rank
         self._counted_step, self._server_incarnation = welcome.step, welcome.server_incarnation
         self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
-        self._sharing.joined(welcome.probe)
-        self._departed.clear()
-        self._sent_hyperparameters = None
+        self._meet(welcome)
         return welcome
+
+    def _meet(self, welcome: Welcome) -> None:
+        """The other shards, where there are any; they may have moved."""
+        if welcome.shards != self._addresses:
+            for old in self._shards[1:]:
+                old.client.close()
+            self._addresses = welcome.shards
+            self._shards[1:] = [self._shard(number, address) for number, address in enumerate(welcome.shards) if number]
+            self._crew.hire(len(self._shards) - 1)
+            if self._model is not None:
+                self._divide()
+        self._seated = join_frames(self.progress, socket.gethostname(), os.getpid(), self._config.device, welcome)
+
+    def _divide(self) -> None:
+        assert self._model is not None
+        self._shares: list[Share] = divide(self._model.layout, len(self._shards))
+        for shard, share in zip(self._shards, self._shares, strict=True):
+            shard.hold(PartTensors(self._model, share) if len(self._shards) > 1 else self._model)
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model and receive the weights to start from."""
         self._model, self._optimizer = model, optimizer
-        self._transfer = make_transfer(model)
+        self._divide()
         try:
             self._offer()
             self._begin()
@@ -133,33 +126,39 @@ class Exchange:
             self._return(lost)
 
     def _offer(self) -> None:
-        """Say what this worker trains, and agree on the lane."""
+        """Say what this worker trains, to all shards, and agree on the lanes."""
         assert self._model is not None and self._optimizer is not None
-        num_bytes = self._model.layout.exchange_bytes
-        self._client.send(model_frames(self._model.layout, self._optimizer, self._sharing.offer(num_bytes)))
-        if self._sharing.has_offered:
-            verdict = self._expect("shared_memory").header
-            self._sharing.decided(verdict.accepted, verdict.reason)
-        log.info("tensors", lane=self._sharing.lane, reason=self._sharing.reason)
+        for shard in self._shards:
+            if shard.number:
+                try:
+                    shard.join(self._seated, _ATTEMPT_S)
+                except Lost as lost:
+                    raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
+            shard.offer(self._model.layout, self._optimizer)
+        log.info("tensors", lane=self.lane, reason=self._shards[0].sharing.reason)
 
     def _begin(self) -> Answer:
-        """Receive the weights to start from; bring them when asked to."""
-        assert self._transfer is not None
-        while True:
-            received = self._expect("answer", "send_weights")
-            if received.kind == "answer":
-                answer = self._take_answer(received)
-                self.progress.started()
-                self._note_start()
-                return answer
-            self._client.send(initial_weights_frames(self._transfer.gather_all()))
+        answer = self._took(self._crew.all(self._shards, Shard.begin))
+        self.progress.started()
+        self._history.write(
+            "start",
+            run=self.progress.run,
+            rank=self.progress.rank,
+            incarnation=self.progress.incarnation,
+            server_incarnation=self._server_incarnation,
+            step=self.progress.step,
+            version=self.progress.version,
+        )
+        return answer
 
     def _return(self, lost: Lost) -> Answer | None:
         """After a lost connection: the answer that says where to start again. None when this worker is still
         a member, at `progress.step` or one step further (`_counted_step`): then nothing is to be started."""
-        assert self._transfer is not None
-        self._transfer.leave_segment()
+        for shard in self._shards:
+            shard.transfer.leave_segment()
         while True:
+            for shard in self._shards:
+                shard.client.close_stream()
             log.warning("connection_lost", reason=str(lost), step=self.progress.step)
             sleep(self._retry.failed(time.monotonic(), str(lost)))
             welcome = self._join()
@@ -179,7 +178,12 @@ class Exchange:
 
     @property
     def codec_name(self) -> str:
-        return self._codec.name
+        return self._shards[0].codec.name
+
+    @property
+    def lane(self) -> str:
+        """How tensors travel, for people."""
+        return ", ".join(dict.fromkeys(shard.sharing.lane for shard in self._shards))
 
     # ---- exchanging -------------------------------------------------------------------------
 
@@ -187,67 +191,80 @@ class Exchange:
         self, source: Source, num_samples: int, loss: float, compute_s: float, hyperparameters: list[Hyperparameters]
     ) -> Answer:
         """Send this step's contribution; returns when the run lets the worker go on, its weights in the model."""
-        assert self._transfer is not None
         started = time.perf_counter()
-        facts = Facts(num_samples, loss, compute_s, self._last_transfer_s, hyperparameters)
+        facts = Facts(num_samples, loss, compute_s, self._last_transfer_s, hyperparameters, self._skew)
         try:
-            self._send_contribution(source, facts)
-            sent = time.perf_counter()
-            received = self._expect("answer")
-            answered = time.perf_counter()
-            answer = self._take_answer(received)
-            self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
+            answer = self._exchange(source, facts, started)
         except Lost as lost:
             answer = self._contribute_again(lost, source, facts)
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
+    def _exchange(self, source: Source, facts: Facts, started: float) -> Answer:
+        sent = answered = started
+
+        def exchange(shard: Shard) -> Answer:
+            nonlocal sent, answered
+            shard.contribute(source, facts)
+            if shard.number == 0:
+                sent = time.perf_counter()
+            received = shard.receive()
+            if shard.number == 0:
+                answered = time.perf_counter()
+            return shard.take(received)
+
+        self._note_sent()
+        answer = self._took(self._crew.all(self._shards, exchange))
+        self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
+        return answer
+
     def _contribute_again(self, lost: Lost, source: Source, facts: Facts) -> Answer:
-        """The same contribution on a new connection, until it is answered or the run has gone on without it."""
+        """The same contribution on new connections, until it is answered or the run has gone on without it."""
         while True:
             answer = self._return(lost)
             if answer is not None:
                 return answer
             try:
-                if self._counted_step > self.progress.step:
-                    self._client.send([repeat_frame(self._counted_step)])
-                else:
-                    self._send_contribution(source, facts)
-                return self._take_answer(self._expect("answer"))
+                if self._counted_step <= self.progress.step:
+                    return self._exchange(source, facts, time.perf_counter())
+
+                def ask(shard: Shard) -> Answer:
+                    shard.ask_again(self._counted_step)
+                    return shard.take(shard.receive())
+
+                return self._took(self._crew.all(self._shards, ask))
             except Lost as again:
                 lost = again
 
     def prepare(self, indices: list[int]) -> bool:
         """See `Transfer.prepare`."""
-        assert self._transfer is not None
-        return self._transfer.prepare(indices, self._sharing.segment)
+        have_begun = [shard.prepare(here) for shard, here in self._lying_on(indices)]
+        return any(have_begun)
 
     def depart(self, indices: list[int]) -> None:
         """Send the gradients of these tensors ahead of the contribution they belong to."""
-        if not self._departed:
-            self._send_begin()
-        self._departed.update(indices)
-        self._send_parts("gradient", indices)
+        for shard, here in self._lying_on(indices):
+            shard.depart(here)
 
     def recall(self) -> None:
         """What has departed is not what is to be contributed."""
-        if self._departed:
-            self._departed.clear()
-            self._send_begin()
+        for shard in self._shards:
+            shard.recall()
 
-    def _send_begin(self) -> None:
-        assert self._model is not None
-        num_bytes, in_segment = self._model.layout.exchange_bytes, self._sharing.segment is not None
-        self._client.send([begin_frame(num_bytes, "raw", in_segment)])
+    def _lying_on(self, indices: list[int]) -> list[tuple[Shard, list[int]]]:
+        """Of these tensors of the model, the parts on each shard that has some."""
+        if len(self._shards) == 1:
+            return [(self._shards[0], indices)]
+        wanted = set(indices)
+        found = []
+        for shard in self._shards:
+            assert isinstance(shard.model, PartTensors)
+            if here := shard.model.indices_of(wanted):
+                found.append((shard, here))
+        return found
 
-    def _send_contribution(self, source: Source, facts: Facts) -> None:
-        assert self._transfer is not None and self._model is not None
-        in_segment, layout = self._sharing.segment is not None, self._model.layout
-        if facts.hyperparameters is self._sent_hyperparameters:
-            facts = facts._replace(hyperparameters=[])
-        else:
-            self._sent_hyperparameters = facts.hyperparameters
+    def _note_sent(self) -> None:
         self._history.write(
             "send",
             rank=self.progress.rank,
@@ -255,46 +272,20 @@ class Exchange:
             step=self.progress.step + 1,
             base_version=self.progress.version,
         )
-        if not self._departed and not in_segment:
-            pieces = self._encode(self._transfer.gather(source))
-            self._client.send(contribution_frames(self.progress, pieces, self._codec.name, facts))
-            return
-        rest: list[int] | None = None
-        if self._departed:
-            num_exchanged = sum(entry.end <= layout.exchange_bytes for entry in layout.entries)
-            rest = [index for index in range(num_exchanged) if index not in self._departed]
-            self._departed.clear()
-        self._client.send([facts_frame(self.progress, layout.exchange_bytes, in_segment, facts)])
-        self._send_parts(source, rest)
 
-    def _send_parts(self, source: Source, indices: list[int] | None) -> None:
-        """These tensors of a contribution (None: all), in whichever way the lane has."""
-        assert self._transfer is not None
-        if self._sharing.segment is not None:
-            for start, end in self._transfer.place(source, self._sharing.segment, indices):
-                self._client.send([placed_frame(start, end - start)])
-        else:
-            for stretch in self._transfer.gather_some(source, indices):
-                self._client.send(body_frames(stretch.pieces, stretch.offset))
-
-    def _encode(self, pieces: list[memoryview]) -> list[memoryview]:
-        """The parameters' part as the codec has it; raw pieces go out as they are."""
-        if self._codec.name == "raw":
-            return pieces
-        assert self._model is not None
-        layout = self._model.layout
-        body = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
-        encoded = new_body(self._codec.encoded_bytes(layout))
-        self._codec.encode(layout, body, encoded)
-        return [as_bytes(encoded), as_bytes(body[layout.parameter_bytes :])]
-
-    def _take_answer(self, received: Any) -> Answer:
-        answer = read_answer(received.header)
+    def _answer_comes(self, answer: Answer) -> None:
+        """From any shard, before its weights are written."""
         if answer.outcome not in _COUNTED:  # what is to be sent again may lie under these weights
             self.progress.server_incarnation = 0
-        self._receive_weights(received, answer.body_bytes, answer.segment)
+
+    def _took(self, answers: list[Answer]) -> Answer:
+        """All shards have answered and the weights are in the model. What counts is the coordinator's answer; the
+        weights are as old as the oldest part of them."""
+        answer = answers[0]
+        versions = [one.version for one in answers]
+        self._skew = max(versions) - min(versions)
         self.progress.server_incarnation = self._server_incarnation
-        self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
+        self.progress.answered(answer.step, min(versions), answer.next_local_steps, answer.body_bytes > 0)
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != "START":  # that one is noted as a start, with whose server's it is
             self._history.write(
@@ -309,39 +300,6 @@ class Exchange:
             log.warning("rejected", rank=self.progress.rank, step=self.progress.step + 1, reason=answer.reason)
         return answer
 
-    def _receive_weights(self, received: Any, num_bytes: int, address: SegmentAddress | None) -> None:
-        assert self._transfer is not None
-        assert self._model is not None
-        layout = self._model.layout
-        if num_bytes not in (0, layout.exchange_bytes, layout.total_bytes):
-            raise refusal(
-                Reason.BAD_REQUEST, f"the server sends {num_bytes} bytes, this model has {layout.exchange_bytes}"
-            )
-        try:
-            segment = self._sharing.open(address) if address is not None else None
-        except SegmentError as error:
-            raise Lost(f"the server's memory cannot be shared: {error}") from None
-        self._client.receive_body(received, num_bytes, self._transfer.write, segment)
-        if num_bytes:
-            self._transfer.finish_write(num_bytes)
-        if segment is not None:
-            self._client.send([taken_frame()])
-
-    def _expect(self, *kinds: str) -> Any:
-        """The next frame of one of `kinds`; while only Waiting comes, say so now and then."""
-        said_at = time.monotonic() + _SAY_WAITING_AFTER_S
-        while True:
-            received = self._client.receive()
-            if received.kind != "welcome":
-                self._retry.reached()
-            if received.kind in kinds:
-                return received
-            if received.kind != "waiting":
-                raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
-            if time.monotonic() >= said_at and received.header.reason:
-                log.info("waiting", rank=self.progress.rank, reason=received.header.reason)
-                said_at = time.monotonic() + 6 * _SAY_WAITING_AFTER_S
-
     # ---- the end ----------------------------------------------------------------------------
 
     def finish(self, can_evaluate: bool) -> Final | None:
@@ -349,44 +307,31 @@ class Exchange:
         take again, because the server was lost and has gone back to a snapshot."""
         while True:
             try:
-                self._client.send(finish_frames(self._last_transfer_s, can_evaluate))
-                received = self._expect("final")
-                final = read_final(received.header)
-                self._receive_weights(received, final.body_bytes, final.segment)
+                finals = self._crew.all(self._shards, lambda shard: shard.finish(self._last_transfer_s, can_evaluate))
             except Lost as lost:
                 if self._return(lost) is not None and not self.progress.is_done:
                     return None
                 continue
-            self.progress.version = final.version
+            self.progress.version = finals[0].version
             self._history.write("end", rank=self.progress.rank, step=self.progress.step)
-            return final
+            return finals[0]
 
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
-        transfer = make_transfer(model)
-        self._client.pull(True, lambda _: transfer.write)
-        transfer.finish_write(model.layout.total_bytes)
+        for shard, share in zip(self._shards, self._shares, strict=True):
+            shard.pull_averaged(PartTensors(model, share) if len(self._shards) > 1 else model)
 
     def leave(self, metrics: dict[str, float]) -> None:
         """Say goodbye, with the figures of the final evaluation if there are any."""
         figures = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        self._client.send(leave_frames(figures))
-        self._client.end_stream(_GOODBYE_S)
+        for shard in self._shards:
+            shard.leave(figures)
         self.drop()
 
     def drop(self) -> None:
         """Leave without a word, as a process that fails does."""
         self._heartbeat.stop()
-        self._client.close()
+        for shard in self._shards:
+            shard.client.close()
+        self._crew.dismiss()
         self._history.close()
-
-    def _note_start(self) -> None:
-        self._history.write(
-            "start",
-            run=self.progress.run,
-            rank=self.progress.rank,
-            incarnation=self.progress.incarnation,
-            server_incarnation=self._server_incarnation,
-            step=self.progress.step,
-            version=self.progress.version,
-        )

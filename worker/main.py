@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,8 @@ from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, be
 from ..common.config import Config
 from ..common.config_sources import Resolved
 from ..common.errors import UsageError
-from ..common.log import setup_logging
+from ..common.launchers import find_place
+from ..common.log import get_logger, setup_logging
 from . import interrupts
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ _HELP = """Train a task on this machine, as one worker of a run.
   ps-worker --rank 1 --server 10.0.0.1:50051
   ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
   ps-worker --server none --task digits                 alone, without a server
+
+[bold]Started by an engine[/bold], which says the rank (docs/engines.md)
+
+  torchrun --nproc-per-node 4 -m paramserver.worker
+  srun -n 4 ps-worker
+  mpirun -n 4 ps-worker
 """
 
 app = make_app(_HELP)
@@ -70,8 +78,24 @@ def work(
             fix=f"ps-server {servers_own[0]} ..., or train alone with --server none",
         )
     setup_logging(resolved.config.log, "ps-worker")
+    _say_place(resolved)
     interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
+
+
+def _say_place(resolved: Resolved) -> None:
+    """Whose word the rank is, when an engine's was taken: in a job within a job this is what people look for."""
+    place = find_place(os.environ)
+    rank = place.settings.get("worker.rank")
+    if rank is None or resolved.origins.get("worker.rank") != f"environment {rank.name}":
+        return
+    worker = resolved.config.worker
+    details: dict[str, Any] = {"server": worker.server, "engine": place.engine}
+    if place.overruled:
+        details["overruled"] = ", ".join(place.overruled)
+    if place.restarts not in ("", "0"):
+        details["restarts"] = place.restarts
+    get_logger().info("place", rank=worker.rank, workers=resolved.config.run.workers, **details)
 
 
 def _work(resolved: Resolved) -> None:
@@ -88,7 +112,7 @@ def _work(resolved: Resolved) -> None:
 
     config: Config = resolved.config
     without_compiler()
-    device = choose_device(config.worker.device)
+    device = choose_device(local_device(config.worker.device, config.worker.local_rank, torch.cuda.device_count()))
     if config.worker.threads is not None:
         torch.set_num_threads(config.worker.threads)
     for path in (config.output.save, config.output.summary):
@@ -108,6 +132,14 @@ def _work(resolved: Resolved) -> None:
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None
+
+
+def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
+    """`auto` on a host with several cuda devices: the one of this worker's rank there, shared when there are
+    more workers. An engine that gives each of its processes one device shows it no other, and there is one."""
+    if name != "auto" or local_rank is None or num_devices < 2:
+        return name
+    return f"cuda:{local_rank % num_devices}"
 
 
 def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Task:

@@ -77,10 +77,12 @@ class Welcome(NamedTuple):
     lease_s: float
     pull_every: int
     settings: Settings
+    shards: tuple[str, ...]  # addresses by number, the coordinator's own empty; () where there is one server
     probe: SegmentAddress | None  # by which a worker finds out whether it shares the server's host
 
 
-def join_frames(progress: Progress, host: str, pid: int, device: str) -> list[bytes]:
+def join_frames(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> list[bytes]:
+    """`seated`: the coordinator's welcome, shown to another shard."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
@@ -92,6 +94,8 @@ def join_frames(progress: Progress, host: str, pid: int, device: str) -> list[by
         server_incarnation=progress.server_incarnation,
         process=progress.process,
     )
+    if seated is not None:
+        join.seated, join.resumed, join.server_incarnation = True, seated.is_resumed, seated.server_incarnation
     return [frame(pb.WorkerMessage(join=join))]
 
 
@@ -127,6 +131,7 @@ class Facts(NamedTuple):
     compute_s: float
     transfer_s: float
     hyperparameters: list[Hyperparameters]  # empty: as before
+    skew: int = 0  # between the versions of the parts of the weights it was computed on
 
 
 def contribution(progress: Progress, body_bytes: int, codec: str, in_segment: bool, facts: Facts) -> pb.WorkerMessage:
@@ -142,6 +147,7 @@ def contribution(progress: Progress, body_bytes: int, codec: str, in_segment: bo
         compute_s=facts.compute_s,
         transfer_s=facts.transfer_s,
         in_segment=in_segment,
+        skew=facts.skew,
     )
     return pb.WorkerMessage(contribution=header)
 
@@ -184,6 +190,7 @@ def read_welcome(message: pb.Welcome) -> Welcome:
         lease_s=message.lease_s,
         pull_every=max(1, message.settings.pull_every),
         settings=read_settings(message.settings),
+        shards=tuple(message.shards),
         probe=segment_from_proto(message.probe) if message.HasField("probe") else None,
     )
 

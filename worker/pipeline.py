@@ -28,15 +28,12 @@ start (its lease had ended, or the server went back to a snapshot) throws away w
 from __future__ import annotations
 
 import copy
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
 
 from ..common.optimizers import OptimizerSpec
-from . import interrupts
 from .exchange import Exchange
+from .helper import Helper, wait_for
 from .messages import Answer, Final
 from .session import Progress
 from .shadow import Shadow
@@ -46,39 +43,6 @@ from .transfer import ModelTensors, Source
 # An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
 # from its server every second.
 _STOP_S = 5.0
-_LOOK_UP_S = 0.2
-
-
-class Stopped(BaseException):
-    """The flight was ended because the worker leaves."""
-
-
-class Helper:
-    """One thread that does one thing at a time. A daemon: a process that ends does not wait for it."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        if not self._thread.is_alive():
-            self._thread.start()
-        future: Future[Any] = Future()
-        self._jobs.put((job, future))
-        return future
-
-    def stop(self) -> None:
-        """End the job under way at its next safe place, with Stopped."""
-        if self._thread.ident is not None:
-            interrupts.uninterrupted.stop(self._thread.ident, Stopped())
-
-    def _run(self) -> None:
-        while True:
-            job, future = self._jobs.get()
-            try:
-                future.set_result(job())
-            except BaseException as error:  # also Stopped: whoever waits is to see it
-                future.set_exception(error)
 
 
 class Pipelined:
@@ -155,10 +119,7 @@ class Pipelined:
         """The answer to the contribution in flight; raises what went wrong with it."""
         if self._flight is None:
             return None
-        # A signal may raise here: the flight stays pending then. Python runs its handler between two waits, also
-        # where the system has given the signal to another thread.
-        while not wait([self._flight], timeout=_LOOK_UP_S).done:
-            pass
+        wait_for(self._flight)  # a signal may raise here: the flight stays pending then
         flight, self._flight = self._flight, None
         answer = flight.result()
         if answer.body_bytes:
@@ -182,7 +143,9 @@ class Pipelined:
                 self.drop()
                 return
         self._exchange.leave(figures)
+        self._helper.end()
 
     def drop(self) -> None:
         self._helper.stop()
         self._exchange.drop()
+        self._helper.end()

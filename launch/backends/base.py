@@ -5,35 +5,117 @@ time. What every backend promises (tests/launch/test_backend_contract.py):
 
 - each line a process wrote comes before the report of its end;
 - each started process is reported to have ended exactly once, also one that cannot be started
-  (exits.CANNOT_START, after a line that says why);
+  (exits.CANNOT_START, after a line that says why) or whose host is lost (exits.HOST_LOST);
+- the launcher's PS_ variables reach every process, its own place (RANK, PS_SERVER, ...) none;
 - `kill` ends a process and everything it started; so does the process's own end;
 - when the launcher dies, whatever the cause, nothing it started stays behind.
+
+To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`. How it gets to know
+what it needs:
+
+- once, the `Site`: the whole configuration (a backend's own settings are fields of `LaunchConfig` in
+  common/config.py), the hosts of --hosts, and the folder the launcher was started in;
+- with each process, its `ProcessSpec`: command line, environment, and, where the plan has placed it,
+  the `host` (a name of `Site.hosts`, "" means wherever the backend likes) and `sharing`, the number of the
+  run's processes of that kind on its host, by which the host's cores are divided (`threads`); 0 means that
+  OMP_NUM_THREADS is not the launcher's to set. `needs` and `leaves` are the files it reads and writes there.
+
+`spans_hosts` tells the planner that processes may land on other machines. Then their settings travel as --set
+instead of as --config FILE, servers listen on all addresses (0.0.0.0) unless told where, and the summary is
+written by the launcher. The life of a backend in a job:
+
+    __init__ ─> prepare() ─> start(server) ... its `listening` event ─> reach(), for each server
+             ─> start(shards) ─> check_reach(addresses) ─> start(workers) ... ─> close()
+
+The contract test builds each backend with the fixture `<name>_site`, which gives its `Site`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ..plan import Child, ProcessSpec
+from ...common.config import Config
+from ...common.config_sources import LAUNCHER_ENV_NAMES
+from ..hosts import Host
+from ..plan import WILDCARDS, Child, ProcessSpec
 
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]
 
 
-class Backend(Protocol):
-    """Built inside the running event loop, with the two callbacks."""
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a backend is told once."""
 
-    def __init__(self, on_line: OnLine, on_exit: OnExit) -> None: ...
+    config: Config
+    hosts: tuple[Host, ...] = ()  # of --hosts
+    folder: str = "."  # where the launcher was started
 
+
+class Backend(ABC):
+    """Built inside the running event loop. `prepare`, `check_reach`, `reach` and `dry_run` have defaults."""
+
+    spans_hosts: ClassVar[bool] = False
+    takes_hosts: ClassVar[bool] = False  # whether --hosts is for this one
+
+    @abstractmethod
+    def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None: ...
+
+    async def prepare(self, specs: Sequence[ProcessSpec]) -> None:  # noqa: B027  (nothing, by default)
+        """Before anything starts: see that these can. Raises ParamServerError, a line for each host that cannot."""
+
+    @abstractmethod
     def start(self, spec: ProcessSpec) -> None:
         """Start a process; its failure to start is reported as its end."""
 
+    @abstractmethod
     def terminate(self, child: Child) -> None:
         """Ask for an end in good order. Nothing happens when it has ended."""
 
+    @abstractmethod
     def kill(self, child: Child) -> None:
         """End it and everything it started at once. Nothing happens when it has ended."""
 
+    @abstractmethod
     def close(self) -> None:
         """Kill what is left and give back what the backend holds; nothing is reported any more."""
+
+    def reach(self, child: Child, address: str) -> str:
+        """Where the run's other processes connect to a server that says it listens on `address`."""
+        return with_host(address, WILDCARDS)
+
+    async def check_reach(  # noqa: B027
+        self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]
+    ) -> None:
+        """Before the workers (`specs`) start: see that they can connect. Raises ParamServerError as prepare."""
+
+    @classmethod
+    def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
+        """The commands that would start these, for people to read; no secrets in them."""
+        return [f"[{spec.child}] {command_text(spec)}" for spec in specs]
+
+
+def with_host(address: str, hosts: Mapping[str, str]) -> str:
+    """`address` with its host replaced where `hosts` says so."""
+    host, _, port = address.rpartition(":")
+    return f"{hosts.get(host, host)}:{port}"
+
+
+def command_text(spec: ProcessSpec) -> str:
+    """What a person would type in a shell."""
+    env = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
+    return " ".join([*env, shlex.join(spec.argv)])
+
+
+def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's PS_ variables: settings and the token. Not its own place in a job it is part of."""
+    return {name: value for name, value in environ.items() if name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES}
+
+
+def threads(num_cores: int, sharing: int) -> int:
+    """A process's share of its host's cores, at least one."""
+    return max(1, num_cores // max(1, sharing))

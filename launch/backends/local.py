@@ -9,26 +9,20 @@ own subprocesses wait in a thread each, and see an end only when no grandchild h
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...common.config_sources import LAUNCHER_ENV_NAMES
 from ..events import LineSplitter
 from ..exits import CANNOT_START
 from ..guardian import Guardian
+from ..lifelines import end_with, kill_group
 from ..plan import Child, ProcessSpec
-from .base import OnExit, OnLine
+from .base import Backend, OnExit, OnLine, Site
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MAX_READ_BYTES = 1 << 14  # more would keep a signal waiting while a chatty child's lines are shown
-# Found before the fork: between fork and exec nothing may be loaded.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 @dataclass
@@ -39,10 +33,10 @@ class _Running:
     splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """See `base.Backend`."""
 
-    def __init__(self, on_line: OnLine, on_exit: OnExit) -> None:
+    def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site | None = None) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
         self._running: dict[Child, _Running] = {}
@@ -61,7 +55,7 @@ class LocalBackend:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid()),
             )
         except OSError as error:
             self._loop.call_soon(self._report_failed_start, spec.child, f"{spec.argv[0]}: {error.strerror}")
@@ -82,12 +76,12 @@ class LocalBackend:
 
     def kill(self, child: Child) -> None:
         if child in self._running:
-            _kill_group(self._running[child].popen.pid)
+            kill_group(self._running[child].popen.pid)
 
     def close(self) -> None:
         self._loop.remove_signal_handler(signal.SIGCHLD)
         for running in self._running.values():
-            _kill_group(running.popen.pid)
+            kill_group(running.popen.pid)
             running.popen.wait()
             self._release(running)
         self._running.clear()
@@ -117,7 +111,7 @@ class LocalBackend:
                 continue
             del self._running[child]
             # Its number stays the group's as long as anything it started is alive.
-            _kill_group(running.popen.pid)
+            kill_group(running.popen.pid)
             for _ in range(256):  # more than a pipe holds; a daemon it left may write for ever
                 if not self._read(running):
                     break
@@ -130,24 +124,6 @@ class LocalBackend:
         self._guardian.forget(running.popen.pid)
         self._loop.remove_reader(running.pipe)
         os.close(running.pipe)
-
-
-def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
-        os.killpg(group, signal.SIGKILL)
-
-
-def _end_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does before exec: ask the kernel to be killed when its parent ends."""
-    if _prctl is None:
-        return None
-
-    def ask() -> None:
-        _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # the parent ended before the request
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return ask
 
 
 ENTRY = LocalBackend

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.config import Config
-from paramserver.common.config_sources import LAUNCHER_ENV_NAMES, Resolved, load_config, scalar_text
+from paramserver.common.config_sources import Resolved, load_config, scalar_text
 from paramserver.common.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -91,28 +91,30 @@ def test_a_wrong_value_in_a_weaker_source_is_not_looked_at(write: Callable[[str]
     assert load(write("run: {steps: many}\n"), flags={"run.steps": 3}).config.run.steps == 3
 
 
-@pytest.mark.parametrize(
-    ("environ", "rank"),
-    [
-        ({"RANK": "3"}, 3),
-        ({"SLURM_PROCID": "4"}, 4),
-        ({"OMPI_COMM_WORLD_RANK": "5"}, 5),
-        ({"PMI_RANK": "6"}, 6),
-        ({"JOB_COMPLETION_INDEX": "7"}, 7),
-        ({"RANK": "3", "SLURM_PROCID": "4"}, 3),
-        ({"RANK": "", "SLURM_PROCID": "4"}, 4),
-        ({"RANK": "0"}, 0),
-        ({}, None),
-    ],
-)
-def test_launchers_say_the_rank(environ: dict[str, str], rank: int | None) -> None:
-    assert load(environ=environ).config.worker.rank == rank
-    assert set(environ) <= LAUNCHER_ENV_NAMES
-
-
 def test_the_server_may_come_from_the_environment() -> None:
     resolved = load(environ={"PS_SERVER": "10.0.0.1:50051", "PS_SERVER__LISTEN": "0.0.0.0:1", "PATH": "/bin"})
     assert (resolved.config.worker.server, resolved.config.server.listen) == ("10.0.0.1:50051", "0.0.0.0:1")
+
+
+def test_ps_server_is_an_environment_setting_like_any_other(write: Callable[[str], Path]) -> None:
+    """Stronger than the file and than what an engine says, weaker than its own long name and than a flag."""
+    path = write("worker:\n  server: file:1\n")
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "engine"}
+    expected = [
+        ("engine:50051", "environment MASTER_ADDR"),
+        ("file:1", f"{path}:2"),
+        ("short:1", "environment PS_SERVER"),
+        ("long:1", "environment PS_WORKER__SERVER"),
+        ("flag:1", "flag --server"),
+    ]
+    for count, (address, origin) in enumerate(expected):
+        resolved = load(
+            path if count > 0 else None,
+            environ=environ | ({"PS_SERVER": "short:1"} if count > 1 else {})
+            | ({"PS_WORKER__SERVER": "long:1"} if count > 2 else {}),
+            flags={"worker.server": "flag:1" if count > 3 else None},
+        )  # fmt: skip
+        assert (resolved.config.worker.server, resolved.origins["worker.server"]) == (address, origin)
 
 
 def test_nested_values_are_merged_key_by_key(write: Callable[[str], Path]) -> None:
@@ -233,6 +235,12 @@ def test_several_mistakes_are_told_at_once(write: Callable[[str], Path]) -> None
         ({"environ": {"PS_RUM__STEPS": "3"}}, "environment PS_RUM__STEPS: unknown section 'rum'"),
         ({"environ": {"RANK": "first"}}, "environment RANK: worker.rank: "),
         ({"environ": {"WORLD_SIZE": "0"}}, "environment WORLD_SIZE: run.workers: "),
+        ({"environ": {"SLURM_PROCID": "1.5"}}, "environment SLURM_PROCID: worker.rank: "),
+        ({"environ": {"OMPI_COMM_WORLD_RANK": "-1"}}, "environment OMPI_COMM_WORLD_RANK: worker.rank: "),
+        ({"environ": {"RANK": "0x1"}}, "environment RANK: worker.rank: "),
+        ({"environ": {"RANK": "true"}}, "environment RANK: worker.rank: "),
+        ({"environ": {"RANK": "[1]"}}, "environment RANK: worker.rank: "),
+        ({"environ": {"RANK": "0", "LOCAL_RANK": "left"}}, "environment LOCAL_RANK: worker.local_rank: "),
     ],
 )
 def test_a_mistake_elsewhere_names_its_source(sources: dict[str, Any], begins: str) -> None:
@@ -245,6 +253,10 @@ def test_a_mistake_elsewhere_names_its_source(sources: dict[str, Any], begins: s
         (["run.workers=2", "policy.min_workers=3"], "policy.min_workers is 3, but run.workers is 2"),
         (["run.workers=2", "policy.backup_workers=2"], "policy.backup_workers is 2: it must be below run.workers, 2"),
         (["run.workers=2", "worker.rank=2"], "worker.rank is 2: with run.workers 2 it is 0..1"),
+        (
+            ["run.workers=2", "worker.rank=2"],
+            "with run.workers 2 it is 0..1 (run.workers: --set run.workers, worker.rank: --set worker.rank)",
+        ),
         (["output.save_averaged=true"], "output.save_averaged needs store.polyak"),
         (["slowdown.straggler_rank=1"], "straggler_rank and straggler_every go together"),
     ],

@@ -14,8 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paramserver.common.config import Config
+from paramserver.common.config_sources import load_config
+from paramserver.launch.backends.base import Site
 from paramserver.launch.plan import SERVER, Child
+from paramserver.launch.remote import hosts_of
 from paramserver.launch.supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from paramserver.tests.remote.sshd import Sshd, hosts_yaml, start_sshd
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHER = str(PROGRAMS / "launch_with_fakes.py")
@@ -106,6 +111,31 @@ def read_until() -> Callable[..., str]:
     return read
 
 
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    daemon = start_sshd(tmp_path_factory.mktemp("sshd"))
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def local_site() -> Site:
+    return Site(config=Config())
+
+
+@pytest.fixture
+def ssh_site(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Two hosts; also in the environment, for a launcher that is started."""
+    monkeypatch.setenv("PS_LAUNCH__SSH", sshd.ssh)
+    monkeypatch.setenv("PS_LAUNCH__HOSTS", hosts_yaml(tmp_path / "hosts.yaml", "node2", "node3"))
+    config = load_config(None, {}, [], dict(os.environ)).config
+    yield Site(config=config, hosts=hosts_of(config), folder=str(tmp_path))
+    end = time.monotonic() + DEADLINE_S
+    while sshd.left():
+        assert time.monotonic() < end, f"left on the hosts: {sshd.left()}"
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def check_transcript() -> Callable[[Supervisor, str], None]:
     return _check_transcript
@@ -126,8 +156,12 @@ def _play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
     match words:
         case ["begin"]:
             return supervisor.begin(now)
+        case ["listening", "shard", shard, *_]:
+            return supervisor.listening(Child("server", int(shard)), now) + supervisor.may_train(now)
         case ["listening", *_]:
-            return supervisor.listening(now)
+            return supervisor.listening(SERVER, now) + supervisor.may_train(now)
+        case ["exit", "shard", shard, code, *_]:
+            return supervisor.exited(Child("server", int(shard)), int(code), now)
         case ["exit", "server", code, *_]:
             return supervisor.exited(SERVER, int(code), now)
         case ["exit", "worker", rank, code, *_]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paramserver.common.registry import BACKENDS
-from paramserver.launch.backends.base import Backend
+from paramserver.launch.backends.base import Backend, Site
 from paramserver.launch.events import parse_event
 from paramserver.launch.exits import CANNOT_START
 from paramserver.launch.plan import Child, ProcessSpec
@@ -21,6 +21,7 @@ from paramserver.launch.plan import Child, ProcessSpec
 PROGRAMS = Path(__file__).parent / "programs"
 W0, W1 = Child("worker", 0), Child("worker", 1)
 DEADLINE_S = 15.0
+SITES: dict[str, Site] = {}  # of the test that runs
 
 pytestmark = pytest.mark.parametrize("name", BACKENDS.names())
 
@@ -67,13 +68,22 @@ def worker(child: Child, todo: str) -> ProcessSpec:
     return python(child, *argv, FAKE_WORKER=todo)
 
 
+@pytest.fixture(autouse=True)
+def site(name: str, request: pytest.FixtureRequest) -> Site:
+    """Where the backend of this name may start things."""
+    here: Site = request.getfixturevalue(f"{name}_site")
+    SITES[name] = here
+    return here
+
+
 def use(name: str, story: Callable[[Backend, Reports], object]) -> Reports:
     """Play a story against a backend inside a loop of its own."""
 
     async def play() -> Reports:
         reports = Reports()
-        backend = BACKENDS.load(name)(reports.on_line, reports.on_exit)
+        backend = BACKENDS.load(name)(reports.on_line, reports.on_exit, SITES[name])
         try:
+            await backend.prepare([python(W0), python(W1)])
             await story(backend, reports)  # type: ignore[misc]
         finally:
             backend.close()
@@ -162,8 +172,9 @@ def test_a_child_is_started_again_after_its_end(name: str, wait_until) -> None:
                     news.clear()
                     await news.wait()
 
-        backend = BACKENDS.load(name)(on_line, on_exit)
+        backend = BACKENDS.load(name)(on_line, on_exit, SITES[name])
         try:
+            await backend.prepare(lives[:1])
             backend.start(lives[0])
             await wait(lambda: len(ends) == 2)
             backend.terminate(W0)  # between two lives there is nothing to end
@@ -233,7 +244,8 @@ def test_close_leaves_nothing_behind(name: str, wait_until) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_launcher(name: str, number: int, marked, wait_until, read_until) -> None:
-    owner = marked.start(str(PROGRAMS / "start_and_wait.py"), name)
+    settings = {name: value for name, value in os.environ.items() if name.startswith("PS_LAUNCH__")}
+    owner = marked.start(str(PROGRAMS / "start_and_wait.py"), name, **settings)
     read_until(owner.stdout, "hanging")
     assert len(marked.left()) >= 3  # the owner, the worker and the worker's child
     os.kill(owner.pid, number)

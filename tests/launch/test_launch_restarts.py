@@ -66,7 +66,8 @@ def test_the_first_failure_is_the_oldest_that_was_not_lived_down() -> None:
 def test_what_is_said() -> None:
     supervisor = Supervisor(num_workers=2, max_restarts=2, backoff_s=0.5)
     supervisor.begin(0.0)
-    supervisor.listening(0.0)
+    supervisor.listening(SERVER, 0.0)
+    supervisor.may_train(0.0)
     (restart,) = supervisor.exited(Child("worker", 1), -9, 5.0)
     assert restart.reason == "worker 1 failed: killed by SIGKILL; started again in 0.5 s (restart 1 of 2)"
     supervisor.tick(5.5)
@@ -138,7 +139,7 @@ class World:
             self.now += what
             self.carry_out(self.supervisor.tick(self.now))
         elif kind == "listening" and SERVER in self.alive:
-            self.carry_out(self.supervisor.listening(self.now))
+            self.carry_out(self.supervisor.listening(SERVER, self.now) + self.supervisor.may_train(self.now))
         elif kind == "interrupt" and what == 0:
             self.carry_out(self.supervisor.interrupt(15, self.now))
 

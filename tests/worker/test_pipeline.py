@@ -18,8 +18,9 @@ from torch import nn
 
 from paramserver.common.errors import UnreachableError
 from paramserver.worker import interrupts, pipeline
+from paramserver.worker.helper import Helper, Stopped
 from paramserver.worker.messages import Final
-from paramserver.worker.pipeline import Helper, Pipelined, Stopped
+from paramserver.worker.pipeline import Pipelined
 from paramserver.worker.session import Progress
 from paramserver.worker.shadow import Shadow
 from paramserver.worker.staged import make_transfer

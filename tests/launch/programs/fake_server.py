@@ -4,7 +4,10 @@ It ends when all workers have said goodbye; one that comes back after an acciden
 once. FAKE_SERVER_<mode> or FAKE_SERVER makes it misbehave:
 `exit CODE` (before it listens), `die CODE` and `kill` (by SIGKILL; once all workers are there),
 `linger` (never ends by itself), `stubborn` (also ignores SIGTERM). After the word `once` only the
-first process that starts in this directory does so.
+first process that starts in this directory does so. FAKE_ADDRESS is where it says that it listens.
+
+As shard I of several (server.shard) it listens and ends with the coordinator, of which it learns from files named
+after the coordinator's port. FAKE_SHARD_<I> makes it misbehave as FAKE_SERVER does the coordinator.
 
 With checkpoint.dir it keeps a snapshot: who has said goodbye. It is taken as ps-server would take
 it: with resume `never` from the start, otherwise from what is there.
@@ -100,11 +103,25 @@ def serve(listener: socket.socket, snapshot: Snapshot, num_workers: int, all_are
             waiting.pop().sendall(b".")
 
 
+def be_shard(port: str, todo: str, code: str) -> int:
+    """Until the coordinator is done."""
+    while not Path(f"done-{port}").exists():
+        time.sleep(0.01)
+        if todo and Path(f"open-{port}").exists():
+            if todo == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return int(code)
+    return 0
+
+
 def main() -> int:
     options = settings()
+    shard = int(options.get("server.shard", "0"))
     num_workers, mode = int(options["run.workers"]), options.get("run.mode", "sync")
     text = os.environ.get(f"FAKE_SERVER_{mode}", os.environ.get("FAKE_SERVER", ""))
-    todo, code = todo_of(text, Path(f"server-{mode}.once"))
+    if shard:
+        text = os.environ.get(f"FAKE_SHARD_{shard}", "")
+    todo, code = todo_of(text, Path(f"server-{mode}-{shard}.once"))
     if todo == "exit":
         say("refused", why="told to")
         return int(code)
@@ -121,19 +138,24 @@ def main() -> int:
         print(f"ps-server: cannot listen on {host}:{port}: address in use", file=sys.stderr)
         return 10
     listener.listen()
-    say("listening", address=f"{host}:{listener.getsockname()[1]}")
+    port = listener.getsockname()[1]
+    say("listening", address=os.environ.get("FAKE_ADDRESS", f"{host}:{port}"))
+    if shard:
+        return be_shard(options["server.coordinator"].rpartition(":")[2], todo, code)
     status(mode, 0, num_workers, 0)
     snapshot = Snapshot(options)
 
     def all_are_there() -> None:
         status(mode, 5, num_workers, num_workers)
         snapshot.take()
+        Path(f"open-{port}").touch()
         if todo == "die":
             sys.exit(int(code))
         if todo == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
     serve(listener, snapshot, num_workers, all_are_there)
+    Path(f"done-{port}").touch()
     while todo in ("linger", "stubborn"):
         signal.pause()
     rows = [{"rank": rank, "steps": 10, "samples": 320, "compute_s": 1.0} for rank in range(num_workers)]

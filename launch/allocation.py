@@ -1,0 +1,65 @@
+"""Which process of a run goes to which node of a Slurm job. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..common.errors import UsageError
+from .plan import Child, ProcessSpec
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job, and for each how many tasks and cores of it are there."""
+
+    job: str
+    nodes: tuple[str, ...]
+    tasks: tuple[int, ...]
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: the node, and which of the node's workers it is."""
+
+    node: str
+    local_rank: int
+    num_threads: int
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """A number for each node: `4,1(x2)` is 4, 1, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * int(times.rstrip(")") or 1)
+    return tuple(counts)
+
+
+def place(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict[Child, Place]:
+    """Servers go to the nodes in turn, the first to the first; workers fill the tasks of node after node, and
+    leave the servers one each where there are enough. UsageError when there are fewer tasks than workers."""
+    servers = [spec.child for spec in specs if spec.child.role == "server"]
+    workers = [spec.child for spec in specs if spec.child.role != "server"]
+    chosen = {child: index % len(allocation.nodes) for index, child in enumerate(servers)}
+    free = list(allocation.tasks)
+    if sum(free) >= len(specs):
+        taken = Counter(chosen.values())
+        free = [max(0, tasks - taken[index]) for index, tasks in enumerate(free)]
+    slots = [index for index, tasks in enumerate(free) for _ in range(tasks)]
+    if len(slots) < len(workers):
+        raise UsageError(
+            f"{len(workers)} workers are to run, and job {allocation.job} has {sum(allocation.tasks)} tasks",
+            fix=f"ask for more, salloc -n {len(specs)}, or -n {len(slots)} here",
+        )
+    chosen |= dict(zip(workers, slots, strict=False))
+    here = Counter(chosen.values())
+    seen: Counter[int] = Counter()
+    places = {}
+    for child, index in chosen.items():
+        num_threads = max(1, allocation.cores[index] // here[index])
+        places[child] = Place(allocation.nodes[index], seen[index], num_threads)
+        seen[index] += child.role != "server"
+    return places

@@ -1,0 +1,131 @@
+"""What is asked of a host before anything starts there: two small programs, and what their answers mean.
+
+The programs are run by the host's own interpreter, in the environment its workers get, through the agent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
+from .hosts import Host
+
+INSTALLED = """
+import importlib.metadata, importlib.util, json, os, sys
+asked = json.loads(sys.argv[1])
+folder = os.path.expanduser(asked["folder"])
+found = {"version": None, "torch": False, "folder": os.path.isdir(folder), "missing": [], "closed": []}
+found["python"] = "%d.%d" % sys.version_info[:2]
+try:
+    found["version"] = importlib.metadata.version("paramserver")
+except importlib.metadata.PackageNotFoundError:
+    pass
+found["torch"] = importlib.util.find_spec("torch") is not None
+if found["folder"]:
+    os.chdir(folder)
+    found["missing"] = [path for path in asked["needs"] if not os.path.exists(path)]
+    for path in asked["leaves"]:
+        parent = os.path.dirname(path) or "."
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+            found["closed"].append(path)
+print(json.dumps(found))
+"""
+
+REACHES = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+def reach(address):
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), float(sys.argv[1])).close()
+    except OSError as error:
+        late = isinstance(error, TimeoutError)
+        return "no answer within %s s" % sys.argv[1] if late else str(error.strerror or error)
+with ThreadPoolExecutor(16) as pool:
+    print(json.dumps(list(pool.map(reach, sys.argv[2:]))))
+"""
+
+
+def last_json(output: str) -> Any:
+    """The answer of a program, which may have been preceded by anything; None when there is none."""
+    for line in reversed(output.splitlines()):
+        try:
+            return json.loads(line)
+        except ValueError:
+            continue
+    return None
+
+
+def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: str) -> None:
+    """Whether the host can run what this launcher plans. Raises ParamServerError for the first thing it lacks."""
+    name = host.host
+    theirs = found["version"]
+    if theirs is None:
+        raise UsageError(
+            f"{name}: paramserver is not installed for the interpreter there (Python {found['python']})",
+            fix="name the one that has it with python: or venv:",
+        )
+    if theirs != version:
+        raise MismatchError(
+            f"{name}: has paramserver {theirs}, this machine {version}",
+            fix="install the same version on both",
+        )
+    if not found["torch"]:
+        raise UsageError(f"{name}: torch is not installed beside paramserver", fix="pip install torch there")
+    if not found["folder"]:
+        raise UsageError(f"{name}: there is no directory {folder}", fix="create it there, or set workdir: to another")
+    if found["missing"]:
+        raise UsageError(
+            f"{name}: there is no file {found['missing'][0]} in {folder}",
+            fix="put it there; --sync-code copies the task file or script",
+        )
+    if found["closed"]:
+        raise OutputError(
+            f"{name}: cannot write {found['closed'][0]} in {folder}",
+            fix="its directory must exist there and be yours to write to",
+        )
+
+
+def check_reaches(host: Host, addresses: Mapping[str, str], answers: Sequence[str | None]) -> None:
+    """Whether the host got through to every server; `addresses` by the name of the server. Raises UnreachableError."""
+    for (server, address), problem in zip(addresses.items(), answers, strict=True):
+        if problem is not None:
+            raise UnreachableError(
+                f"{host.host}: cannot reach the {server} at {address}: {problem}",
+                fix="give the server's host an address: that others can reach, and let the port through "
+                "its firewall (a fixed one with --port)",
+            )
+
+
+def ssh_problem(host: Host, code: int | None, said: Sequence[str], python: str) -> ParamServerError:
+    """Why there is no conversation with a host, from what ssh and the shell there said."""
+    name, text = host.host, "\n".join(said)
+    last = said[-1].strip() if said else ""
+    if "Host key verification failed" in text:
+        return UnreachableError(f"{name}: its host key is not known or has changed", fix=f"ssh {name} once by hand")
+    if "Permission denied" in text and code == 255:
+        return UnreachableError(
+            f"{name}: does not let us in: {last}",
+            fix=f"make `ssh {name} true` work without a password, with a key or an agent; user: names another user",
+        )
+    if "Could not resolve" in text or "not known" in text:
+        return UnreachableError(
+            f"{name}: is not a name ssh knows: {last}", fix="correct it, or put it in ~/.ssh/config"
+        )
+    if code in (126, 127) or "ommand not found" in text:
+        return UsageError(f"{name}: cannot run {python}: {last}", fix="name its interpreter with python: or venv:")
+    if code is None:
+        return UnreachableError(f"{name}: did not answer in time", fix=f"see what `ssh {name} true` says")
+    return UnreachableError(
+        f"{name}: does not answer: {last or f'ssh ended with {code}'}", fix=f"see what `ssh {name} true` says"
+    )
+
+
+def joined(problems: Sequence[ParamServerError]) -> ParamServerError:
+    """One error of all hosts' errors, each with its way out on its own line; the first decides the exit code."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = [f"{problem.message} ({problem.fix})" if problem.fix else problem.message for problem in problems]
+    return type(problems[0])("\n".join(lines))

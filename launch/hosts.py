@@ -1,0 +1,156 @@
+"""hosts.yaml: the machines a job may use, checked at the door like every other setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from ..common.config import Section
+from ..common.errors import UsageError, did_you_mean
+
+THIS_MACHINE = "localhost"  # started without ssh
+
+
+class Host(Section):
+    """One machine. Paths are paths there: ~ is the home there, and what is relative is below workdir."""
+
+    host: str = Field(min_length=1, description="its name for ssh, also one of ~/.ssh/config; localhost: no ssh")
+    user: str | None = Field(None, min_length=1, description="who to log in as; none: as ssh decides")
+    port: int | None = Field(None, ge=1, le=65535, description="of its sshd; none: as ssh decides")
+    address: str | None = Field(
+        None, min_length=1, description="where its servers listen and are reached; none: what ssh connects to"
+    )
+    slots: int = Field(1, ge=1, le=4096, description="workers it can take; none: one for each device, or 1")
+    server: bool = Field(False, description="servers run here; none says so: on the first host")
+    python: str | None = Field(None, description="interpreter in which paramserver is installed")
+    venv: str | None = Field(None, description="virtual environment with that interpreter")
+    workdir: str | None = Field(None, description="where processes start; none: the launcher's own directory")
+    env: dict[str, str] = Field(default_factory=dict, description="variables of its processes")
+    devices: tuple[int | str, ...] = Field((), description="of its GPUs, each worker sees one, in turn")
+
+    @field_validator("host")
+    @classmethod
+    def _is_no_option(cls, value: str) -> str:
+        if value.startswith("-") or any(character.isspace() for character in value):
+            raise ValueError("is not the name of a host")
+        return value
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        """`OMP_NUM_THREADS: 2` means the text."""
+        return {name: str(text) for name, text in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_slot_for_each_device(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("devices") and "slots" not in values:
+            return {**values, "slots": len(values["devices"])}
+        return values
+
+    @model_validator(mode="after")
+    def _one_interpreter(self) -> Host:
+        if self.python is not None and self.venv is not None:
+            raise ValueError("python and venv are two ways to name the interpreter: give one")
+        return self
+
+    def folder(self, launchers: str) -> str:
+        """Where its processes start, given where the launcher was started."""
+        return self.workdir if self.workdir is not None else launchers
+
+    def interpreter(self, launchers: str) -> str:
+        """A path, or a name to be looked up in the PATH there."""
+        python = self.python or "python3" if self.venv is None else f"{self.venv.rstrip('/')}/bin/python"
+        if "/" not in python or python.startswith(("/", "~")):
+            return python
+        return f"{self.folder(launchers).rstrip('/')}/{python}"
+
+
+def load_hosts(path: str) -> tuple[Host, ...]:
+    """The hosts of a file, in its order. Raises UsageError with file:line."""
+    root = _compose(path)
+    entries: yaml.Node | None = root
+    defaults: dict[str, Any] = {}
+    if isinstance(root, yaml.MappingNode):
+        keys = {key.value: (key.start_mark.line + 1, value) for key, value in root.value}
+        for name, (line, _) in keys.items():
+            if name not in ("hosts", "defaults"):
+                raise UsageError(f"{path}:{line}: unknown key '{name}'", fix=did_you_mean(name, ("hosts", "defaults")))
+        if "defaults" in keys:
+            defaults = _entry(keys["defaults"][1], path)
+        entries = keys["hosts"][1] if "hosts" in keys else None
+    if not isinstance(entries, yaml.SequenceNode) or not entries.value:
+        raise UsageError(f"{path}: names no hosts", fix="write a list below 'hosts:', see configs/hosts.example.yaml")
+    hosts: dict[str, Host] = {}
+    for node in entries.value:
+        host = _host(node, defaults, path)
+        if host.host in hosts:
+            raise UsageError(
+                f"{path}:{node.start_mark.line + 1}: {host.host} is there already",
+                fix=f"give it more slots, it has {hosts[host.host].slots}",
+            )
+        hosts[host.host] = host
+    return tuple(hosts.values())
+
+
+def _compose(path: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"cannot read the hosts {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text", fix="see configs/hosts.example.yaml") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
+    """One entry: a mapping, or only the name of a host."""
+    line = node.start_mark.line + 1
+    if isinstance(node, yaml.ScalarNode):
+        own: dict[str, Any] = {"host": node.value}
+        lines: dict[str, int] = {}
+    else:
+        own = _entry(node, path)
+        lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+    if "python" in own or "venv" in own:  # one's own way to name the interpreter replaces the other
+        defaults = {name: value for name, value in defaults.items() if name not in ("python", "venv")}
+    merged = {**defaults, **own}
+    if isinstance(own.get("env"), dict) and isinstance(defaults.get("env"), dict):
+        merged["env"] = {**defaults["env"], **own["env"]}
+    try:
+        return Host.model_validate(merged)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        key = str(mistake["loc"][0]) if mistake["loc"] else ""
+        what = mistake["msg"].removeprefix("Value error, ")
+        got = "" if mistake["type"] in ("value_error", "missing") else f", got {mistake['input']!r}"
+        text = f"{key}: {what[0].lower()}{what[1:]}{got}" if key else what
+        raise UsageError(f"{path}:{lines.get(key, line)}: {text}") from None
+
+
+def _entry(node: yaml.Node, path: str) -> dict[str, Any]:
+    """A mapping whose keys are those of a host."""
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(
+            f"{path}:{node.start_mark.line + 1}: expected keys such as 'host:' and 'slots:'",
+            fix="see configs/hosts.example.yaml",
+        )
+    for key, _ in node.value:
+        if key.value not in Host.model_fields:
+            raise UsageError(
+                f"{path}:{key.start_mark.line + 1}: unknown key '{key.value}'",
+                fix=did_you_mean(key.value, Host.model_fields),
+            )
+    try:
+        found = yaml.SafeLoader("").construct_mapping(node, deep=True)
+        return {str(name): value for name, value in found.items()}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", node.start_mark)
+        raise UsageError(f"{path}:{mark.line + 1}: {getattr(error, 'problem', error)}") from None

@@ -1,0 +1,110 @@
+"""Which process of a run goes to which host. Pure.
+
+Servers go to the first host, or are dealt out in turn to those that say `server: true`. Workers fill the
+slots of the first host, then those of the next. With `colocate` each host that got workers carries one
+server shard as well, the coordinator on the first of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..common.errors import UsageError
+from .hosts import THIS_MACHINE, Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one process runs, and what it is told because of that."""
+
+    host: str
+    python: str
+    listen: str = ""  # of a server: the host part of its address
+    sharing: int = 1  # processes of its kind on this host, which divide the cores
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The places of a run: of its servers, coordinator first, and of its workers by rank."""
+
+    servers: tuple[Place, ...]
+    workers: tuple[Place, ...]
+
+
+def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
+    """The host of each rank, slot after slot. UsageError when there are too few slots."""
+    slots = [host for host in hosts for _ in range(host.slots)]
+    if len(slots) < num_workers:
+        each = ", ".join(f"{host.host} {host.slots}" for host in hosts)
+        raise UsageError(
+            f"{num_workers} workers are to run, and the hosts have {len(slots)} slots: {each}",
+            fix=f"-n {len(slots)}, or more slots or hosts",
+        )
+    return slots[:num_workers]
+
+
+def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
+    """The host of each shard."""
+    chosen = [host for host in hosts if host.server] or [hosts[0]]
+    return [chosen[shard % len(chosen)] for shard in range(num_shards)]
+
+
+def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
+    """How many shards `colocate` means."""
+    return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
+
+
+def place(hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str) -> Placement:
+    """A place for every process. `folder` is where the launcher was started. Raises UsageError."""
+    workers = place_workers(hosts, num_workers)
+    servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
+    _check_addresses(servers, workers)
+    workers_of = Counter(host.host for host in workers)
+    servers_of = Counter(host.host for host in servers)
+    places: list[Place] = []
+    seen: Counter[str] = Counter()
+    for host in workers:
+        device = {}
+        if host.devices:
+            device["CUDA_VISIBLE_DEVICES"] = str(host.devices[seen[host.host] % len(host.devices)])
+        seen[host.host] += 1
+        places.append(
+            Place(
+                host=host.host,
+                python=host.interpreter(folder),
+                sharing=workers_of[host.host],
+                env={**host.env, **device},
+            )
+        )
+    return Placement(
+        servers=tuple(
+            Place(
+                host=host.host,
+                python=host.interpreter(folder),
+                listen=_listen(host),
+                sharing=servers_of[host.host],
+                env=host.env,
+            )
+            for host in servers
+        ),
+        workers=tuple(places),
+    )
+
+
+def _listen(host: Host) -> str:
+    address = host.address or ("127.0.0.1" if host.host == THIS_MACHINE else host.host)
+    return f"[{address}]" if ":" in address else address
+
+
+def _check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:
+    """This machine's servers need an address that the other hosts know."""
+    elsewhere = next((host.host for host in [*workers, *servers] if host.host != THIS_MACHINE), None)
+    for host in servers:
+        if host.host == THIS_MACHINE and host.address in (None, THIS_MACHINE) and elsewhere is not None:
+            raise UsageError(
+                f"a server runs on {THIS_MACHINE}, and {elsewhere} could not find it by that name",
+                fix="give the entry an address that the other hosts can reach, address: 10.0.0.1",
+            )

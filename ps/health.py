@@ -1,0 +1,70 @@
+"""Is a server serving? `python -m paramserver.ps.health [HOST:PORT]`: exit code 0 if it is, and a line why not.
+
+For container engines, whose probe runs every few seconds: it asks gRPC's own health service, which needs
+no token, and loads nothing of torch. A port that is open is not enough, a server that ends is NOT_SERVING.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ..common.cli import make_app, run_app
+from ..common.errors import AuthError, UnreachableError
+
+_TIMEOUT_S = 5.0
+
+app = make_app("Ask a server whether it is serving: exit code 0 if it is.")
+
+
+@app.command()
+def check(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")] = "127.0.0.1:50051",
+    ca: Annotated[
+        str | None, typer.Option(envvar="PS_SECURITY__CA", help="trusted certificates, PEM: speak TLS")
+    ] = None,
+    cert: Annotated[str | None, typer.Option(help="a certificate of one's own, for a server with mutual TLS")] = None,
+    key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for an answer")] = _TIMEOUT_S,
+) -> None:
+    """Ask a server whether it is serving: exit code 0 if it is."""
+    with _channel(address, ca, cert, key) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise UnreachableError(f"{address}: {error.code().name}: {error.details()}") from None
+    if reply.status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+        raise UnreachableError(f"{address}: {name}")
+    print(f"{address}: SERVING")
+
+
+def _channel(address: str, ca: str | None, cert: str | None, key: str | None) -> grpc.Channel:
+    if ca is None:
+        return grpc.insecure_channel(address)
+    credentials = grpc.ssl_channel_credentials(_read(ca), _read(key) if key else None, _read(cert) if cert else None)
+    return grpc.secure_channel(address, credentials)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise AuthError(f"cannot read {path}: {error.strerror}") from None
+
+
+def main() -> None:
+    """Entry point of `python -m paramserver.ps.health`."""
+    # A failed handshake is in the answer; gRPC need not print it too.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    run_app(app, "health")
+
+
+if __name__ == "__main__":
+    main()

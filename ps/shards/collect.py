@@ -1,0 +1,84 @@
+"""The whole model, from all shards, for the file of final weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import grpc.aio
+import torch
+
+from ...common.config import Config
+from ...common.errors import OutputError
+from ...common.layout import DTYPES, Layout, as_bytes, new_body
+from ...common.protocol import SERVICE
+from ...common.security import authorization, read_pem, read_token
+from ...common.sharding import Share
+from ...common.wire import MAX_MESSAGE_BYTES, BodyReader, parse
+from ...proto import parameter_server_pb2 as pb
+
+_TIMEOUT_S = 300.0
+_OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
+
+
+async def collect(
+    config: Config, addresses: Sequence[str], shares: Sequence[Share], here: dict[str, torch.Tensor], averaged: bool
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the model by name, aliases included; `here` are those of shard 0, by the names of its parts.
+
+    Raises OutputError for a shard that does not answer.
+    """
+    held = dict(here)
+    for shard in range(1, len(shares)):
+        try:
+            held |= await _pull(config, addresses[shard], shares[shard].layout, averaged)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            raise OutputError(
+                f"shard {shard} at {addresses[shard]} did not give its part of the final weights: {text}",
+                fix="they are in its newest snapshot, if snapshots are kept",
+            ) from None
+    return join(shares, held)
+
+
+async def _pull(config: Config, address: str, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
+    token, pem = read_token(config.security, os.environ), read_pem(config.security)
+    if config.security.cert is not None or pem.ca is not None:
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+        channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    async with channel:
+        call = channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
+            pb.PullRequest(averaged=averaged),
+            timeout=_TIMEOUT_S,
+            metadata=[authorization(token)] if token is not None else [],
+        )
+        body = new_body(layout.total_bytes)
+        target = as_bytes(body)
+
+        def write(offset: int, data: memoryview) -> None:
+            target[offset : offset + len(data)] = data
+
+        reader = BodyReader(layout.total_bytes, write)
+        async for raw in call:
+            reader.feed(parse(pb.ServerMessage, raw))
+    return {spec.name: tensor for spec, tensor in layout.views(body)}
+
+
+def join(shares: Sequence[Share], held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parts by name put together to the tensors they are parts of."""
+    found: dict[str, torch.Tensor] = {}
+    for share in shares:
+        for part in share.parts:
+            spec, tensor = part.spec, held[part.name]
+            if part.is_whole:
+                for name in (spec.name, *spec.aliases):
+                    found[name] = tensor.clone()
+                continue
+            if spec.name not in found:
+                for name in (spec.name, *spec.aliases):
+                    found[name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+            for name in (spec.name, *spec.aliases):
+                found[name][part.first : part.end].copy_(tensor)
+    return found

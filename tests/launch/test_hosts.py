@@ -1,0 +1,288 @@
+"""hosts.yaml, and who runs where: as values, and once as a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.common.config_sources import Resolved, load_config
+from paramserver.common.errors import AuthError, UsageError
+from paramserver.launch.backends.base import threads
+from paramserver.launch.hosts import Host, load_hosts
+from paramserver.launch.placement import Placement, place
+from paramserver.launch.plan import Machine, Plan, Request, plan_runs
+from paramserver.launch.remote import check_exposure, check_remote, listen_of
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "hosts.example.yaml"
+
+
+def hosts_of(tmp_path: Path, text: str) -> tuple[Host, ...]:
+    (tmp_path / "hosts.yaml").write_text(text)
+    return load_hosts(str(tmp_path / "hosts.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hosts:\n  - host: a\n    slotz: 2\n", ["hosts.yaml:3: unknown key 'slotz'", "did you mean 'slots'"]),
+        ("hots:\n  - a\n", ["hosts.yaml:1: unknown key 'hots'", "did you mean 'hosts'"]),
+        ("defaults:\n  usr: me\nhosts: [a]\n", ["hosts.yaml:2: unknown key 'usr'", "did you mean 'user'"]),
+        ("hosts:\n  - host: a\n    slots: many\n", ["hosts.yaml:3: slots:", "'many'"]),
+        ("hosts:\n  - host: a\n    slots: yes\n", ["hosts.yaml:3: slots: is no switch"]),
+        ("hosts:\n  - host: a\n    port: 70000\n", ["hosts.yaml:3: port:", "70000"]),
+        ("hosts:\n  - host: a\n    env: [X]\n", ["hosts.yaml:3: env:"]),
+        ("hosts:\n  - slots: 2\n", ["hosts.yaml:2: host: field required"]),
+        ("hosts:\n  - a\n  - a\n", ["hosts.yaml:3: a is there already", "more slots"]),
+        ("hosts:\n  - {host: a, python: p, venv: v}\n", ["hosts.yaml:2: python and venv"]),
+        ("hosts:\n  - -oProxyCommand=x\n", ["hosts.yaml:2: host: is not the name of a host"]),
+        ("hosts:\n  - [a]\n", ["hosts.yaml:2: expected keys such as 'host:'"]),
+        ("hosts: []\n", ["names no hosts", "hosts.example.yaml"]),
+        ("hosts: a\n", ["names no hosts"]),
+        ("", ["names no hosts"]),
+        ("hosts:\n  - [\n", ["hosts.yaml:3: not valid YAML"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_shown_where_it_is(text: str, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        hosts_of(tmp_path, text)
+    for word in words:
+        assert word in f"{raised.value.message}\n{raised.value.fix}"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the hosts"):
+        load_hosts(str(tmp_path / "none.yaml"))
+
+
+def test_what_an_entry_says_wins_over_the_defaults(tmp_path: Path) -> None:
+    text = """
+defaults: {user: lab, venv: ~/ps, env: {A: 1, B: 2}, workdir: ~/run}
+hosts:
+  - plain
+  - {host: gpu, python: /opt/python, env: {B: 3}, devices: [0, 1, GPU-7f], port: 2222}
+"""
+    plain, gpu = hosts_of(tmp_path, text)
+    assert (plain.user, plain.slots, plain.interpreter("/here"), plain.env) == (
+        *("lab", 1, "~/ps/bin/python"),
+        {"A": "1", "B": "2"},
+    )
+    assert (gpu.slots, gpu.interpreter("/here"), gpu.env, gpu.port) == (3, "/opt/python", {"A": "1", "B": "3"}, 2222)
+
+
+@pytest.mark.parametrize(
+    ("entry", "python", "folder"),
+    [
+        ("{host: a}", "python3", "/here"),
+        ("{host: a, venv: .venv}", "/here/.venv/bin/python", "/here"),
+        ("{host: a, venv: .venv, workdir: ~/run}", "~/run/.venv/bin/python", "~/run"),
+        ("{host: a, venv: /opt/ps/, workdir: ~/run}", "/opt/ps/bin/python", "~/run"),
+        ("{host: a, python: python3.12, workdir: w}", "python3.12", "w"),
+    ],
+)
+def test_where_a_host_keeps_things(entry: str, python: str, folder: str, tmp_path: Path) -> None:
+    (host,) = hosts_of(tmp_path, f"hosts: [{entry}]\n")
+    assert (host.interpreter("/here"), host.folder("/here")) == (python, folder)
+
+
+def test_the_example_is_valid() -> None:
+    hosts = load_hosts(str(EXAMPLE))
+    assert len(hosts) >= 2
+    assert place(hosts, 2, 1, colocate=False, folder="/here").servers
+
+
+# ---- who runs where -------------------------------------------------------------------------------
+
+hosts_strategy = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5)
+
+
+@given(rows=hosts_strategy, num_workers=st.integers(1, 20), num_shards=st.integers(1, 6), colocate=st.booleans())
+def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
+    rows: list[tuple[int, bool]], num_workers: int, num_shards: int, colocate: bool
+) -> None:
+    hosts = [Host(host=f"h{i}", slots=slots, server=server) for i, (slots, server) in enumerate(rows)]
+    num_slots = sum(slots for slots, _ in rows)
+    if num_workers > num_slots:
+        with pytest.raises(UsageError, match=f"{num_workers} workers are to run, and the hosts have {num_slots} slots"):
+            place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
+        return
+    placed = place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
+    assert len(placed.workers) == num_workers
+    names = [spot.host for spot in placed.workers]
+    assert names == sorted(names)  # slot after slot, in the order of the file
+    for host in hosts:
+        assert names.count(host.host) <= host.slots
+    if colocate:
+        assert [spot.host for spot in placed.servers] == list(dict.fromkeys(names))
+    else:
+        assert len(placed.servers) == num_shards
+        chosen = {host.host for host in hosts if host.server} or {"h0"}
+        assert {spot.host for spot in placed.servers} == {spot.host for spot in placed.servers} & chosen
+        load = [[spot.host for spot in placed.servers].count(name) for name in chosen]
+        assert max(load) - min(load) <= 1
+    for spot in placed.workers:
+        assert spot.sharing == names.count(spot.host)
+
+
+@given(num_cores=st.integers(1, 200), sharing=st.integers(0, 50))
+def test_nobody_gets_less_than_a_core(num_cores: int, sharing: int) -> None:
+    assert 1 <= threads(num_cores, sharing) <= num_cores
+
+
+def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
+    hosts = hosts_of(tmp_path, "hosts: [{host: a, devices: [3, 5], slots: 3}, b]\n")
+    placed = place(hosts, 4, 1, colocate=False, folder="/here")
+    seen = [spot.env.get("CUDA_VISIBLE_DEVICES") for spot in placed.workers]
+    assert seen == ["3", "5", "3", None]
+    assert "CUDA_VISIBLE_DEVICES" not in placed.servers[0].env
+
+
+def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> None:
+    hosts = hosts_of(tmp_path, "hosts: [localhost, far]\n")
+    with pytest.raises(UsageError, match="a server runs on localhost, and far could not find it") as raised:
+        place(hosts, 2, 1, colocate=False, folder="/here")
+    assert "address:" in raised.value.fix
+    assert place(hosts, 1, 1, colocate=False, folder="/here").servers[0].listen == "127.0.0.1"
+
+
+# ---- the plan ----------------------------------------------------------------------------------------
+
+
+def placement_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> Placement:
+    return place(hosts_of(tmp_path, text), num_workers, num_shards, **{"colocate": False, "folder": "/here", **options})
+
+
+def plan_of(resolved: Resolved, placement: Placement, **request: Any) -> Plan:
+    machine = Machine(python="here", num_cores=8, spans_hosts=True, placement=placement, exists=lambda path: True)
+    return plan_runs(resolved, Request(modes=("sync",), **request), machine)[0]
+
+
+def told(argv: tuple[str, ...]) -> Any:
+    sets = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
+    return load_config(None, {}, sets, {}).config
+
+
+TWO = "hosts: [{host: a, address: 10.0.0.1, slots: 2, python: pa}, {host: b, address: 'fe80::2', python: pb}]\n"
+
+
+def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {steps: 9}\noptimizer: {name: adam, betas: [0.8, 0.9]}\n")
+    environ = {"PS_RUN__SEED": "4"}
+    path = str(tmp_path / "run.yaml")
+    flags = {"run.workers": 3, "output.summary": "s.json", "output.save": "w.safetensors"}
+    resolved = load_config(path, flags, [], environ)
+    plan = plan_of(resolved, placement_of(TWO, tmp_path, 3), config_path=path)
+    assert plan.server is not None
+    workers = plan.workers("10.0.0.1:4000")
+    for spec in (plan.server, *workers):
+        assert path not in " ".join(spec.argv)
+        config = told(spec.argv)
+        assert config.run.steps == 9
+        assert config.optimizer.arguments() == {"lr": 0.1, "betas": [0.8, 0.9]}
+        assert config.output.summary is None
+        assert not [word for word in spec.argv if word.startswith("run.seed")]  # the variable is handed on
+    assert plan.summary == "s.json"
+    assert plan.server.leaves == ("w.safetensors",)
+    assert [(spec.host, spec.argv[0], spec.sharing) for spec in workers] == [
+        ("a", "pa", 2),
+        ("a", "pa", 2),
+        ("b", "pb", 1),
+    ]
+    assert (plan.server.host, listen_of(plan.server.argv), plan.server.sharing) == ("a", "10.0.0.1:0", 0)
+    assert plan.headline().startswith("sync: a server and 3 workers on 2 hosts,")
+
+
+def test_shards_listen_where_they_are(tmp_path: Path) -> None:
+    resolved = load_config(None, {"run.workers": 3, "launch.port": 7000}, [], {})
+    plan = plan_of(resolved, placement_of(TWO, tmp_path, 3, colocate=True))
+    assert plan.server is not None
+    (shard,) = plan.shards("10.0.0.1:7000")
+    assert listen_of(plan.server.argv) == "10.0.0.1:7000"
+    assert listen_of(shard.argv) == "[fe80::2]:0"
+    assert (str(shard.child), shard.host, shard.argv[0]) == ("server shard 1", "b", "pb")
+    server = told(shard.argv).server
+    assert (server.shard, server.shards, server.coordinator) == (1, 2, "10.0.0.1:7000")
+    assert told(plan.server.argv).server.shards == 2
+
+
+def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
+    resolved = load_config(None, {"run.workers": 2, "server.listen": "0.0.0.0:7000"}, [], {})
+    plan = plan_of(resolved, placement_of(TWO, tmp_path, 2, 2))
+    assert plan.server is not None
+    assert listen_of(plan.server.argv) == "0.0.0.0:7000"
+    assert listen_of(plan.shards("x:1")[0].argv) == "0.0.0.0:0"
+
+
+def test_files_are_looked_for_where_they_are_read(tmp_path: Path) -> None:
+    sets = ["security.ca=c/ca.crt", "security.cert=c/server.crt", "security.key=c/server.key", "security.mutual=true"]
+    resolved = load_config(None, {"run.workers": 2, "task.name": "my.py:T"}, sets, {})
+    plan = plan_of(resolved, placement_of(TWO, tmp_path, 2))
+    assert plan.server is not None
+    assert plan.server.needs == ("c/ca.crt", "c/server.crt", "c/server.key")
+    assert plan.workers("x:1")[1].needs == ("my.py", "c/ca.crt", "c/rank-1.crt", "c/rank-1.key")
+
+
+@pytest.mark.parametrize(
+    ("sets", "environ", "lacks"),
+    [
+        ([], {}, "not encrypted .* and there is no token"),
+        ([], {"PS_TOKEN": "t"}, r"not encrypted \(--cert, --key\)$"),
+        (["security.cert=c", "security.key=k"], {}, "reach it, and there is no token"),
+        (["security.cert=c", "security.key=k"], {"PS_TOKEN": "t"}, None),
+        (["security.cert=c", "security.key=k", "security.token_file=t"], {}, None),
+        (["server.insecure=true"], {}, None),
+        (["server.listen=127.0.0.1:0"], {}, None),
+    ],
+)
+def test_an_open_address_in_the_clear_needs_insecure(
+    sets: list[str], environ: dict[str, str], lacks: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PS_TOKEN", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plan = plan_of(load_config(None, {"run.workers": 2}, sets, {}), placement_of(TWO, tmp_path, 2))
+    if lacks is None:
+        check_exposure(plan)
+    else:
+        with pytest.raises(AuthError, match=lacks) as raised:
+            check_exposure(plan)
+        assert "10.0.0.1:0" in raised.value.message
+        assert "--insecure" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"launch.sync_code": True}, "task digits is built in"),
+        ({"launch.sync_code": True, "task.name": "/x/t.py:T"}, "/x/t.py is not below this directory"),
+        ({"launch.sync_code": True, "task.name": "../t.py:T"}, r"\.\./t\.py is not below this directory"),
+        ({"launch.sync_code": True, "launch.script": "no.py"}, "no file no.py"),
+        ({"launch.colocate": True, "server.shards": 3}, "flag --shards: 3 shards, .* each of the 2 hosts"),
+    ],
+)
+def test_settings_that_do_not_go_together(flags: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_remote(load_config(None, flags, [], {}), hosts_of(tmp_path, TWO), 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("--hosts", "hosts.yaml", "-n", "9"), 2, ["9 workers", "3 slots: far 2, farther 1", "-n 3"]),
+        (("--hosts", "hosts.yaml"), 11, ["listen on 10.1.2.3:0", "not encrypted", "--insecure"]),
+        (("--hosts", "hosts.yaml", "--backend", "local"), 2, ["flag --backend: backend local takes no hosts"]),
+        (("--backend", "ssh"), 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
+        (("--colocate",), 2, ["--colocate: there are no hosts"]),
+        (("--shards", "2", "--set", "server.shard=1"), 2, ["--set server.shard: server.shard belongs to one server"]),
+    ],
+)
+def test_a_mistake_stops_before_anything_starts(argv: tuple[str, ...], code: int, words: list[str], marked) -> None:
+    (marked.folder / "hosts.yaml").write_text("hosts: [{host: far, address: 10.1.2.3, slots: 2}, farther]\n")
+    run = marked.run(*argv)
+    assert run.returncode == code, run.stderr
+    for word in words:
+        assert word in run.stderr
+    assert "[server" not in run.stderr + run.stdout

@@ -1,0 +1,39 @@
+"""The part of a model that lies on one shard, as a model of its own (`common/sharding.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.layout import Kind
+from ..common.sharding import Part, Share
+from .transfer import ModelTensors, Source
+
+
+class PartTensors(ModelTensors):
+    """Rows of the tensors of `whole`, in the order of the share's layout; memory is shared."""
+
+    def __init__(self, whole: ModelTensors, share: Share) -> None:
+        self.layout = share.layout
+        self.names = whole.names
+        self._whole = whole
+        self._num_exchanged = sum(entry.spec.kind is not Kind.FROZEN for entry in share.layout.entries)
+        index_of = {entry.spec.name: index for index, entry in enumerate(whole.layout.entries)}
+        parts = {part.name: part for part in share.parts}
+        # Of each entry here, the part and the index of its tensor in the whole model.
+        self._parts: list[tuple[Part, int]] = [
+            (parts[entry.spec.name], index_of[parts[entry.spec.name].spec.name]) for entry in share.layout.entries
+        ]
+        with torch.no_grad():
+            self.tensors = [part.of(whole.tensors[index]) for part, index in self._parts]
+
+    def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for position in indices if indices is not None else range(self._num_exchanged):
+            part, index = self._parts[position]
+            (tensor,) = self._whole.sources(source, range(index, index + 1))
+            found.append(part.of(tensor.detach()) if tensor is not None else None)
+        return found
+
+    def indices_of(self, wanted: set[int]) -> list[int]:
+        """Where parts of these tensors of the whole model are here."""
+        return [position for position, (_, index) in enumerate(self._parts) if index in wanted]
