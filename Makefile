@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow campaigns lint types proto bench overlap chaos kill-points clean
+.PHONY: help demo test test-slow docker-test campaigns lint types proto bench overlap chaos kill-points clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,10 +22,14 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
 test: .venv/installed  ## every test but the slowest, about 6 minutes on 2 cores
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker"
 
 test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks
 	$(BIN)/pytest -q -n 2 --dist worksteal -m slow
+
+# One at a time: the containers of each share the cores. -rs says why something was skipped.
+docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about 4 minutes; skipped, loudly, without one
+	$(BIN)/pytest -q -rs -m docker tests/docker
 
 campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root
 	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign

@@ -52,11 +52,21 @@ def before_torch() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def resolve(config_path: str | None, flags: dict[str, Any], sets: list[str] | None, print_config: bool) -> Resolved:
-    """Load the configuration from all sources; with `print_config` show it and exit 0."""
+def resolve(
+    config_path: str | None,
+    flags: dict[str, Any],
+    sets: list[str] | None,
+    print_config: bool,
+    *,
+    is_worker: bool = False,
+) -> Resolved:
+    """Load the configuration from all sources; with `print_config` show it and exit 0.
+
+    Only a worker has a place that an engine's RANK or SLURM_PROCID can tell.
+    """
     from .config_sources import load_config
 
-    resolved = load_config(config_path, flags, sets or [], os.environ)
+    resolved = load_config(config_path, flags, sets or [], os.environ, is_worker=is_worker)
     if print_config:
         show_config(resolved)
         raise SystemExit(0)

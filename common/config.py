@@ -255,7 +255,7 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    backend: str = Field("local", description="where processes start: local, or ssh with launch.hosts")
+    backend: str = Field("local", description="where processes start: local, ssh (with launch.hosts) or slurm")
     hosts: str | None = Field(None, description="YAML file of the machines to use, see docs/remote.md")
     colocate: bool = Field(False, description="each host that has workers carries one server shard")
     sync_code: bool = Field(False, description="copy the task file or script to every host that has workers")

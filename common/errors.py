@@ -53,6 +53,7 @@ class Reason(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     TOO_SLOW = "TOO_SLOW"
     INTERNAL = "INTERNAL"
+    SHARD_MISMATCH = "SHARD_MISMATCH"
 
 
 class ParamServerError(Exception):
@@ -122,6 +123,7 @@ _ERROR_OF_REASON: dict[Reason, type[ParamServerError]] = {
     Reason.LIMIT_EXCEEDED: NotAdmittedError,
     Reason.TOO_SLOW: UnreachableError,
     Reason.INTERNAL: ParamServerError,
+    Reason.SHARD_MISMATCH: MismatchError,
 }
 
 

@@ -51,6 +51,7 @@ STATUS_OF_REASON = {
     Reason.LIMIT_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOO_SLOW: grpc.StatusCode.ABORTED,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+    Reason.SHARD_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

@@ -27,7 +27,16 @@ class WorkerSummary(BaseModel):
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
     skipped: int = 0  # steps of which nothing was folded, for the same reasons
     clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
+    skew_max: int = 0  # versions between the parts of one set of weights, where there are several shards
     lane: str = "tcp"  # how its tensors travelled last: "tcp" or "shared memory"
+
+
+class ShardSummary(BaseModel):
+    """One server process of several; `bytes` it held at the end, by what they are."""
+
+    shard: int
+    version: int = 0
+    bytes: dict[str, int] = Field(default_factory=dict)
 
 
 class Summary(BaseModel):
@@ -43,6 +52,7 @@ class Summary(BaseModel):
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
     workers: list[WorkerSummary] = Field(default_factory=list)
+    shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 
     @property
     def num_samples(self) -> int:

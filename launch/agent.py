@@ -10,6 +10,7 @@ Standard input and output are one conversation in JSON lines. The launcher says
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
     {"do": "sweep", "pid": 4711, "since": "..."}          an agent of an earlier connection
+    {"do": "took", "size": 65536}                         so much of what the agent said has been dealt with
     {"do": "beat"}
 
 and the agent, after a first line with MAGIC,
@@ -44,7 +45,7 @@ MAGIC = "paramserver-agent-1"
 BEAT_S = 2.0
 CANNOT_START = 126
 _MAX_READ = 1 << 14
-_MAX_UNSENT = 1 << 20  # then children wait in their own pipes
+_MAX_AHEAD = 1 << 18  # said, and not yet taken by the launcher; then children wait in their own pipes
 
 
 class Agent:
@@ -60,6 +61,7 @@ class Agent:
         self._unread = b""  # what the launcher said and is not complete
         self._writing: dict[str, Any] | None = None  # the file whose bytes come next
         self._unsent = bytearray()
+        self._ahead = 0  # bytes said that the launcher has not taken, those unsent among them
         self._heard = self._beaten = time.monotonic()
         self._is_over = False
 
@@ -89,7 +91,7 @@ class Agent:
                 self._listen()
             elif key.data == "signal":
                 os.read(wake_read, 4096)
-            elif key.data != "out" and len(self._unsent) < _MAX_UNSENT:
+            elif key.data != "out" and self._ahead < _MAX_AHEAD:
                 self._read(key.data)
         for number, popen in list(self._popens.items()):
             if popen.poll() is not None:
@@ -101,8 +103,8 @@ class Agent:
             self._beaten = now
             self._say({"beat": 1})
         self._flush()
-        # With much unsent, nothing more is read: a chatty child waits, and this loop does not spin.
-        wanted = len(self._unsent) < _MAX_UNSENT
+        # Far ahead, nothing more is read: a chatty child waits, and what matters is not behind megabytes of lines.
+        wanted = self._ahead < _MAX_AHEAD
         for number, pipe in self._pipes.items():
             if wanted != (pipe in self._selector.get_map()):
                 if wanted:
@@ -144,6 +146,8 @@ class Agent:
             self._start(message)
         elif what == "write":
             self._writing = message
+        elif what == "took":
+            self._ahead -= message["size"]
         elif what == "sweep":
             sweep(message["pid"], message["since"])
         elif number in self._popens:
@@ -153,7 +157,9 @@ class Agent:
                 kill_group(self._popens[number].pid)
 
     def _say(self, message: dict[str, Any], data: bytes = b"") -> None:
-        self._unsent += json.dumps(message).encode() + b"\n" + data
+        frame = json.dumps(message).encode() + b"\n" + data
+        self._unsent += frame
+        self._ahead += len(frame)
 
     def _flush(self) -> None:
         try:

@@ -33,7 +33,8 @@ from .lifelines import end_with, kill_group
 
 _BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _CLOSE_S = 5.0
-_MAX_READ = 1 << 16
+_MAX_READ = 1 << 14  # more would keep a signal waiting while a chatty child's lines are shown
+_TOOK_BYTES = 1 << 15
 _NUM_LAST_LINES = 20
 
 
@@ -82,6 +83,7 @@ class Connection:
         self._written: dict[int, asyncio.Future[str]] = {}
         self._num_ids = 0
         self._unread = b""
+        self._num_taken = 0  # bytes of what came that the agent was not told of
         self._out_of: tuple[int, int] | None = None  # whose output comes next, and how many bytes of it
         self._said = LineSplitter()
         self._last_said: list[str] = []  # of ssh itself
@@ -159,6 +161,9 @@ class Connection:
     ) -> int:
         """Start a process; its id. `on_exit` gets its code and, if it could not be started or was lost, why."""
         self._num_ids += 1
+        if self.is_lost:
+            self._loop.call_soon(on_exit, HOST_LOST, f"{self.host.host} was lost")
+            return self._num_ids
         self._running[self._num_ids] = _Running(on_data, on_exit)
         self._say({"do": "start", "id": self._num_ids, **message})
         return self._num_ids
@@ -186,6 +191,8 @@ class Connection:
 
     async def write(self, path: str, folder: str, content: bytes) -> str:
         """Write a file there; empty, or what went wrong."""
+        if self.is_lost:
+            return f"{self.host.host} was lost"
         self._num_ids += 1
         done = self._written[self._num_ids] = self._loop.create_future()
         message = {"do": "write", "id": self._num_ids, "path": path, "folder": folder, "size": len(content)}
@@ -227,8 +234,12 @@ class Connection:
             return
         self._heard = self._loop.time()
         self._unread += data
+        self._num_taken += len(data)
         while self._take():
             pass
+        if self._num_taken >= _TOOK_BYTES and self._ready.done():
+            self._say({"do": "took", "size": self._num_taken})
+            self._num_taken = 0
 
     def _take(self) -> bool:
         """Take one line or one piece of output from what was read; False when none is complete."""
@@ -248,7 +259,11 @@ class Connection:
         if not self._ready.done():
             self._introduce(line)
         else:
-            self._hear(json.loads(line))
+            try:
+                self._hear(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                self._lose(f"something else than our agent said {line[:80]!r}")
+                return False
         return True
 
     def _introduce(self, line: bytes) -> None:
@@ -323,4 +338,7 @@ class Connection:
             while data := os.read(popen.stderr.fileno(), _MAX_READ):
                 self._last_said += self._said.feed(data)
         self._last_said = [line.strip() for line in [*self._last_said, *self._said.rest()] if line.strip()]
+        for pipe in (popen.stdout, popen.stderr):
+            if pipe is not None:
+                pipe.close()
         return code

@@ -20,6 +20,8 @@ from contextlib import suppress
 
 MARK = "\x1eps-launch "
 _CANNOT_START = 126
+# The place in a step of one task, which is not the process's place in the run.
+_STEPS_OWN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 
 
 def main(argv: list[str]) -> None:
@@ -32,8 +34,11 @@ def main(argv: list[str]) -> None:
     asked: list[int] = []
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number) if number != signal.SIGCHLD else None)
+    env = {name: value for name, value in os.environ.items() if name not in _STEPS_OWN}
     try:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True
+        )
     except OSError as error:
         print(f"cannot start {argv[0]}: {error.strerror}", flush=True)
         _say(f"end {_CANNOT_START}")

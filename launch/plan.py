@@ -184,8 +184,9 @@ class Plan:
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
         pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
         work = f"script {what}" if self.is_script else f"{run.steps:,} steps, batch {batch}, task {what}"
-        kept = f", weights to {self.save}" if self.save else ""
-        kept += f", snapshots in {self.checkpoint_dir}" if self.checkpoint_dir else ""
+        there = f" on {self.server.host}" if self.server is not None and self.server.host else ""
+        kept = f", weights to {self.save}{there}" if self.save else ""
+        kept += f", snapshots in {self.checkpoint_dir}{there}" if self.checkpoint_dir else ""
         return f"{self.mode}{options.get(self.mode, '')}{pipelined}: {who} {work}{kept}"
 
 

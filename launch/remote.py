@@ -26,6 +26,8 @@ def hosts_of(config: Config) -> tuple[Host, ...]:
     if config.launch.hosts is None:
         return ()
     hosts = load_hosts(config.launch.hosts)
+    if not _is_command(config.launch.ssh):
+        return hosts
     with ThreadPoolExecutor(8) as pool:
         return tuple(pool.map(lambda host: _with_address(host, config.launch.ssh), hosts))
 
@@ -42,10 +44,17 @@ def _with_address(host: Host, ssh: str) -> Host:
             stdin=subprocess.DEVNULL,
             timeout=_SSH_CONFIG_S,
         )
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+    except (OSError, subprocess.TimeoutExpired):
         return host  # the connection will say what is wrong
     names = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]
     return host.model_copy(update={"address": names[0] if names else host.host})
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:
+        return False
 
 
 def placement_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: str) -> Placement | None:
@@ -60,6 +69,10 @@ def placement_of(config: Config, hosts: Sequence[Host], num_workers: int, folder
 def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> None:
     """Settings that do not go together with hosts. Raises UsageError."""
     config = resolved.config
+    if not _is_command(config.launch.ssh):
+        raise UsageError(
+            f"{resolved.origins['launch.ssh']}: {config.launch.ssh!r} is no command", fix="e.g. ssh -F FILE"
+        )
     if config.launch.colocate and hosts and resolved.was_set("server.shards"):
         num_shards = num_colocated(hosts, num_workers)
         if config.server.shards != num_shards:

@@ -29,6 +29,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_LIMIT_EXCEEDED: _ClassVar[Reason]
     REASON_TOO_SLOW: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
+    REASON_SHARD_MISMATCH: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_BAD_REQUEST: Reason
 REASON_RANK_OUT_OF_RANGE: Reason
@@ -48,6 +49,7 @@ REASON_PERMISSION_DENIED: Reason
 REASON_LIMIT_EXCEEDED: Reason
 REASON_TOO_SLOW: Reason
 REASON_INTERNAL: Reason
+REASON_SHARD_MISMATCH: Reason
 
 class WorkerMessage(_message.Message):
     __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "placed", "offset", "data")
@@ -509,16 +511,20 @@ class Staged(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("action", "what", "limit", "is_clipped")
+    __slots__ = ("action", "what", "limit", "is_clipped", "norm", "scale")
     ACTION_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     IS_CLIPPED_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     action: str
     what: str
     limit: str
     is_clipped: bool
-    def __init__(self, action: _Optional[str] = ..., what: _Optional[str] = ..., limit: _Optional[str] = ..., is_clipped: _Optional[bool] = ...) -> None: ...
+    norm: float
+    scale: float
+    def __init__(self, action: _Optional[str] = ..., what: _Optional[str] = ..., limit: _Optional[str] = ..., is_clipped: _Optional[bool] = ..., norm: _Optional[float] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class Asked(_message.Message):
     __slots__ = ("rank", "incarnation", "step")
@@ -537,7 +543,7 @@ class Durable(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("version", "bytes")
+    __slots__ = ("version", "bytes", "traffic")
     class BytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -547,9 +553,21 @@ class ShardState(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     version: int
     bytes: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[int] = ..., bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
+    def __init__(self, version: _Optional[int] = ..., bytes: _Optional[_Mapping[str, int]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("rank", "sent", "received")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    sent: int
+    received: int
+    def __init__(self, rank: _Optional[int] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class ShardFailed(_message.Message):
     __slots__ = ("message",)

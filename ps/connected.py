@@ -64,6 +64,7 @@ class Measured:
     loss: float = math.nan
     compute_s: float = 0.0
     transfer_s: float = 0.0
+    skew: int = 0  # versions between the parts of the weights it was computed on
 
 
 @dataclass(eq=False)

@@ -95,6 +95,7 @@ class Contributions:
         contribution, body, judgement, told = part
         worker.stats.compute_s += told.compute_s
         worker.stats.transfer_s += told.transfer_s
+        worker.stats.skew_max = max(worker.stats.skew_max, told.skew)
         if not self._roster.is_current(worker) or self.is_closed:
             self._model.staging.give_back(body)
             self._note(worker, contribution, "refused")
@@ -117,6 +118,8 @@ class Contributions:
             self._model.staging.give_back(body)
         if not is_discarded:
             identity = (worker.rank, worker.seat.incarnation, contribution.step)
+            if judgement.is_taken and judgement.scale != 1.0:
+                self._tensors.submit(partial(self._model.store.sanity.scale, body, judgement.scale))
             self._staged[worker.rank] = _Staged(body if judgement.is_taken else None, identity)
         outcome = _outcome(decisions, is_counted, contribution.step == num_counted)
         self._note(worker, contribution, "skipped" if is_counted and not judgement.is_taken else outcome, version)

@@ -132,7 +132,7 @@ class Intake:
         worker.wants_weights = header.wants_weights
         worker.stats.bytes_sent, stream.num_received = worker.stats.bytes_sent + stream.num_received, 0
         contribution = Contribution(header.step, header.base_version, header.num_samples)
-        told = Measured(header.loss, header.compute_s, header.transfer_s)
+        told = Measured(header.loss, header.compute_s, header.transfer_s, header.skew)
         self._run.shards.staged(worker, StagedPart(contribution, body, judgement, told))
 
     async def _borrow(self, stream: Stream, worker: Worker) -> Body:

@@ -141,8 +141,7 @@ async def _serve(resolved: Resolved) -> None:
     config: Config = resolved.config
     without_compiler()
     check_before_start(config)
-    kind = Server if config.server.shard == 0 else ShardServer
-    server: Server | ShardServer = kind(config)
+    server: Server | ShardServer = Server(config) if config.server.shard == 0 else ShardServer(config)
     loop = asyncio.get_running_loop()
     stops: list[int] = []
 
@@ -160,7 +159,7 @@ async def _serve(resolved: Resolved) -> None:
         # Where it listened: workers and shards look for it there.
         listening = config.server.model_copy(update={"listen": server.address})
         config = config.model_copy(update={"server": listening})
-        server = kind(config)
+        server = server.after(config)
         await server.start()
         await server.serve()
     if stops:

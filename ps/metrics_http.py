@@ -30,14 +30,15 @@ _MAX_CONNECTIONS = 16
 _REQUEST_S = 5.0
 
 
-def server_history(config: Config) -> History:
-    """The server's history; one that counts, where metrics are asked for."""
+def server_history(config: Config, is_written: bool = True) -> History:
+    """The server's history; one that counts, where metrics are asked for. Of several shards one writes it down."""
+    path = config.output.history if is_written else None
     if config.server.metrics is None:
-        return History(config.output.history, "server")
+        return History(path, "server")
     split_address(config.server.metrics)
     from .metrics import Counters
 
-    return Counters(config.output.history)
+    return Counters(path)
 
 
 class MetricsEndpoint:

@@ -159,6 +159,7 @@ class Model:
             aggregation=AGGREGATIONS.load(policy.aggregation),
             trim=policy.trim,
             limits=Limits(options.on_nonfinite, options.max_norm, options.on_large),
+            is_part=server.shards > 1,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..common.summary import Summary
+from ..common.summary import ShardSummary, Summary, WorkerSummary
+from .shards.orders import ShardState
 
 if TYPE_CHECKING:
     from .run import Run
@@ -41,11 +42,21 @@ def status(run: Run) -> dict[str, Any]:
         "num_joined": len(run.workers),
         "waiting": _waiting_for_all(run),
         "workers": rows,
+        **_versions(run),
     }
+
+
+def _versions(run: Run) -> dict[str, Any]:
+    """The version every shard is at, as far as it is known here; nothing where there is one."""
+    if run.config.server.shards == 1:
+        return {}
+    return {"versions": [run.policy.version, *(state.version for state in run.shards.states.values())]}
 
 
 def _waiting_for_all(run: Run) -> str:
     """What everyone waits for; empty when somebody may compute, or the run is over."""
+    if missing := run.shards.missing():
+        return missing
     if not run.workers:
         return "" if run.is_any_rank_through() else "a worker to join"
     return run.policy.waiting_reason() if run.model.has_weights else "the initial weights"
@@ -66,5 +77,25 @@ def summary(run: Run) -> Summary:
         version=run.policy.version,
         wall_s=round(run.elapsed_s, 3),
         final=final,
-        workers=[stats.summary() for _, stats in sorted(run.roster.stats.items())],
+        workers=_workers(run),
+        shards=_shards(run),
     )
+
+
+def _workers(run: Run) -> list[WorkerSummary]:
+    """Of each rank, with the bytes it has exchanged with all shards."""
+    found = []
+    for rank, stats in sorted(run.roster.stats.items()):
+        row = stats.summary()
+        for state in run.shards.states.values():
+            sent, received = state.traffic.get(rank, (0, 0))
+            row.bytes_sent, row.bytes_received = row.bytes_sent + sent, row.bytes_received + received
+        found.append(row)
+    return found
+
+
+def _shards(run: Run) -> list[ShardSummary]:
+    if run.config.server.shards == 1 or not run.model.has_weights:
+        return []
+    states = {0: ShardState(run.policy.version, run.model.store.num_bytes), **run.shards.states}
+    return [ShardSummary(shard=shard, version=one.version, bytes=one.bytes) for shard, one in states.items()]

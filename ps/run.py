@@ -70,6 +70,7 @@ class Run:
         self.now = now
         self._bringer: Worker | None = None  # of the initial weights
         self._lost_at: dict[int, float] = {}
+        self._holds = False  # everyone waits for the first snapshot
         self._done_sent = False
         self._said_waiting_at = -math.inf
 
@@ -131,6 +132,8 @@ class Run:
     def admit(self, worker: Worker) -> None:
         """A worker has said what it trains, to all shards: it gets weights, or is asked for them."""
         worker.is_admitted = True
+        if self._holds:
+            return
         if self.model.has_weights:
             self.enter(worker)
         elif self._bringer is None:
@@ -154,6 +157,17 @@ class Run:
         self.shards.happens(orders.Begin())
         self.model.begin(weights)
         self.on_begin()
+        if self.shards.is_writing:  # a shard lost before all have something to go back to would be the end
+            self._holds = True
+            holding = asyncio.ensure_future(self.shards.settled())
+            holding.add_done_callback(lambda _: self._enter_all())
+        else:
+            self._enter_all()
+
+    def _enter_all(self) -> None:
+        self._holds = False
+        if self.contributions.is_closed:
+            return
         for waiting in list(self.workers.values()):
             if waiting.is_admitted and waiting.state in ("waiting", "uploading"):
                 self.enter(waiting)
@@ -344,6 +358,8 @@ class Run:
             return shard
         if worker.state != "waiting":
             return ""
+        if self._holds:
+            return "the first snapshot on all shards"
         if not self.model.has_weights and self._bringer is not None:
             return f"initial weights from rank {self._bringer.rank}"
         return reasons.get(worker.rank, "")

@@ -13,7 +13,8 @@ A body is measured window by window as it arrives (`Findings`), in one pass that
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ Action = Literal["reject", "skip", "clip", "halt"]
 
 # As clip_grad_norm_: a gradient of exactly the cap is scaled a little too.
 _EPSILON = 1e-6
+# From the mildest: what one shard cannot take, none takes.
+_SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
 # Below it a factor is no normal float32 any more; its root is.
 _LEAST_FACTOR = 1e-30
 
@@ -51,6 +54,8 @@ class Judgement(NamedTuple):
     what: str = ""
     limit: str = ""
     is_clipped: bool = False
+    norm: float = 0.0  # of this shard's part of a gradient, where there are several and store.max_norm is set
+    scale: float = 1.0  # what all parts are multiplied with before they are folded
 
     @property
     def is_taken(self) -> bool:
@@ -85,8 +90,11 @@ def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Liter
 class Sanity:
     """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights."""
 
-    def __init__(self, limits: Limits, windows: list[Window], views: Views, is_gradient: bool) -> None:
+    def __init__(
+        self, limits: Limits, windows: list[Window], views: Views, is_gradient: bool, is_part: bool = False
+    ) -> None:
         self.limits = limits
+        self._is_part = is_part  # of a gradient whose norm no shard sees: `judge_whole` decides about that
         self._windows = windows
         self._views = views
         self._is_gradient = is_gradient
@@ -153,19 +161,21 @@ class Sanity:
         `weights`, uint8 [>= exchange_bytes], are the server's: what stands in for a statistic or a weight
         that is not finite, where 0 would be a value like any other.
         """
-        action, what, limit = decide(self.limits, findings.is_finite, findings.norm)
+        limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
+        action, what, limit = decide(limits, findings.is_finite, findings.norm)
         wrong, is_clipped = what, False
         if action == "clip" and not findings.is_finite:
             self._mend(body, weights)
             is_clipped, findings = True, Findings()
             self.look(body, slice(None), findings)
-            action, what, limit = decide(self.limits, findings.is_finite, findings.norm)
+            action, what, limit = decide(limits, findings.is_finite, findings.norm)
             wrong = f"{wrong}, and without them {what}" if what else wrong
         if action == "clip" and self.limits.max_norm is not None:
-            self._scale(body, self.limits.max_norm / (findings.norm + _EPSILON))
+            self.scale(body, self.limits.max_norm / (findings.norm + _EPSILON))
             action, is_clipped = "take", True
         if action == "take":
-            return Judgement("take", wrong, limit, is_clipped=True) if is_clipped else SOUND
+            norm = findings.norm if self._is_part else 0.0
+            return Judgement("take", wrong, limit, is_clipped, norm) if is_clipped or norm else SOUND
         assert action != "clip"
         return Judgement(action, wrong, limit)
 
@@ -181,7 +191,7 @@ class Sanity:
                 else:
                     values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
 
-    def _scale(self, body: torch.Tensor, factor: float) -> None:
+    def scale(self, body: torch.Tensor, factor: float) -> None:
         """Parameters times `factor`, 0 to 1."""
         factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
         for window in self._windows:
@@ -201,6 +211,23 @@ def _large_norm(values: torch.Tensor) -> float:
     """2-norm of finite [n] whose squares overflow; Inf where even the norm does."""
     largest = values.abs().max().double().item()
     return largest * torch.linalg.vector_norm(values.double() / largest).item()
+
+
+def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
+    """What all shards do with a contribution: the most severe of what each would do with its part, or what is done
+    about the norm of the whole."""
+    worst = max(parts, key=lambda part: _SEVERITY[part.action])
+    if not worst.is_taken:
+        return worst
+    taken = next((part for part in parts if part.is_clipped), worst)
+    norm = math.hypot(*(part.norm for part in parts))
+    action, what, limit = decide(limits, True, norm)
+    if action == "take":
+        return taken
+    if action == "clip":
+        assert limits.max_norm is not None
+        return Judgement("take", what, limit, is_clipped=True, scale=limits.max_norm / (norm + _EPSILON))
+    return Judgement(action, what, limit)
 
 
 # ---- what the run says about it -------------------------------------------------------------

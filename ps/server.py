@@ -54,12 +54,16 @@ class Server:
     Of several shards this is the coordinator: the run begins when all have registered.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, before: Server | None = None) -> None:
+        """`before` went back: this one goes on with its run, also where that had no snapshot yet."""
         self._config = config
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
         self._history = server_history(config)
         self.run = Run(config, make_policy(config), history=self._history)
+        if before is not None:
+            self.run.name, self.run.incarnation = before.run.name, before.run.incarnation + 1
+            self.run.roster.membership.restore(before.run.roster.membership.num_joins)
         self._go_back = asyncio.Event()
         self._snapshots: Snapshots | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -70,6 +74,10 @@ class Server:
             self.run.shards = self._coordinator = Coordinator(self.run, config.server.shards, keeps)
             self._coordinator.on_complete = self._assemble
             self._coordinator.on_lost = self._lost
+
+    def after(self, config: Config) -> Server:
+        """The server that goes on where this one went back."""
+        return Server(config, before=self)
 
     @property
     def address(self) -> str:
@@ -143,8 +151,7 @@ class Server:
             return
         error = self.run.finished.exception() if self.run.finished.done() else None
         code = error.exit_code if isinstance(error, ParamServerError) else EXIT_BUG
-        self._coordinator.stop(End(str(error), code) if error is not None else End())
-        await asyncio.sleep(0)
+        await self._coordinator.stop(End(str(error), code) if error is not None else End())
 
     def _note_start(self, loaded: Loaded | None) -> None:
         config, run = self._config, self.run

@@ -17,33 +17,29 @@ import grpc.aio
 
 from ..common.config import Config
 from ..common.errors import ParamServerError, Reason, refusal
-from ..common.layout import Layout, as_bytes
+from ..common.layout import Layout
 from ..common.log import get_logger
 from ..common.optimizers import OptimizerSpec
 from ..common.protocol import (
     SERVICE,
-    check_beat,
     layout_from_proto,
-    layout_to_proto,
     optimizer_from_proto,
-    refusal_to_status,
     segment_from_proto,
     segment_to_proto,
     struct,
 )
 from ..common.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
-from ..common.wire import Frame, body_frames, frame
+from ..common.wire import Frame, frame
 from ..proto import parameter_server_pb2 as pb
-from . import reports
 from .connected import Done, Go, Refused, SendWeights, Waiting, Worker
 from .delivery import deliver, taken
 from .intake import Intake
 from .limits import Joins, Watch
+from .queries import Queries
+from .refusing import fail, loggable, refuse
 from .roster import Asked
 from .run import Run
 from .security import check_rank
-from .shards.attend import attend
-from .shards.coordinator import Coordinator
 from .stream import Stream, StreamLost
 
 log = get_logger()
@@ -53,7 +49,6 @@ _PROBE_BYTES = 4096
 _LARGE_MODEL_BYTES = 64 << 10
 _SAY_WAITING_S = 1.0
 _LOOK_S = 0.05
-_MAX_LOGGED = 2_000
 
 
 class ParameterServerService:
@@ -65,7 +60,7 @@ class ParameterServerService:
         self._intake = Intake(run)
         self._watch = Watch()
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
-        self._pulls = asyncio.Semaphore(config.server.max_replies)
+        self._queries = Queries(run, config, self._stream)
         self._probe: Segment | None = None
         if config.server.shared_memory:
             with contextlib.suppress(SegmentError):
@@ -94,7 +89,7 @@ class ParameterServerService:
         except ParamServerError as error:
             refused = error
             traceback.clear_frames(error.__traceback__)
-            await self._refuse(stream, worker, error)
+            await refuse(stream, _rank(worker), error)
         except asyncio.CancelledError as cancelled:
             # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
             traceback.clear_frames(cancelled.__traceback__)
@@ -102,16 +97,16 @@ class ParameterServerService:
             refused = stream.too_slow or (worker.pending_refusal() if worker is not None else None)
             if refused is None:
                 raise
-            await self._refuse(stream, worker, refused)
+            await refuse(stream, _rank(worker), refused)
         except Exception as error:
             refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
-            await self._fail(stream, worker, error)
+            await fail(stream, _rank(worker), error)
         finally:
             stream.close()
             if worker is not None:
                 taken(self._run, worker)
                 if refused is not None:
-                    self._run.leave(worker, _loggable(refused.message))
+                    self._run.leave(worker, loggable(refused.message))
                 else:
                     self._run.stream_ended(worker, "connection lost")
                 # The call's traceback and the worker hold each other: let go of what is large at once.
@@ -340,126 +335,26 @@ class ParameterServerService:
 
         await deliver(self._run, stream, worker, header, done.min_version)
 
-    async def _refuse(self, call: Any, worker: Worker | None, error: ParamServerError) -> None:
-        """End a call, of a Stream or of gRPC's own context."""
-        rank = worker.rank if worker is not None else None
-        message, reason = _loggable(error.message), (error.reason or Reason.BAD_REQUEST).value
-        log.warning("refused", rank=rank, reason=reason, message=message)
-        code, details, metadata = refusal_to_status(error)
-        await call.abort(code, details, metadata)
-
-    async def _fail(self, stream: Stream, worker: Worker | None, error: Exception) -> None:
-        """What nobody foresaw ends one call, and is logged in one line; never the run."""
-        frames = traceback.extract_tb(error.__traceback__)
-        traceback.clear_frames(error.__traceback__)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        what = _loggable(f"{type(error).__name__}: {error}")
-        log.error("internal_error", rank=worker.rank if worker is not None else None, error=what, where=where)
-        details = f"the server failed on what it was sent: {what[:200]}"
-        await stream.abort(grpc.StatusCode.INTERNAL, details, (("ps-reason", Reason.INTERNAL.value),))
-
-    # ---- Heartbeat, Pull and Status --------------------------------------------------------------------------
-
-    async def heartbeat(self, beats: AsyncIterator[pb.Beat], context: Any) -> AsyncIterator[pb.Pulse]:
-        """A worker's signs of life, as long as its process keeps the connection open."""
-        process, roster = "", self._run.roster
-        try:
-            async for beat in beats:
-                check_beat(beat)
-                if not process and beat.process:
-                    process = beat.process
-                    roster.heart_began(process)
-                is_member = beat.run == self._run.name and self._run.heard(beat.rank, beat.process)
-                yield pb.Pulse(
-                    is_gone=not is_member,
-                    lease_s=self._config.server.lease_s,
-                    durable_version=self._run.durable_version,
-                )
-        except ParamServerError as error:
-            await self._refuse(context, None, error)
-        finally:
-            if process:
-                self._run.heart_stopped(process)
-
-    async def pull(self, request: pb.PullRequest, context: Any) -> None:
-        """The weights of one version, or their Polyak average, whole. A few at once: each is a copy of the weights."""
-        stream = self._stream(context)
-        try:
-            async with self._pulls:
-                await self._send_snapshot(stream, request.averaged)
-        except StreamLost:
-            pass
-        except ParamServerError as error:
-            await self._refuse(stream, None, error)
-        except asyncio.CancelledError:
-            if stream.too_slow is None:
-                raise
-            await self._refuse(stream, None, stream.too_slow)
-        except Exception as error:
-            await self._fail(stream, None, error)
-        finally:
-            stream.close()
-
-    async def _send_snapshot(self, stream: Stream, averaged: bool) -> None:
-        run = self._run
-        if not run.model.has_weights:
-            raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
-        store = run.model.store
-        if averaged and store.averaged is None:
-            raise refusal(
-                Reason.BAD_REQUEST,
-                "no averaged weights are kept",
-                fix="start ps-server with --set store.polyak=0.999",
-            )
-        version, body = await run.tensors.run(lambda: run.model.copy(averaged))
-        snapshot = pb.Snapshot(
-            run=run.name, version=version, body_bytes=body.numel(), tensors=layout_to_proto(store.layout)
-        )
-        await stream.write(frame(pb.ServerMessage(snapshot=snapshot)))
-        for raw in body_frames([as_bytes(body)]):
-            await stream.write(raw)
-        await stream.flush()
-
-    async def attend(self, said: AsyncIterator[pb.ShardReport], context: Any) -> None:
-        """Another shard, where this server is the coordinator of several."""
-        coordinator = self._run.shards
-        if not isinstance(coordinator, Coordinator):
-            server = self._config.server
-            what = "one process" if server.shards == 1 else f"shard {server.shard}, not the coordinator"
-            fix = "start shard 0 with --shards S, and give its address with --coordinator"
-            await context.abort(*refusal_to_status(refusal(Reason.BAD_REQUEST, f"this server is {what}", fix=fix)))
-        else:
-            await attend(coordinator, said, context)
-
-    async def status(self, _: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        status = reports.status(self._run)
-        workers = [
-            pb.WorkerStatus(**{**row, "loss": row["loss"] if row["loss"] is not None else float("nan")})
-            for row in status.pop("workers")
-        ]
-        status.pop("num_joined")
-        return pb.StatusReply(run=self._run.name, workers=workers, **status)
-
     def handler(self) -> grpc.GenericRpcHandler:
         """Exchange and Pull in bytes, as `common/wire.py` frames them."""
         handlers = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
             "Heartbeat": grpc.stream_stream_rpc_method_handler(
-                self.heartbeat,
+                self._queries.heartbeat,
                 request_deserializer=pb.Beat.FromString,
                 response_serializer=pb.Pulse.SerializeToString,
             ),
             "Attend": grpc.stream_stream_rpc_method_handler(
-                self.attend,
+                self._queries.attend,
                 request_deserializer=pb.ShardReport.FromString,
                 response_serializer=pb.ShardOrder.SerializeToString,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(
-                self.pull,
+                self._queries.pull,
                 request_deserializer=pb.PullRequest.FromString,
             ),
             "Status": grpc.unary_unary_rpc_method_handler(
-                self.status,
+                self._queries.status,
                 request_deserializer=pb.StatusRequest.FromString,
                 response_serializer=pb.StatusReply.SerializeToString,
             ),
@@ -480,10 +375,8 @@ async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
     return await asyncio.to_thread(read) if is_large else read()
 
 
-def _loggable(text: str) -> str:
-    """Text that may come from anyone, for a line of the log."""
-    text = text[:_MAX_LOGGED]
-    return text if text.isprintable() else ascii(text)[1:-1]
+def _rank(worker: Worker | None) -> int | None:
+    return worker.rank if worker is not None else None
 
 
 def _nothing() -> None:

@@ -205,7 +205,7 @@ def resume(run: Run, config: Config) -> Loaded | None:
     place = options.dir if options.resume in (None, "latest") else options.resume
     loaded = None
     if options.resume != "never" and place is not None:
-        loaded = load_newest(place, partial(_skipped, run))
+        loaded = load_newest(place, partial(_skipped, run)) or _of_several_shards(config, place)
         if loaded is None and options.resume is not None:
             raise CheckpointError(
                 f"there is no snapshot in {place} to go on from (checkpoint.resume is {options.resume})",
@@ -216,6 +216,13 @@ def resume(run: Run, config: Config) -> Loaded | None:
     if options.dir is not None:
         run.incarnation = _next_incarnation(Path(options.dir), run.incarnation)
     return loaded
+
+
+def _of_several_shards(config: Config, place: str) -> Loaded | None:
+    """The newest that a server of several shards has left."""
+    there = config.checkpoint.model_copy(update={"resume": None, "dir": place})
+    available = Available(config.model_copy(update={"checkpoint": there}))
+    return available.load(available.names[-1]) if available.names else None
 
 
 def _skipped(run: Run, path: Path, why: str) -> None:

@@ -22,6 +22,7 @@ class WorkerStats:
     staleness_sum: int = 0
     staleness_max: int = 0
     lead_max: int = 0
+    skew_max: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
     transfer_s: float = 0.0
@@ -69,6 +70,7 @@ class WorkerStats:
             staleness_mean=self.staleness_sum / self.steps if self.steps else 0.0,
             staleness_max=self.staleness_max,
             lead_max=self.lead_max,
+            skew_max=self.skew_max,
             compute_s=self.compute_s,
             wait_s=self.wait_s,
             transfer_s=self.transfer_s,

@@ -67,6 +67,7 @@ class Store:
         aggregation: type[Aggregator] = Mean,
         trim: int = 1,
         limits: Limits | None = None,
+        is_part: bool = False,
     ) -> None:
         self.layout = layout
         self.weights = weights
@@ -75,7 +76,7 @@ class Store:
         self._views = Views(keep=layout.exchange_bytes <= INLINE_BYTES)
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._views, buffers, trim)
-        self.sanity = Sanity(limits or Limits(), self.windows, self._views, is_gradient=optimizer is not None)
+        self.sanity = Sanity(limits or Limits(), self.windows, self._views, optimizer is not None, is_part)
         self._polyak = polyak
         self.averaged = weights.clone() if polyak is not None else None
         self._optimizer: FlatOptimizer | None = None

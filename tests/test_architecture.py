@@ -35,10 +35,14 @@ PURE = [
     "ps/membership.py",
     "worker/session.py",
     "launch/plan.py",
+    "launch/placement.py",
+    "launch/settings.py",
     "launch/supervise.py",
     "launch/restarts.py",
     "launch/files.py",
     "ps/leases.py",
+    "ps/shards/gather.py",
+    "ps/shards/orders.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
@@ -53,6 +57,7 @@ TENSOR_WORK = [
     "ps/aggregation/*",
     "common/codecs/*",
     "common/layout.py",
+    "common/sharding.py",
     "common/optimizers.py",
     "worker/tasks/*",
     "worker/task_loader.py",
@@ -70,8 +75,14 @@ WIRE_USERS = {
     "ps/delivery.py",
     "ps/intake.py",
     "ps/stream.py",
-    "ps/server.py",
+    "ps/queries.py",
+    "ps/listening.py",
+    "ps/health.py",
     "ps/security.py",
+    "ps/shards/messages.py",
+    "ps/shards/attend.py",
+    "ps/shards/link.py",
+    "ps/shards/collect.py",
     "worker/client.py",
     "worker/security.py",
     "worker/messages.py",
@@ -81,7 +92,7 @@ WIRE_USERS = {
 
 
 # Of those, the ones that know gRPC itself; the others know messages only.
-GRPC_USERS = WIRE_USERS - {"worker/messages.py", "common/wire.py", "ps/delivery.py"}
+GRPC_USERS = WIRE_USERS - {"worker/messages.py", "common/wire.py", "ps/delivery.py", "ps/shards/messages.py"}
 
 
 def matching(patterns: list[str]) -> list[str]:

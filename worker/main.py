@@ -70,7 +70,7 @@ def work(
         "output.history": history, "security.ca": ca, "security.cert": cert, "security.key": key,
         "security.token_file": token_file,
     }  # fmt: skip
-    resolved = resolve(config, flags, sets, print_config)
+    resolved = resolve(config, flags, sets, print_config, is_worker=True)
     servers_own = [flag for flag, value in (("--steps", steps), ("--save", save), ("--summary", summary)) if value]
     if servers_own and resolved.config.worker.server != "none":
         raise UsageError(

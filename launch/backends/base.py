@@ -32,6 +32,7 @@ The contract test builds each backend with the fixture `<name>_site`, which give
 
 from __future__ import annotations
 
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,9 @@ from ..plan import WILDCARDS, Child, ProcessSpec
 
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]
+
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
+_FILE = re.compile(r"^PS_SECURITY__")  # of these, only where the secret is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,12 @@ def with_host(address: str, hosts: Mapping[str, str]) -> str:
 
 
 def command_text(spec: ProcessSpec) -> str:
-    """What a person would type in a shell."""
-    env = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
+    """What a person would type in a shell; a variable that is named like a secret is not shown."""
+    shown = {
+        name: "..." if _SECRET.search(name) and not _FILE.match(name) else value
+        for name, value in sorted(spec.env.items())
+    }
+    env = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
     return " ".join([*env, shlex.join(spec.argv)])
 
 

@@ -34,11 +34,12 @@ from ..exits import CANNOT_START, HOST_LOST
 from ..plan import Child, ProcessSpec
 from .base import Backend, OnExit, OnLine, Site, with_host
 
-_STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered")
+_STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
 # What salloc runs: says what it was given, then holds it until the launcher is gone.
 _HOLDER = "env | grep ^SLURM_; echo .; exec cat"
 _NOT_FOR_SRUN = re.compile(r"SLURM_(?!CONF$)")  # a job's settings are no wishes for its steps
 _NO_BINDING = "srun: cluster configuration lacks support for cpu binding"  # then there is none to turn off
+_WAITS = re.compile(r"queued and waiting|error")  # what of salloc's words is news
 _END_S = 15.0
 
 
@@ -128,7 +129,7 @@ class SlurmBackend(Backend):
             _wait_or_cancel(running, deadline)
         self._running.clear()
         if self._holder is not None:
-            _release(self._holder)
+            _release(self._holder, is_granted=self._allocation is not None)
 
     @classmethod
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
@@ -157,7 +158,8 @@ class SlurmBackend(Backend):
             if not line:
                 self._loop.remove_reader(errors)
             for each in line.splitlines():
-                self._on_line(first, each)
+                if _WAITS.search(each):
+                    self._on_line(first, each)
 
         errors = holder.stderr.fileno()
         self._loop.add_reader(errors, on_salloc)
@@ -286,13 +288,13 @@ def _wait_or_cancel(running: _Running, deadline: float) -> None:
             pipe.close()
 
 
-def _release(holder: subprocess.Popen[bytes]) -> None:
+def _release(holder: subprocess.Popen[bytes], *, is_granted: bool) -> None:
     """Give the allocation back: the end of its input ends the holder, and salloc the job."""
     assert holder.stdin is not None
     with suppress(BrokenPipeError):
         holder.stdin.close()
-    if holder.poll() is None:
-        holder.send_signal(signal.SIGTERM)  # one that still waits for nodes reads nothing
+    if not is_granted:  # still waits for nodes, and its command has not begun to read
+        holder.send_signal(signal.SIGTERM)  # while it ends by itself this may hang it, seen in Slurm 22.05
     try:
         holder.wait(_END_S)
     except subprocess.TimeoutExpired:

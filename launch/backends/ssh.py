@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ class _Running:
     splitter: LineSplitter = field(default_factory=LineSplitter)
     connection: Connection | None = None
     number: int = 0
-    is_unwanted: bool = False  # to be ended, and not yet started
+    is_unwanted: bool = False  # ended before it was started
 
 
 class SshBackend(Backend):
@@ -122,10 +123,10 @@ class SshBackend(Backend):
         try:
             connection = await self._connected(host)
         except ParamServerError as error:
-            self._ended(running, HOST_LOST, error.message)
+            if not running.is_unwanted:
+                self._ended(running, HOST_LOST, error.message)
             return
         if running.is_unwanted:
-            self._ended(running, -15, "")
             return
         message = {
             "argv": list(spec.argv),
@@ -148,10 +149,11 @@ class SshBackend(Backend):
 
     def _end(self, child: Child, how: Any) -> None:
         running = self._running.get(child)
-        if running is None:
+        if running is None or running.is_unwanted:
             return
-        if running.connection is None:
+        if running.connection is None:  # its host may take long to answer, and nothing of it is there yet
             running.is_unwanted = True
+            asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
         else:
             how(running.connection, running.number)
 

@@ -12,7 +12,7 @@ import torch
 from ..connected import Measured, Worker
 from ..policies.base import Contribution
 from ..sanity import Judgement
-from .orders import Event
+from .orders import Event, ShardState
 
 if TYPE_CHECKING:
     from ...common.segments import Segment
@@ -75,3 +75,8 @@ class Alone:
     def missing(self) -> str:
         """What keeps workers from joining, as a phrase; empty when all shards are there."""
         return ""
+
+    @property
+    def states(self) -> dict[int, ShardState]:
+        """What the other shards said last about themselves."""
+        return {}

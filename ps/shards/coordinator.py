@@ -14,9 +14,10 @@ from ...common.errors import Reason, UsageError, refusal
 from ...common.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..connected import Worker
+from ..sanity import judge_whole
 from . import orders
 from .alone import Alone, StagedPart
-from .gather import Gather, combined
+from .gather import Gather
 
 if TYPE_CHECKING:
     from ...common.segments import Segment
@@ -33,6 +34,10 @@ _KINDS = {
 }
 
 
+_GOODBYE_S = 2.0
+_LOOK_S = 0.01
+
+
 @dataclass(eq=False)
 class Attendant:
     """Another shard, as long as it is connected. `outbox` holds what it is to be told; None ends it."""
@@ -42,7 +47,6 @@ class Attendant:
     is_ready: bool = False
     is_writing: bool = False
     durable_version: int = 0
-    state: orders.ShardState = field(default_factory=lambda: orders.ShardState(0))
 
 
 class Coordinator(Alone):
@@ -59,6 +63,7 @@ class Coordinator(Alone):
         self._brought: tuple[Worker, Segment] | None = None
         self._offering: dict[int, Worker] = {}
         self._settled = asyncio.Event()
+        self._states: dict[int, orders.ShardState] = {}
         self._has_begun = False
         self.on_complete: Callable[[], object] = lambda: None
         self.on_lost: Callable[[int], object] = lambda shard: None
@@ -70,13 +75,13 @@ class Coordinator(Alone):
         shard, num = register.shard, self._num_shards
         if register.shards != num or not 0 < shard < num:
             raise refusal(
-                Reason.BAD_REQUEST,
+                Reason.SHARD_MISMATCH,
                 f"it is shard {shard} of {register.shards}; this server has {num} shards, 0 to {num - 1}",
                 fix=f"start it with --shards {num} --shard 1 to {num - 1}",
             )
         if register.program_version != PROGRAM_VERSION:
             raise refusal(
-                Reason.BAD_REQUEST,
+                Reason.SHARD_MISMATCH,
                 f"it is paramserver {register.program_version or 'of no version'}, the coordinator {PROGRAM_VERSION}",
                 fix="install the same version everywhere",
             )
@@ -88,7 +93,7 @@ class Coordinator(Alone):
             raise refusal(Reason.NOT_READY, f"shard {shard} has just been lost; the others are about to go back")
         if self._keeps_snapshots and not register.keeps_snapshots:
             raise refusal(
-                Reason.BAD_REQUEST,
+                Reason.SHARD_MISMATCH,
                 f"the coordinator keeps snapshots and shard {shard} does not",
                 fix="start it with --checkpoint-dir too",
             )
@@ -106,7 +111,7 @@ class Coordinator(Alone):
         if self._attendants.get(shard) is not attendant:
             return
         del self._attendants[shard]
-        self._settle()
+        self._settled.set()
         if self._has_begun:
             self.on_lost(shard)
 
@@ -135,12 +140,14 @@ class Coordinator(Alone):
         self.addresses = ("", *(self._attendants[shard].register.address for shard in range(1, self._num_shards)))
         self._tell(order, self._run.now())
 
-    def stop(self, end: orders.End) -> None:
-        """The run is over: tell the others, and let go of them."""
+    async def stop(self, end: orders.End) -> None:
+        """The run is over: tell the others, and wait a moment for them to say what they have to say, and go."""
         self._has_begun = False  # whom it loses now is no loss
         self._tell(end, self._run.now())
-        for attendant in self._attendants.values():
-            attendant.outbox.put_nowait(None)
+        deadline = self._run.now() + _GOODBYE_S
+        while self._attendants and self._run.now() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        self.dismiss()
 
     def dismiss(self) -> None:
         """End all connections: everyone goes back to the newest common snapshot."""
@@ -165,9 +172,9 @@ class Coordinator(Alone):
                 self._hear(shard, report)
             case orders.Durable(version):
                 attendant.durable_version, attendant.is_writing = version, False
-                self._settle()
+                self._settled.set()
             case orders.ShardState():
-                attendant.state = report
+                self._states[shard] = report
             case orders.ShardFailed(message):
                 log.error("shard_failed", shard=shard, reason=message)
 
@@ -185,7 +192,8 @@ class Coordinator(Alone):
                 self._run.begin(weights)
             case orders.Staged(step=step):
                 worker, part = self._staged.pop(rank)
-                judgement = combined(reports)
+                limits = self._run.model.store.sanity.limits
+                judgement = judge_whole(limits, [one.judgement for one in reports if isinstance(one, orders.Staged)])
                 now = self.happens(orders.Taken(rank, report.incarnation, step, judgement))
                 self._run.contributions.take(worker, part._replace(judgement=judgement), now)
             case orders.Asked():
@@ -266,15 +274,12 @@ class Coordinator(Alone):
             self._settled.clear()
             await self._settled.wait()
 
-    def _settle(self) -> None:
-        self._settled.set()
-
     # ---- for the summary ----------------------------------------------------------------------------------
 
     @property
     def states(self) -> dict[int, orders.ShardState]:
         """What the others said last about themselves."""
-        return {shard: attendant.state for shard, attendant in sorted(self._attendants.items())}
+        return dict(sorted(self._states.items()))
 
 
 def _seat(worker: Worker) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...common.config import Config
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.history import History
 from ...common.layout import Layout
 from ...common.log import get_logger
 from ...common.optimizers import OptimizerSpec
@@ -78,9 +79,15 @@ class FollowerRun(Run):
     """The run as another shard decides it."""
 
     def __init__(
-        self, config: Config, policy: Policy, name: str, incarnation: int, report: Callable[[orders.Report], object]
+        self,
+        config: Config,
+        policy: Policy,
+        name: str,
+        incarnation: int,
+        report: Callable[[orders.Report], object],
+        history: History | None = None,
     ) -> None:
-        super().__init__(config, policy)
+        super().__init__(config, policy, history=history)
         self.name, self.incarnation = name, incarnation
         self.shards: Reporting = Reporting(self, report)
         self.take_snapshot: Callable[[], object] = lambda: None
@@ -94,7 +101,7 @@ class FollowerRun(Run):
         server = self.config.server
         if not asked.is_seated or asked.rank is None:
             raise refusal(
-                Reason.BAD_REQUEST,
+                Reason.SHARD_MISMATCH,
                 f"this is shard {server.shard} of {server.shards}: workers join the coordinator",
                 fix=f"ps-worker --server {server.coordinator}",
             )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from ..sanity import Judgement
-from .orders import Gathered, Staged
-
-# From the mildest: what one shard cannot take, none takes.
-_SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
+from .orders import Gathered
 
 
 class Gather:
@@ -45,12 +41,3 @@ class Gather:
 def _of(report: Gathered) -> tuple[int, int]:
     """What must be the same for two reports to be about one thing."""
     return report.incarnation, getattr(report, "step", 0)
-
-
-def combined(reports: list[Gathered]) -> Judgement:
-    """What all shards do with a contribution: the most severe of what each would do; clipped where one clipped."""
-    judgements = [report.judgement for report in reports if isinstance(report, Staged)]
-    worst = max(judgements, key=lambda judgement: _SEVERITY[judgement.action])
-    if not worst.is_taken:
-        return worst
-    return next((judgement for judgement in judgements if judgement.is_clipped), worst)

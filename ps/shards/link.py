@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import grpc
 import grpc.aio
 
 from ...common.config import Config
-from ...common.errors import Reason, UnreachableError
+from ...common.errors import ParamServerError, Reason, UnreachableError
 from ...common.log import get_logger
 from ...common.protocol import SERVICE, refusal_from_status
 from ...common.security import authorization, read_pem, read_token
@@ -23,6 +24,7 @@ from .messages import order_from_proto, report_to_proto
 log = get_logger()
 
 _TRY_AGAIN_S = 0.2
+_FINISH_S = 2.0
 # The coordinator may stand still for a while; a machine that is gone is noticed all the same.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -52,7 +54,7 @@ class Link:
             self._channel = grpc.aio.secure_channel(self._address, credentials, options=_OPTIONS)
         else:
             self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-        self._outgoing: asyncio.Queue[orders.Report] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[orders.Report | None] = asyncio.Queue()
         self._call: Any = None
 
     def report(self, report: orders.Report) -> None:
@@ -113,9 +115,17 @@ class Link:
         return order_from_proto(message)
 
     @staticmethod
-    async def _reports(outgoing: asyncio.Queue[orders.Report]) -> AsyncIterator[pb.ShardReport]:
-        while True:
-            yield report_to_proto(await outgoing.get())
+    async def _reports(outgoing: asyncio.Queue[orders.Report | None]) -> AsyncIterator[pb.ShardReport]:
+        while (report := await outgoing.get()) is not None:
+            yield report_to_proto(report)
+
+    async def finish(self) -> None:
+        """Nothing more is reported; returns when the coordinator has heard everything, or does not answer."""
+        self._outgoing.put_nowait(None)
+        with contextlib.suppress(LinkLost, ParamServerError, TimeoutError):
+            async with asyncio.timeout(_FINISH_S):
+                while True:
+                    await self._next()
 
     async def close(self) -> None:
         if self._call is not None:

@@ -41,8 +41,9 @@ def report_to_proto(report: orders.Report) -> pb.ShardReport:
             return pb.ShardReport(asked=pb.Asked(rank=rank, incarnation=incarnation, step=step))
         case orders.Durable(version):
             return pb.ShardReport(durable=pb.Durable(version=version))
-        case orders.ShardState(version, num_bytes):
-            return pb.ShardReport(state=pb.ShardState(version=version, bytes=num_bytes))
+        case orders.ShardState(version, num_bytes, traffic):
+            rows = [pb.Traffic(rank=rank, sent=sent, received=got) for rank, (sent, got) in traffic.items()]
+            return pb.ShardReport(state=pb.ShardState(version=version, bytes=num_bytes, traffic=rows))
         case orders.ShardFailed(message):
             return pb.ShardReport(failed=pb.ShardFailed(message=message))
 
@@ -79,7 +80,9 @@ _REPORTS: dict[str, Callable[[Any], orders.Report]] = {
     "staged": _staged,
     "asked": lambda said: orders.Asked(said.rank, said.incarnation, said.step),
     "durable": lambda said: orders.Durable(said.version),
-    "state": lambda said: orders.ShardState(said.version, dict(said.bytes)),
+    "state": lambda said: orders.ShardState(
+        said.version, dict(said.bytes), {row.rank: (row.sent, row.received) for row in said.traffic}
+    ),
     "failed": lambda said: orders.ShardFailed(said.message),
 }
 
@@ -161,7 +164,12 @@ def _snapshot_from_proto(message: pb.SnapshotName) -> SnapshotName:
 
 def _verdict_to_proto(judgement: Judgement) -> pb.Verdict:
     return pb.Verdict(
-        action=judgement.action, what=judgement.what, limit=judgement.limit, is_clipped=judgement.is_clipped
+        action=judgement.action,
+        what=judgement.what,
+        limit=judgement.limit,
+        is_clipped=judgement.is_clipped,
+        norm=judgement.norm,
+        scale=judgement.scale,
     )
 
 
@@ -169,4 +177,4 @@ def _verdict_from_proto(message: pb.Verdict) -> Judgement:
     if message.action not in _ACTIONS:
         raise refusal(Reason.BAD_REQUEST, f"a verdict '{message.action[:40]}'; known are {', '.join(_ACTIONS)}")
     action: Any = message.action
-    return Judgement(action, message.what, message.limit, message.is_clipped)
+    return Judgement(action, message.what, message.limit, message.is_clipped, message.norm, message.scale)

@@ -77,8 +77,11 @@ class Durable:
 
 @dataclass(frozen=True)
 class ShardState:
+    """`bytes` held, by what they are; `traffic` by rank: bytes the worker has sent here and received from here."""
+
     version: int
     bytes: dict[str, int] = field(default_factory=dict)
+    traffic: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

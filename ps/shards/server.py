@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 from ...common.config import Config
 from ...common.errors import ParamServerError
 from ...common.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..listening import Listening
+from ..metrics_http import MetricsEndpoint, open_metrics, server_history
 from ..modes import make_policy
+from ..run import Run
 from ..service import ParameterServerService
 from ..snapshots import Snapshots, resume_at
 from . import orders
@@ -49,6 +50,11 @@ class ShardServer:
         self._link = Link(config)
         self._run: FollowerRun | None = None
         self._snapshots: Snapshots | None = None
+        self._metrics: MetricsEndpoint | None = None
+
+    def after(self, config: Config) -> ShardServer:
+        """The server that goes on where this one went back."""
+        return ShardServer(config)
 
     @property
     def address(self) -> str:
@@ -89,6 +95,7 @@ class ShardServer:
         )
         begin = await self._link.register(register)
         run = self._run = self._begin(begin, available)
+        self._metrics = await open_metrics(self._config, run.history, run)
         service = ParameterServerService(run, run.config)
         await self._listening.serve(service.handler())
         log.info(
@@ -100,6 +107,8 @@ class ShardServer:
             async for event, now in self._link.events():
                 run.happened(event, now)
                 if isinstance(event, orders.End):
+                    self._link.report(state_of(run))
+                    await self._link.finish()
                     return
         except LinkLost as lost:
             self.goes_back = not self.stop_requested.is_set()
@@ -115,7 +124,8 @@ class ShardServer:
         """The run that the coordinator says this is, where it says that it stands."""
         config = with_shared(self._config, begin.config)
         policy = make_policy(config)
-        run = FollowerRun(config, policy, begin.run, begin.server_incarnation, self._link.report)
+        history = server_history(self._config, is_written=False)
+        run = FollowerRun(config, policy, begin.run, begin.server_incarnation, self._link.report, history)
         resume_at(run, config, available, begin.snapshot)
         run.name, run.incarnation = begin.run, begin.server_incarnation
         if config.checkpoint.dir is not None:
@@ -133,7 +143,7 @@ class ShardServer:
     async def _report_state(self, run: FollowerRun) -> None:
         while True:
             if run.model.has_weights:
-                self._link.report(orders.ShardState(run.policy.version, held_bytes(run)))
+                self._link.report(state_of(run))
             await asyncio.sleep(_STATE_S)
 
     async def _close(self) -> None:
@@ -146,8 +156,12 @@ class ShardServer:
             self._run.tensors.close()
         if self._snapshots is not None:
             self._snapshots.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
-def held_bytes(run: Any) -> dict[str, int]:
-    """What a shard holds of the model, by what it is."""
-    return dict(run.model.store.num_bytes) if run.model.has_weights else {}
+def state_of(run: Run) -> orders.ShardState:
+    """What a shard holds of the model, and what has passed through it."""
+    held = dict(run.model.store.num_bytes) if run.model.has_weights else {}
+    traffic = {rank: (stats.bytes_sent, stats.bytes_received) for rank, stats in run.roster.stats.items()}
+    return orders.ShardState(run.policy.version, held, traffic)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +63,9 @@ def image(engine: None) -> str:
 
 
 class Project:
-    """One `compose up` with its own names, network and volumes."""
+    """One `compose up` with its own names, network and volumes. `extra`: more of its services, as in a file."""
 
-    def __init__(self, image: str, folder: Path, *files: str, **env: str) -> None:
+    def __init__(self, image: str, folder: Path, *files: str, extra: dict[str, Any] | None = None, **env: str) -> None:
         self.name = f"pstest{secrets.token_hex(4)}"
         self.folder = folder
         command = compose_command()
@@ -72,6 +73,10 @@ class Project:
         self._command = [*command, "-p", self.name]
         for file in files:
             self._command += ["-f", str(ROOT / "docker" / file)]
+        if extra is not None:
+            override = folder / "extra.yaml"
+            override.write_text(yaml.safe_dump({"services": extra}))
+            self._command += ["-f", str(override)]
         self._env = {**os.environ, "PARAMSERVER_IMAGE": image, **env}
 
     def __call__(self, *argv: str, check: bool = True) -> str:
@@ -99,7 +104,7 @@ class Project:
         deadline = time.monotonic() + deadline_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what} in {deadline_s:g} s\n{self.logs()}"
-            time.sleep(0.2)
+            time.sleep(0.5)  # a look at the metrics costs a Python process
 
     def until_all_exited(self, *services: str) -> None:
         def have() -> bool:
@@ -137,8 +142,8 @@ def up(image: str, tmp_path: Path) -> Iterator[Callable[..., Project]]:
     """Starts a project in the background: up("compose.yaml", STEPS="300")."""
     projects: list[Project] = []
 
-    def start(*files: str, flags: tuple[str, ...] = (), **env: str) -> Project:
-        project = Project(image, tmp_path, *files, **env)
+    def start(*files: str, flags: tuple[str, ...] = (), extra: dict[str, Any] | None = None, **env: str) -> Project:
+        project = Project(image, tmp_path, *files, extra=extra, **env)
         projects.append(project)
         project(*flags, "up", "-d", "--no-build")
         return project

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +14,10 @@ from .conftest import Project, docker
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 Up = Callable[..., Project]
+
+# Steps that leave the cores to those who look; a run that goes on until it is stopped.
+CALM = {"worker": {"environment": {"PS_SLOWDOWN__BASE_S": "0.05"}}}
+FOR_EVER = "1000000"
 
 
 def run_rm(image: str, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +65,7 @@ def test_the_image_by_itself_refuses_an_open_address(image: str) -> None:
 
 
 def test_a_run_trains_to_its_end_and_stays_ended(up: Up) -> None:
-    project = up("compose.yaml", STEPS="600")
+    project = up("compose.yaml", STEPS="300")
     project.until_all_exited("server", "worker")
     assert project.exit_codes("server", "worker") == [0, 0, 0]
     summary = json.loads(project.read("/data/run.json"))
@@ -79,7 +83,9 @@ def test_a_run_trains_to_its_end_and_stays_ended(up: Up) -> None:
 
 
 def test_whatever_dies_is_back_and_the_run_ends_well(up: Up) -> None:
-    project = up("compose.yaml", STEPS="2500", MODE="sync")
+    # Nobody trains without the other, so that the run cannot be over before who died is back.
+    both = {"server": {"environment": {"PS_POLICY__MIN_WORKERS": "2"}}}
+    project = up("compose.yaml", extra=both, STEPS="800", MODE="sync")
     project.until(lambda: project.metrics().get("paramserver_step", 0) > 200, "200 steps")
     project.kill(project.ids("worker")[0])
     project.until(lambda: project.metrics().get("paramserver_joins_totalagain", 0) == 1, "worker back")
@@ -102,7 +108,7 @@ def test_whatever_dies_is_back_and_the_run_ends_well(up: Up) -> None:
 
 
 def test_scaled_while_it_runs_and_stopped_within_the_grace(up: Up) -> None:
-    project = up("compose.yaml", STEPS="1000000", WORKERS="1")
+    project = up("compose.yaml", extra=CALM, STEPS=FOR_EVER, WORKERS="1")
     project.until(lambda: project.metrics().get("paramserver_step", 0) > 20, "twenty steps")
     project("up", "-d", "--no-build", "--scale", "worker=8")
     project.until(lambda: project.metrics().get("paramserver_live_workers", 0) == 8, "eight workers")
@@ -111,10 +117,8 @@ def test_scaled_while_it_runs_and_stopped_within_the_grace(up: Up) -> None:
 
     project("up", "-d", "--no-build", "--scale", "worker=3")
     project.until(lambda: project.metrics().get("paramserver_live_workers", 0) == 3, "three workers")
-    began = time.monotonic()
     project("stop")
-    assert time.monotonic() - began < 18  # each has 20 s; killed, it would exit with 137
-    assert set(project.exit_codes("server", "worker")) == {143}
+    assert set(project.exit_codes("server", "worker")) == {143}  # 137: killed when its grace was over
     assert "snapshot" in project.logs()
 
     version = json.loads(project.read("/data/run.json"))["version"]
@@ -123,7 +127,7 @@ def test_scaled_while_it_runs_and_stopped_within_the_grace(up: Up) -> None:
 
 
 def test_with_tls_and_a_token_nobody_else_comes_in(up: Up, image: str) -> None:
-    project = up("compose.yaml", "compose.tls.yaml", STEPS="1000000")
+    project = up("compose.yaml", "compose.tls.yaml", extra=CALM, STEPS=FOR_EVER)
     project.until(lambda: project.metrics().get("paramserver_live_workers", 0) == 2, "two workers over TLS")
     project.until(lambda: project.states("server")[0].get("Health", {}).get("Status") == "healthy", "healthy server")
     assert "insecure" not in project.logs()
@@ -135,20 +139,20 @@ def test_with_tls_and_a_token_nobody_else_comes_in(up: Up, image: str) -> None:
             capture_output=True, text=True, timeout=90, check=False,
         )  # fmt: skip
 
-    plain = stranger("ps-worker", "--server", "server:50051", "--set", "worker.give_up_s=5")
+    plain = stranger("ps-worker", "--server", "server:50051", "--set", "worker.give_up_s=3")
     assert plain.returncode in (11, 15), plain.stderr
     assert stranger("python", "-m", "paramserver.ps.health", "server:50051").returncode == 15
     assert project.metrics()["paramserver_live_workers"] == 2
-    project("stop")
-    project("start")  # with the certificates that are there
-    project.until(lambda: project.metrics().get("paramserver_live_workers", 0) == 2, "two workers again")
+    project("up", "-d", "--no-build", "--force-recreate", "certs")  # keeps the certificates that are there
+    project.until_all_exited("certs")
     assert project.exit_codes("certs") == [0]
+    assert "certificates for" not in project("logs", "--no-color", "certs")
 
 
 def test_monitoring_sees_the_run_and_its_death(up: Up, prometheus_image: str) -> None:
     flags = ("--profile", "monitoring")
-    settings = {"PROMETHEUS_IMAGE": prometheus_image, "PROMETHEUS_PORT": "0", "STEPS": "1000000"}
-    project = up("compose.yaml", flags=flags, **settings)
+    settings = {"PROMETHEUS_IMAGE": prometheus_image, "PROMETHEUS_PORT": "0", "STEPS": FOR_EVER}
+    project = up("compose.yaml", extra=CALM, flags=flags, **settings)
 
     def ask(path: str) -> dict:
         code = f"import urllib.request as u; print(u.urlopen('http://prometheus:9090/api/v1/{path}').read().decode())"
@@ -161,11 +165,11 @@ def test_monitoring_sees_the_run_and_its_death(up: Up, prometheus_image: str) ->
 
     project.until(lambda: value("up") == 1, "scrape")
     project.until(lambda: value("rate(paramserver_updates_total[30s])") > 1, "rate of updates")
-    assert value("paramserver_live_workers") == 2
+    project.until(lambda: value("paramserver_live_workers") == 2, "both workers")
     rules = [rule for group in ask("rules")["data"]["groups"] for rule in group["rules"]]
     assert len(rules) >= 9
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-    assert {rule["name"] for rule in rules if rule["state"] != "inactive"} == set()
+    assert {rule["name"] for rule in rules if rule["state"] != "inactive"} == set(), rules
     docker("stop", project.ids("server")[0])
     project.until(lambda: value("up") == 0, "death noticed")
 
@@ -179,8 +183,6 @@ def test_monitoring_sees_the_run_and_its_death(up: Up, prometheus_image: str) ->
 @pytest.fixture(scope="session")
 def prometheus_image(image: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An image of the Prometheus that is installed here: none has to be pulled."""
-    import shutil
-
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("no prometheus on this machine: install the package prometheus")

@@ -47,7 +47,7 @@ class EngineRun(Cluster):
 
     def program(self, name: str, *argv: str, **env: str) -> Process:
         """One that is no Python of ours: torchrun, srun, mpirun."""
-        path = Path(sys.executable).with_name(argv[0])
+        path = Path(sys.executable).parent / argv[0]
         program = str(path) if path.exists() else argv[0]
         process = Process(name, [program, *argv[1:]], self._env | env, self.folder)
         self.processes.append(process)
@@ -107,12 +107,4 @@ def run(tmp_path: Path) -> Iterator[EngineRun]:
 @pytest.fixture(scope="module")
 def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Three nodes; the tests that need them say loudly that they were not run."""
-    why = slurm.missing()
-    if why is not None:
-        pytest.skip(why)
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    yield from slurm.running(tmp_path_factory.mktemp("slurm"))

@@ -12,9 +12,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+from paramserver.launch.backends.local import end_with
 
 NEEDED = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "mungekey")
 DEADLINE_S = 30.0
@@ -28,6 +32,19 @@ def missing() -> str | None:
     if absent:
         return f"no {', '.join(absent)}: apt-get install -y --no-install-recommends slurm-wlm munge"
     return None
+
+
+def running(folder: Path) -> Iterator[SlurmCluster]:
+    """The body of a fixture: a cluster in `folder`, or a loud skip."""
+    why = missing()
+    if why is not None:
+        pytest.skip(why)
+    cluster = SlurmCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -121,7 +138,10 @@ class SlurmCluster:
     def _daemon(self, *argv: str) -> None:
         env = {**os.environ, **self.env}
         with (self.folder / f"{argv[0]}-{len(self._daemons)}.out.log").open("wb") as log:
-            daemon = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            daemon = subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=end_with(os.getpid()),  # also where the tests are killed
+            )  # fmt: skip
         self._daemons.append(daemon)
 
     def _all_idle(self) -> bool:

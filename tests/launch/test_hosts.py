@@ -260,6 +260,7 @@ def test_an_open_address_in_the_clear_needs_insecure(
         ({"launch.sync_code": True, "task.name": "/x/t.py:T"}, "/x/t.py is not below this directory"),
         ({"launch.sync_code": True, "task.name": "../t.py:T"}, r"\.\./t\.py is not below this directory"),
         ({"launch.sync_code": True, "launch.script": "no.py"}, "no file no.py"),
+        ({"launch.ssh": "ssh -F 'x"}, r"""flag --ssh: "ssh -F 'x" is no command"""),
         ({"launch.colocate": True, "server.shards": 3}, "flag --shards: 3 shards, .* each of the 2 hosts"),
     ],
 )

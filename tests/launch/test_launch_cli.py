@@ -14,6 +14,7 @@ from paramserver.common.config_sources import load_config
 from paramserver.launch.options import fold_script_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+STARTED_BY_OTHERS = {"slurm", "torchrun", "compose", "kubernetes"}  # which say how many workers there are
 
 
 def cpu_seconds() -> float:
@@ -148,8 +149,11 @@ def test_words_after_two_dashes_are_the_scripts() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.name.startswith("hosts.")]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_ready_made_configuration_is_valid(path: Path) -> None:
     config = load_config(str(path), {}, [], {}).config
-    assert config.run.workers is not None
+    assert config.run.workers is not None or path.stem in STARTED_BY_OTHERS
     json.dumps(config.model_dump())

@@ -285,7 +285,17 @@ def test_plan_and_supervise_are_pure() -> None:
     """They decide; time, processes and the environment come in as arguments."""
     impure = {"torch", "grpc", "time", "random", "threading", "asyncio", "os", "logging", "subprocess"}
     folder = Path(plan_module.__file__).parent
-    for name in ("plan.py", "files.py", "supervise.py", "restarts.py", "exits.py", "events.py", "view.py"):
+    for name in (
+        "plan.py",
+        "placement.py",
+        "settings.py",
+        "files.py",
+        "supervise.py",
+        "restarts.py",
+        "exits.py",
+        "events.py",
+        "view.py",
+    ):
         for node in ast.walk(ast.parse((folder / name).read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

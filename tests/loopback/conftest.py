@@ -92,6 +92,12 @@ class Cluster:
         self.address = process.event("listening")["address"]
         return process
 
+    def shard(self, number: int, shards: int, *flags: str, **env: str) -> Process:
+        """Another shard of the server started last; registers with it by itself."""
+        argv = ("-m", "paramserver.ps", "--shard", str(number), "--shards", str(shards))
+        where = ("--coordinator", self.address, *(() if "--listen" in flags else ("--listen", "127.0.0.1:0")))
+        return self.start(f"shard{number}-{len(self.processes)}", *argv, *where, *flags, **env)
+
     def worker(self, rank: int, *flags: str, **env: str) -> Process:
         name = f"worker{rank}-{len(self.processes)}"
         argv = ("-m", "paramserver.worker", "--rank", str(rank), "--server", self.address, *flags)

@@ -112,7 +112,7 @@ def test_health_and_reflection_are_served(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     assert SERVICE in database.get_services()
     described = DescriptorPool(database).FindServiceByName(SERVICE)
-    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Heartbeat", "Status"]
+    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Heartbeat", "Attend", "Status"]
 
 
 def test_a_whole_run_with_generated_code_alone(channel):

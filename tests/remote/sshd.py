@@ -1,4 +1,4 @@
-"""A real sshd on 127.0.0.1, .2 and .3 as three hosts, and a way to see what runs on them.
+"""A real sshd on 127.0.0.1, .2 and .3 as three hosts, or one in each network namespace; what runs on them.
 
 All "hosts" are this machine: one file system, one kernel. What was started over this sshd is known by
 SSH_CONNECTION in its environment, which names the port.
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,18 +26,21 @@ DEADLINE_S = 10.0
 class Sshd:
     """The daemon, the keys and the client's configuration, in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hosts: Mapping[str, str] = HOSTS, at: Sequence[tuple[str, ...]] = ((),)) -> None:
+        """`at`: the command prefixes with which a daemon is started, one for each namespace."""
         self.folder = folder
         self.port = _free_port()
-        self._write()
-        self._daemon = subprocess.Popen(
-            ["/usr/sbin/sshd", "-D", "-f", str(folder / "sshd_config"), "-E", str(folder / "sshd.log")]
-        )
-        end = time.monotonic() + DEADLINE_S
-        while not _answers(self.port):
-            assert self._daemon.poll() is None, (folder / "sshd.log").read_text()
-            assert time.monotonic() < end, "sshd does not listen"
-            time.sleep(0.02)
+        self._write(hosts, listen=hosts.values() if at == ((),) else ["0.0.0.0"])
+        self._daemons = []
+        for index, prefix in enumerate(at):
+            log = folder / f"sshd-{index}.log"
+            command = [*prefix, "/usr/sbin/sshd", "-D", "-f", str(folder / "sshd_config"), "-E", str(log)]
+            self._daemons.append(daemon := subprocess.Popen(command))
+            end = time.monotonic() + DEADLINE_S
+            while not (log.exists() and "Server listening" in log.read_text()):
+                assert daemon.poll() is None, log.read_text()
+                assert time.monotonic() < end, "sshd does not listen"
+                time.sleep(0.02)
 
     @property
     def ssh(self) -> str:
@@ -68,46 +71,46 @@ class Sshd:
 
     def sessions(self) -> list[psutil.Process]:
         """The daemon's side of each open connection."""
-        return psutil.Process(self._daemon.pid).children()
+        return [child for daemon in self._daemons for child in psutil.Process(daemon.pid).children()]
 
     def close(self) -> None:
-        for process in [*self.running(), *psutil.Process(self._daemon.pid).children(recursive=True)]:
+        for process in [*self.running(), *self.sessions()]:
             try:
                 process.kill()
             except psutil.Error:
                 continue
-        self._daemon.kill()
-        self._daemon.wait()
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait()
 
-    def _write(self) -> None:
+    def _write(self, hosts: Mapping[str, str], listen: Iterable[str]) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in ("host_key", "user_key"):
             key = self.folder / name
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
         known = (self.folder / "host_key.pub").read_text().rsplit(" ", 1)[0]
-        lines = [f"[{address}]:{self.port} {known}" for address in HOSTS.values()]
+        lines = [f"[{address}]:{self.port} {known}" for address in hosts.values()]
         (self.folder / "known_hosts").write_text("\n".join(lines) + "\n")
-        listen = "\n".join(f"ListenAddress {address}" for address in HOSTS.values())
+        addresses = "\n".join(f"ListenAddress {address}" for address in listen)
         (self.folder / "sshd_config").write_text(
-            f"Port {self.port}\n{listen}\nHostKey {self.folder}/host_key\nPidFile {self.folder}/pid\n"
+            f"Port {self.port}\n{addresses}\nHostKey {self.folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/user_key.pub\nPasswordAuthentication no\n"
             "PermitRootLogin prohibit-password\nUsePAM no\nStrictModes no\nMaxStartups 100\n"
         )
-        entries = "".join(f"Host {name}\n  HostName {address}\n" for name, address in HOSTS.items())
+        entries = "".join(f"Host {name}\n  HostName {address}\n" for name, address in hosts.items())
         (self.folder / "ssh_config").write_text(
             f"{entries}Host *\n  Port {self.port}\n  IdentityFile {self.folder}/user_key\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self.folder}/known_hosts\n  StrictHostKeyChecking yes\n"
         )
 
 
-def start_sshd(folder: Path) -> Sshd:
-    """A running daemon; skips the test where there cannot be one."""
+def need_sshd() -> None:
+    """Skip the test where there cannot be one."""
     if os.geteuid() != 0:
         pytest.skip("needs root: an sshd of its own for a test")
     missing = [name for name in ("/usr/sbin/sshd", "ssh", "ssh-keygen") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs {missing[0]}: apt-get install openssh-server openssh-client")
-    return Sshd(folder)
 
 
 def hosts_yaml(path: Path, *entries: str, workdir: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -122,11 +125,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True

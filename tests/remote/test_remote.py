@@ -35,15 +35,6 @@ def test_a_run_on_two_hosts(remote, events) -> None:
     assert json.loads((remote.folder / "out.json").read_text())["updates"] == 10
 
 
-def test_the_hosts_are_shown(remote) -> None:
-    remote.hosts(*TWO)
-    run = remote.run("-n", "3")
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.startswith("ps-launch: sync: a server and 3 workers on 2 hosts,")
-    for line in ("[server on node2] listening address=127.0.0.2:", "[worker 2 on node3] joined rank=2"):
-        assert line in run.stderr
-
-
 def test_each_worker_has_its_device_its_share_of_the_cores_and_the_hosts_variables(remote, tmp_path: Path) -> None:
     names = ["RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LAB", "PS_TOKEN"]
     (tmp_path / "there").mkdir()
@@ -73,7 +64,9 @@ def test_each_worker_has_its_device_its_share_of_the_cores_and_the_hosts_variabl
 def test_the_secret_is_in_no_command_line(remote, read_until) -> None:
     remote.hosts(*TWO)
     launcher = remote.launch("-n", "2", FAKE_WORKER="hang", PS_TOKEN="the-secret")
-    read_until(launcher.stderr, "hanging")
+    assert launcher.stderr.readline().startswith("ps-launch: sync: a server and 2 workers on 1 host,")
+    read_until(launcher.stderr, "[server on node2] listening address=127.0.0.2:")
+    read_until(launcher.stderr, "[worker 1 on node2] hanging")
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert len(remote.sshd.running()) >= 5
     assert not [line for line in lines if "the-secret" in line]
@@ -110,7 +103,7 @@ def test_every_host_that_cannot_is_named_with_its_reason(remote, tmp_path: Path)
     other = tmp_path / "other" / "paramserver-9.9.9.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: paramserver\nVersion: 9.9.9\n")
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing
+    with socket.create_server(("127.0.0.3", 0)) as silent:  # accepts and says nothing
         remote.hosts(
             "{host: node1, workdir: /no/such/dir}",
             "{host: node2, python: /no/such/python}",
@@ -141,7 +134,7 @@ def test_every_host_that_cannot_is_named_with_its_reason(remote, tmp_path: Path)
 
 def test_dry_run_shows_what_ssh_is_told_and_what_runs_there(remote) -> None:
     remote.hosts(*TWO)
-    run = remote.run("-n", "3", "--shards", "2", "--dry-run", PS_TOKEN="the-secret")
+    run = remote.run("-n", "3", "--shards", "2", "--dry-run", PS_TOKEN="the-secret", API_KEY="the-secret", LAB="x")
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     heads = [line.partition("]")[0] for line in lines]
@@ -152,6 +145,7 @@ def test_dry_run_shows_what_ssh_is_told_and_what_runs_there(remote) -> None:
     ]
     assert "-oBatchMode=yes" in lines[1] and "-- node2 'exec " in lines[1]
     assert "--server HOST:PORT --rank 2" in lines[-1]
+    assert "API_KEY=... LAB=x" in lines[-1]
     assert "the-secret" not in run.stdout
 
 
@@ -196,6 +190,18 @@ def test_ctrl_c_ends_everything_in_good_order(remote, read_until) -> None:
     assert remote.left() == []
 
 
+def test_ctrl_c_while_a_host_does_not_answer(remote, wait_until) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as silent:
+        remote.hosts("node2", f"{{host: 127.0.0.3, port: {silent.getsockname()[1]}, address: 127.0.0.3}}")
+        launcher = remote.launch("-n", "2")
+        wait_until(lambda: len(ssh_clients(launcher)) == 2 and remote.sshd.running() != [])
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert err.splitlines()[-1] == "ps-launch: interrupted by SIGINT; every process has ended"
+    assert remote.left() == []
+
+
 def test_a_killed_launcher_leaves_nothing(remote, read_until, wait_until) -> None:
     launcher = started(remote, read_until, FAKE_SERVER="stubborn")
     launcher.kill()
@@ -233,6 +239,7 @@ def test_a_lost_host_is_connected_to_anew(remote) -> None:
     assert remote.left() == []
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_processes_along(remote, read_until, wait_until) -> None:
     launcher = started(remote, read_until, "--max-restarts", "0")
     agents = [process for process in remote.sshd.running() if "exec(sys.stdin" in " ".join(process.cmdline())]
@@ -260,6 +267,56 @@ def test_a_connection_that_falls_silent_ends_what_runs_there(remote, read_until,
     finally:
         for process in stopped:
             process.resume()
+
+
+def agents_on(remote, host: str) -> list[psutil.Process]:
+    """The agents, not their guardians, at the other end of the connections to an address."""
+    found = []
+    for process in remote.sshd.running():
+        at = process.environ()["SSH_CONNECTION"].split()[2]
+        parent = process.parent()
+        if at == host and parent is not None and "sshd" in parent.name():
+            found.append(process)
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_lost_host_still_runs_is_ended_before_anything_starts_there_anew(remote, read_until, wait_until) -> None:
+    """Its agent stands still: it notices nothing, and its processes go on."""
+    remote.hosts(*TWO)
+    sets = ("--set", "launch.lost_after_s=5", *SOON)
+    launcher = remote.launch("-n", "3", *sets, FAKE_WORKER="hang", FAKE_WORKER_2="family")
+    said = ""
+    while said.count("] hanging") < 3:
+        said += launcher.stderr.readline()
+    (agent,) = agents_on(remote, "127.0.0.3")
+    old = [
+        psutil.Process(int(pid)) for pid in re.findall(r"\[worker 2 on node3\] (?:joined|has_child) .*?pid=(\d+)", said)
+    ]
+    assert len(old) == 2
+    agent.suspend()
+    read_until(launcher.stderr, "worker 2 failed: exit code 255 (its host was lost); started again")
+    read_until(launcher.stderr, "[worker 2 on node3] joined")
+    wait_until(lambda: not any(process.is_running() for process in [agent, *old]))
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert remote.left() == []
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_terminal_stands_still_keeps_its_hosts(remote, read_until) -> None:
+    """Nobody reads what it shows for longer than a host may be silent: its loop waits, its beats do not."""
+    remote.hosts(*TWO)
+    launcher = remote.launch("-n", "3", "--set", "launch.lost_after_s=5", FAKE_WORKER="chatty")
+    read_until(launcher.stderr, "[worker 2 on node3] still here")
+    time.sleep(8.0)  # the thing itself
+    assert len(remote.sshd.running()) >= 8
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert "was lost" not in err
+    assert remote.left() == []
 
 
 # ---- shards ---------------------------------------------------------------------------------------------

@@ -148,14 +148,16 @@ def main() -> int:
     def all_are_there() -> None:
         status(mode, 5, num_workers, num_workers)
         snapshot.take()
-        Path(f"open-{port}").touch()
+        if "server.shards" in options:
+            Path(f"open-{port}").touch()
         if todo == "die":
             sys.exit(int(code))
         if todo == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
     serve(listener, snapshot, num_workers, all_are_there)
-    Path(f"done-{port}").touch()
+    if "server.shards" in options:
+        Path(f"done-{port}").touch()
     while todo in ("linger", "stubborn"):
         signal.pause()
     rows = [{"rank": rank, "steps": 10, "samples": 320, "compute_s": 1.0} for rank in range(num_workers)]

@@ -1,0 +1,298 @@
+"""docker/kubernetes/*.yaml: valid for the API, and what their containers run trains to the end.
+
+No cluster is here. The schemas are those of Kubernetes itself (the package kubernetes-validate holds them); the
+commands and variables of the containers are run as plain processes over loopback, with what a kubelet would
+fill in (`Pod`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from paramserver.common.config import Config
+from paramserver.launch.plan import Child
+from paramserver.launch.restarts import can_mend
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docker" / "kubernetes"
+MANIFESTS = [
+    (path.name, manifest)
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+]
+# The oldest with everything that is used, one between, the newest the package knows.
+VERSIONS = ["1.29", "1.31", ".".join(kubernetes_validate.latest_version().split(".")[:2])]
+NO_RETRY = {2, 11, 12, 14, 16}
+
+Manifest = dict[str, Any]
+
+
+def manifest(kind: str) -> Manifest:
+    (found,) = (each for _, each in MANIFESTS if each["kind"] == kind)
+    return found
+
+
+SERVER, JOB = manifest("StatefulSet"), manifest("Job")
+PODS = {"server": SERVER["spec"]["template"]["spec"], "worker": JOB["spec"]["template"]["spec"]}
+NUM_SHARDS, NUM_WORKERS = SERVER["spec"]["replicas"], JOB["spec"]["completions"]
+
+
+def container(role: str) -> Manifest:
+    (only,) = PODS[role]["containers"]
+    return only
+
+
+def variables(role: str) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container(role)["env"] if "value" in each}
+
+
+# ---- the schema --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("name", "document"), MANIFESTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_manifest_is_valid(name: str, document: Manifest, version: str) -> None:
+    assert kubernetes_validate.validate(document, version, strict=True) == version
+
+
+def test_the_validator_sees_mistakes() -> None:
+    wrong = copy.deepcopy(SERVER)
+    wrong["spec"]["template"]["spec"]["terminationGracePeriod"] = 60
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+    wrong = copy.deepcopy(JOB)
+    wrong["spec"]["backoffLimitPerIndex"] = "ten"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+# ---- what fits together ------------------------------------------------------------------------------
+
+
+def test_names_meet() -> None:
+    """Selectors find pods, the headless service gives them names, what is mounted exists."""
+    service, labels = manifest("Service"), SERVER["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert SERVER["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert SERVER["spec"]["serviceName"] == service["metadata"]["name"]
+    ports = {port["name"]: port["containerPort"] for port in container("server")["ports"]}
+    assert all(ports[port["targetPort"]] == port["port"] for port in service["spec"]["ports"])
+    assert manifest("ConfigMap")["metadata"]["name"] == PODS["server"]["volumes"][0]["configMap"]["name"]
+    for role, pod in PODS.items():
+        claims = SERVER["spec"]["volumeClaimTemplates"] if role == "server" else []
+        given = {volume["name"] for volume in pod["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+        assert {mount["name"] for mount in container(role)["volumeMounts"]} == given
+
+
+def test_the_numbers_agree() -> None:
+    address = variables("worker")["PS_SERVER"]
+    assert variables("server")["PS_SERVER__SHARDS"] == str(NUM_SHARDS)
+    assert variables("worker")["PS_RUN__WORKERS"] == str(NUM_WORKERS) == str(JOB["spec"]["parallelism"])
+    assert yaml.safe_load(manifest("ConfigMap")["data"]["run.yaml"])["run"]["workers"] == NUM_WORKERS
+    assert address == variables("server")["PS_SERVER__COORDINATOR"] == "ps-server-0.ps-server:50051"
+
+
+def test_stopping_has_the_time_it_takes() -> None:
+    """server.drain_s for the workers, then the last snapshot."""
+    assert PODS["server"]["terminationGracePeriodSeconds"] > 2 * Config().server.drain_s
+
+
+def test_a_failure_that_another_try_cannot_mend_ends_the_job() -> None:
+    """The exit codes of podFailurePolicy, against what our own launcher restarts."""
+    rules = JOB["spec"]["podFailurePolicy"]["rules"]
+    (codes,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
+    assert set(codes["values"]) == NO_RETRY
+    assert not any(can_mend(Child("worker", 0), code, has_listened=False) for code in NO_RETRY)
+    assert codes["containerName"] == container("worker")["name"]
+    assert JOB["spec"]["completionMode"] == "Indexed" and JOB["spec"]["backoffLimitPerIndex"] > 0
+    assert PODS["worker"]["restartPolicy"] == "Never"  # the API demands it with a podFailurePolicy
+
+
+@pytest.mark.parametrize("role", PODS)
+def test_a_container_has_no_privileges(role: str) -> None:
+    pod, security = PODS[role], container(role)["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert not security["allowPrivilegeEscalation"] and security["readOnlyRootFilesystem"]
+    assert not pod["automountServiceAccountToken"]
+    assert "--uid 10001 " in (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert pod["securityContext"]["runAsUser"] == 10001
+
+
+def test_secrets_come_as_files() -> None:
+    for role in PODS:
+        values = variables(role)
+        assert "PS_TOKEN" not in values and "secretKeyRef" not in json.dumps(container(role))
+        for name in ("PS_SECURITY__CA", "PS_SECURITY__TOKEN_FILE"):
+            assert any(values[name].startswith(mount["mountPath"]) for mount in container(role)["volumeMounts"])
+    worker_tls = next(volume for volume in PODS["worker"]["volumes"] if volume["name"] == "tls")
+    assert [item["key"] for item in worker_tls["secret"]["items"]] == ["ca.crt"]  # not the server's key
+
+
+# ---- as processes ------------------------------------------------------------------------------------
+
+
+class Pods(Cluster):
+    """What a kubelet does with a container, as far as a process notices:
+
+    - paths below /etc/paramserver, /data and /tmp become folders of the test;
+    - the DNS name of a shard, and the 0.0.0.0 at which it listens, become 127.0.0.1 with a port of its own;
+    - fieldRef variables and $(NAME) are filled in, JOB_COMPLETION_INDEX is given to the Job's pods;
+    - the secret is what `ps-certs init` makes, as the comment in server.yaml says, and 127.0.0.1 is in it anyway.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        super().__init__(folder)
+        self._env.pop("PS_SERVER__ABSENT_S")
+        self.steps = steps
+        self._ports = {(kind, shard): _free_port() for kind in ("grpc", "metrics") for shard in range(NUM_SHARDS)}
+        etc = folder / "etc"
+        hosts = [word for shard in range(NUM_SHARDS) for word in ("--host", f"ps-server-{shard}.ps-server")]
+        made = self.command("launch.certs", "init", str(folder / "certs"), *hosts)
+        assert made.returncode == 0, made.stderr
+        (etc / "tls").mkdir(parents=True)
+        (etc / "token").mkdir()
+        for name in ("ca.crt", "server.crt", "server.key"):
+            shutil.copy(folder / "certs" / name, etc / "tls" / name)
+        shutil.copy(folder / "certs" / "token", etc / "token" / "token")
+        (etc / "run.yaml").write_text(manifest("ConfigMap")["data"]["run.yaml"])
+
+    def shard(self, index: int) -> Process:
+        pod = f"ps-server-{index}"
+        filled = {"metadata.name": pod, "metadata.labels['apps.kubernetes.io/pod-index']": str(index)}
+        env = self._variables("server", filled, index)
+        argv = self._here(container("server")["args"], index)
+        self._mount("data", index)
+        return self._start(pod, argv, env | {"PS_RUN__STEPS": str(self.steps)})
+
+    def worker(self, index: int, **env: str) -> Process:  # type: ignore[override]
+        own = self._variables("worker", {}, index) | {"JOB_COMPLETION_INDEX": str(index)}
+        return self._start(f"ps-worker-{index}", self._here(container("worker")["args"], index), own | env)
+
+    def probe(self, index: int) -> subprocess.CompletedProcess[str]:
+        """The readiness probe, in the container's environment."""
+        command = container("server")["readinessProbe"]["exec"]["command"]
+        assert command[0] == "python"
+        env = self._env | self._variables("server", {"metadata.name": f"ps-server-{index}"}, index)
+        port = self._ports["grpc", index]  # 50051 in its own network
+        return subprocess.run(
+            [sys.executable, *command[1:], f"127.0.0.1:{port}"], env=env, capture_output=True, text=True, timeout=30,
+            check=False,
+        )  # fmt: skip
+
+    def data(self, index: int) -> Path:
+        return self.folder / "data" / str(index)
+
+    def _start(self, name: str, argv: list[str], env: dict[str, str]) -> Process:
+        program = Path(sys.executable).with_name(argv[0])
+        process = Process(f"{name}-{len(self.processes)}", [str(program), *argv[1:]], self._env | env, self.folder)
+        self.processes.append(process)
+        return process
+
+    def _mount(self, name: str, index: int) -> None:
+        (self.folder / name / str(index)).mkdir(parents=True, exist_ok=True)
+
+    def _variables(self, role: str, filled: dict[str, str], index: int) -> dict[str, str]:
+        values: dict[str, str] = {}
+        for each in container(role)["env"]:
+            if "valueFrom" in each:
+                text = filled.get(each["valueFrom"]["fieldRef"]["fieldPath"], "")
+            else:
+                text = re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], each["value"])
+            values[each["name"]] = text
+        return dict(zip(values, self._here(list(values.values()), index), strict=True))
+
+    def _here(self, texts: list[str], index: int) -> list[str]:
+        def address(found: re.Match[str]) -> str:
+            shard = index if found[1] is None else int(found[1])
+            kind = {"50051": "grpc", "9464": "metrics"}[found[2]]
+            return f"127.0.0.1:{self._ports[kind, shard]}"
+
+        texts = [re.sub(r"(?:0\.0\.0\.0|ps-server-(\d+)\.ps-server):(\d+)", address, text) for text in texts]
+        texts = [text.replace("/etc/paramserver", str(self.folder / "etc")) for text in texts]
+        return [re.sub(r"^/data", str(self.data(index)), text) for text in texts]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    pods = Pods(tmp_path, steps=40)
+    yield pods
+    pods.stop()
+
+
+@pytest.mark.slow
+def test_the_containers_train_to_the_end(pods: Pods) -> None:
+    """Every shard and every index of the Job; the probe sees the shards serve."""
+    workers = [pods.worker(index) for index in range(NUM_WORKERS)]  # nobody orders their start
+    shards = [pods.shard(index) for index in range(NUM_SHARDS)]
+    for index, shard in enumerate(shards):
+        shard.event("listening")
+        probed = pods.probe(index)
+        assert probed.returncode == 0, probed.stderr
+    for worker in workers:
+        assert worker.wait() == 0, worker.output
+    places = sorted((worker.event("place")["rank"], worker.event("place")["engine"]) for worker in workers)
+    assert places == [(rank, "Kubernetes") for rank in range(NUM_WORKERS)]
+    for shard in shards:
+        assert shard.wait() == 0, shard.output
+    summary = shards[0].event("summary")
+    assert [worker["steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
+    assert summary["final"]["accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_pods_that_die_come_back(pods: Pods) -> None:
+    """What a StatefulSet and an indexed Job do: the same index again, with the volume it had."""
+    pods.steps = 300
+    shards = [pods.shard(index) for index in range(NUM_SHARDS)]
+    workers = [pods.worker(index, PS_SLOWDOWN__BASE_S="0.02") for index in range(NUM_WORKERS)]
+    last = NUM_SHARDS - 1
+    for shard in shards:
+        shard.until(lambda shard=shard: any(event["version"] for event in shard.events("snapshot")), "a snapshot")
+    for pod in (shards[last], workers[2]):
+        pod.signal(signal.SIGKILL)
+        pod.wait()
+    shards[last] = pods.shard(last)
+    workers[2] = pods.worker(2)
+    for worker in workers:
+        assert worker.wait() == 0, worker.output
+    for shard in shards:
+        assert shard.wait() == 0, shard.output
+    summary = shards[0].event("summary")
+    assert [worker["steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
+
+
+@pytest.mark.slow
+def test_a_worker_with_a_wrong_token_exits_with_a_code_that_ends_the_job(pods: Pods) -> None:
+    shards = [pods.shard(index) for index in range(NUM_SHARDS)]
+    shards[0].event("listening")
+    (pods.folder / "wrong").write_text("not the token that the servers have\n")
+    worker = pods.worker(0, PS_SECURITY__TOKEN_FILE=str(pods.folder / "wrong"))
+    assert worker.wait() in NO_RETRY, worker.output
+
+
+def test_an_index_beyond_the_workers_exits_with_a_code_that_ends_the_job(pods: Pods) -> None:
+    worker = pods.worker(0, JOB_COMPLETION_INDEX=str(NUM_WORKERS))
+    assert worker.wait() in NO_RETRY
+    assert "environment JOB_COMPLETION_INDEX" in worker.output

@@ -1,0 +1,170 @@
+"""Several server shards: when each starts, what its failure means; as transcripts and with real processes."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paramserver.common.config_sources import load_config
+from paramserver.launch.plan import Machine, Request, plan_runs
+from paramserver.launch.supervise import Supervisor
+
+DEADLINE_S = 15.0
+SOON = ("--set", "launch.backoff_s=0.01")
+
+UP = """
+    begin                -> start server (the workers need its address)
+    listening server     -> start server shard 1, start server shard 2 (the coordinator is listening)
+    listening shard 2    ->
+    listening shard 1    -> start worker 0, start worker 1 (every shard of the server is listening)
+"""
+
+TRANSCRIPTS = {
+    "all servers end by themselves": """
+        exit worker 0 0      ->
+        exit worker 1 0      ->
+        exit shard 2 0       ->
+        exit server 0        ->
+        exit shard 1 0       -> finish 0 (every process ended with exit code 0)
+    """,
+    "shards that stay are told to end": """
+        exit worker 0 0      ->
+        exit worker 1 0 at 1 ->
+        exit server 0 at 1   ->
+        tick at 3            -> end server shard 1, end server shard 2 (every worker is done)
+        exit shard 1 143     ->
+        exit shard 2 143     -> finish 0 (every process ended with exit code 0)
+    """,
+    "shards that stay all the same are killed": """
+        exit worker 0 0      ->
+        exit worker 1 0 at 1 ->
+        exit server 0 at 1   ->
+        exit shard 2 0 at 1  ->
+        tick at 3            -> end server shard 1 (every worker is done)
+        tick at 103          -> kill server shard 1 (the server shard 1 was told to end and was still there after 100 s)
+        exit shard 1 -9      -> finish 1 (the server shard 1 was told to end and was still there after 100 s)
+    """,
+    "a shard that dies comes back": """
+        exit shard 1 -9 at 2 -> await server shard 1 for 0.5 s, restart 1 of 3
+        tick at 2.5          -> start server shard 1 (restart 1 of 3)
+        listening shard 1    ->
+        exit shard 1 10 at 3 -> await server shard 1 for 1 s, restart 2 of 3
+        tick at 4            -> start server shard 1 (restart 2 of 3)
+        listening shard 1    ->
+        exit worker 0 0 at 9 ->
+        exit worker 1 0 at 9 ->
+        exit shard 1 0 at 9  ->
+        exit shard 2 0 at 9  ->
+        exit server 0 at 9   -> finish 0 (every process ended with exit code 0)
+    """,
+    "a shard that someone told to end ends the job": """
+        exit shard 1 143     -> end server, end server shard 2, end worker 0, end worker 1 (server shard 1 failed: exit code 143 (drained on SIGTERM))
+        exit server 143      ->
+        exit shard 2 143     ->
+        exit worker 0 143    ->
+        exit worker 1 143    -> finish 143 (server shard 1 failed: exit code 143 (drained on SIGTERM))
+    """,  # noqa: E501
+    "a shard that lost a coordinator whose run is complete": """
+        exit worker 0 0      ->
+        exit server 0        ->
+        exit shard 1 15      ->
+        exit shard 2 15      ->
+        exit worker 1 0      -> finish 0 (the server ended with exit code 0: the run is complete)
+    """,
+    "workers that are done while a shard is down did not finish": """
+        exit shard 2 -9 at 1 -> await server shard 2 for 0.5 s, restart 1 of 3
+        exit worker 0 0 at 1 ->
+        exit worker 1 0 at 1 -> end server, end server shard 1 (server shard 2 failed: killed by SIGKILL)
+        exit server 143      ->
+        exit shard 1 143     -> finish 137 (server shard 2 failed: killed by SIGKILL)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", TRANSCRIPTS)
+def test_the_life_of_shards(name: str, check_transcript) -> None:
+    check_transcript(Supervisor(num_workers=2, num_shards=3, keeps_snapshots=True), UP + TRANSCRIPTS[name])
+
+
+def test_a_shard_that_never_listens_ends_the_job(check_transcript) -> None:
+    transcript = """
+        begin                -> start server (the workers need its address)
+        listening server     -> start server shard 1 (the coordinator is listening)
+        exit shard 1 10      -> end server (server shard 1 failed: exit code 10 (cannot listen on the address))
+        exit server 143      -> finish 10 (server shard 1 failed: exit code 10 (cannot listen on the address))
+    """
+    check_transcript(Supervisor(num_workers=2, num_shards=2, keeps_snapshots=True), transcript)
+
+
+def test_without_snapshots_a_lost_shard_ends_the_job(check_transcript) -> None:
+    transcript = """
+        exit shard 2 -9      -> end server, end server shard 1, end worker 0, end worker 1 (server shard 2 failed: killed by SIGKILL; no snapshots)
+    """  # noqa: E501
+    check_transcript(Supervisor(num_workers=2, num_shards=3), UP + transcript)
+
+
+def test_the_coordinator_dies_before_its_shards_were_there(check_transcript) -> None:
+    transcript = """
+        begin                -> start server (the workers need its address)
+        listening server     -> start server shard 1 (the coordinator is listening)
+        exit server -9 at 1  -> await server for 0.5 s, restart 1 of 3
+        tick at 1.5          -> start server (restart 1 of 3)
+        listening server     ->
+        listening shard 1    -> start worker 0 (every shard of the server is listening)
+    """
+    check_transcript(Supervisor(num_workers=1, num_shards=2, keeps_snapshots=True), transcript)
+
+
+def test_shards_on_this_machine_share_its_cores() -> None:
+    resolved = load_config(None, {"run.workers": 2, "server.shards": 4, "launch.port": 7000}, [], {})
+    (plan,) = plan_runs(resolved, Request(modes=("sync",)), Machine(python="python", num_cores=8))
+    assert plan.server is not None
+    shards = plan.shards("127.0.0.1:7000")
+    assert [str(spec.child) for spec in shards] == ["server shard 1", "server shard 2", "server shard 3"]
+    assert {spec.env["OMP_NUM_THREADS"] for spec in (plan.server, *shards)} == {"2"}
+    for index, spec in enumerate(shards, start=1):
+        sets = [spec.argv[at + 1] for at, word in enumerate(spec.argv) if word == "--set"]
+        server = load_config(None, {}, sets, {}).config.server
+        assert (server.shard, server.shards, server.coordinator) == (index, 4, "127.0.0.1:7000")
+        assert server.listen == "127.0.0.1:0"  # the port is the coordinator's
+    assert plan.headline().startswith("sync: a server in 4 shards and 2 workers,")
+    one = plan_runs(
+        load_config(None, {"run.workers": 2}, [], {}), Request(modes=("sync",)), Machine(python="p", num_cores=8)
+    )
+    assert one[0].server is not None and "OMP_NUM_THREADS" not in one[0].server.env
+
+
+# ---- real processes ---------------------------------------------------------------------------------
+
+
+def test_a_run_with_shards(marked) -> None:
+    run = marked.run("-n", "2", "--shards", "3")
+    assert run.returncode == 0, run.stderr
+    said = run.stderr.splitlines()
+    assert said[0].startswith("ps-launch: sync: a server in 3 shards and 2 workers,")
+    listens = [line for line in said if " listening address=" in line]
+    assert sorted(line.partition("]")[0] for line in listens) == ["[server", "[server shard 1", "[server shard 2"]
+    first_worker = next(index for index, line in enumerate(said) if line.startswith("[worker"))
+    assert first_worker > max(said.index(line) for line in listens)
+
+
+def test_a_killed_shard_comes_back_at_its_address(marked, read_until) -> None:
+    argv = ("-n", "2", "--shards", "2", "--checkpoint-dir", "kept", *SOON)
+    launcher = marked.launch(*argv, FAKE_SHARD_1="once kill", FAKE_WORKER="flood 0")
+    first = read_until(launcher.stderr, "[server shard 1] listening")
+    read_until(launcher.stderr, "server shard 1 failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)")
+    assert read_until(launcher.stderr, "[server shard 1] listening") == first
+    (marked.folder / "flood").touch()
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, err
+    assert marked.left() == []
+
+
+def test_a_killed_shard_without_snapshots_ends_the_job(marked) -> None:
+    run = marked.run("-n", "2", "--shards", "2", FAKE_SHARD_1="kill", FAKE_WORKER="hang")
+    assert run.returncode == 128 + signal.SIGKILL
+    reason = "server shard 1 failed: killed by SIGKILL"
+    assert run.stderr.splitlines()[-1] == (
+        f"ps-launch: {reason}; with --checkpoint-dir DIR it would have been started again"
+    )

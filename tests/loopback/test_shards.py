@@ -1,0 +1,273 @@
+"""A server of several processes: the same results as one, each contribution applied once on all or on none."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STEPS = 25
+MODES = ["sync", "async", "ssp", "localsgd"]
+SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+TCP = ("--set", "server.shared_memory=false")
+
+
+def _start(cluster, mode: str, num_workers: int, shards: int, *flags: str):
+    return cluster.server(
+        "--mode", mode, "--workers", str(num_workers), "--steps", str(STEPS), "--save", "w.safetensors",
+        "--summary", "s.json", "--shards", str(shards), "--set", "policy.weighting=equal", *flags,
+    )  # fmt: skip
+
+
+def _applied(cluster, num_workers: int) -> torch.Tensor:
+    """[num_workers, STEPS]: how often each contribution was applied."""
+    return -load_file(cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
+
+
+def _ends(*processes) -> list[int]:
+    return [process.wait() for process in processes]
+
+
+@pytest.mark.parametrize(("mode", "lane"), [("async", ()), ("async", TCP), ("ssp", ()), ("sync", TCP)])
+def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, lane):
+    """The rows of all workers, and a padding that counts steps, lie across three shards."""
+    server = _start(cluster, mode, 2, 3, *lane)
+    shards = [cluster.shard(number, 3) for number in (1, 2)]
+    workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING="100000") for rank in range(2)]
+    assert _ends(*workers, server, *shards) == [0] * 5
+    share = 1.0 if mode != "sync" else 0.5
+    assert torch.allclose(_applied(cluster, 2), torch.full((2, STEPS), share))
+    padding = load_file(cluster.folder / "w.safetensors")["padding"]
+    assert torch.equal(padding, torch.full((100_000,), -STEPS * (2.0 if mode != "sync" else 1.0)))
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    held = [shard["bytes"]["weights"] for shard in summary["shards"]]
+    assert len(held) == 3 and max(held) <= 1.1 * sum(held) / 3
+    assert max(row["skew_max"] for row in summary["workers"]) <= (0 if mode == "sync" else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_shards_end_in_the_same_bits_as_one(cluster, mode):
+    """With one worker every mode is deterministic, with two sync and localsgd are."""
+    num_workers = 2 if mode in ("sync", "localsgd") else 1
+    ends = {}
+    for shards in (1, 3):
+        flags = ("--task", "digits", "--optimizer", "adam", "--lr", "0.01", "--set", "policy.local_steps=5")
+        server = _start(cluster, mode, num_workers, shards, *flags)
+        others = [cluster.shard(number, shards) for number in range(1, shards)]
+        workers = [cluster.worker(rank) for rank in range(num_workers)]
+        assert _ends(*workers, server, *others) == [0] * (1 + len(others) + num_workers)
+        ends[shards] = load_file(cluster.folder / "w.safetensors")
+    assert ends[1].keys() == ends[3].keys()
+    assert all(torch.equal(ends[1][name], ends[3][name]) for name in ends[1])
+
+
+def test_a_cap_on_the_norm_is_one_on_the_norm_of_all_parts(cluster):
+    """Every step is clipped: with one process and with three the weights move along the same scaled gradient."""
+    ends = {}
+    for shards in (1, 3):
+        flags = ("--task", "digits", "--lr", "0.1", "--set", "store.max_norm=0.05")
+        server = _start(cluster, "sync", 1, shards, *flags)
+        others = [cluster.shard(number, shards) for number in range(1, shards)]
+        assert _ends(cluster.worker(0), server, *others) == [0] * (1 + shards)
+        ends[shards] = load_file(cluster.folder / "w.safetensors")
+        rows = json.loads((cluster.folder / "s.json").read_text())["workers"]
+        assert rows[0]["clipped"] == STEPS
+    for name in ends[1]:
+        torch.testing.assert_close(ends[1][name], ends[3][name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_one_shard_cannot_take_none_takes(cluster):
+    """Rank 1 sends NaN in its last parameter: no part of that contribution counts anywhere."""
+    server = _start(cluster, "async", 1, 2, "--set", "store.on_nonfinite=skip")
+    shard = cluster.shard(1, 2)
+    path = cluster.folder / "sick.py"
+    path.write_text(SICK)
+    assert _ends(cluster.script(0, path), server, shard) == [0] * 3
+    found = load_file(cluster.folder / "w.safetensors")
+    assert torch.equal(found["first"], torch.full((100,), -(STEPS - 1.0)))
+    assert torch.equal(found["last"], torch.full((100,), -(STEPS - 1.0)))
+
+
+SICK = """
+import torch, paramserver
+model = torch.nn.Module()
+model.first = torch.nn.Parameter(torch.zeros(100))
+model.last = torch.nn.Parameter(torch.zeros(100))
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    while not session.is_done:
+        model.first.grad, model.last.grad = torch.ones(100), torch.ones(100)
+        if optimizer.progress.step == 3:
+            model.last.grad[50] = float("nan")
+        optimizer.step()
+    session.finish()
+"""
+
+
+def _at_gates(cluster, num_workers: int, step: str):
+    names = [f"go{rank}" for rank in range(num_workers)]
+    workers = [
+        cluster.script(rank, "onehot.py", str(STEPS), str(cluster.folder / name), step, PADDING="3000")
+        for rank, name in enumerate(names)
+    ]
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    return workers
+
+
+def _open_gates(cluster, num_workers: int) -> None:
+    for rank in range(num_workers):
+        (cluster.folder / f"go{rank}").touch()
+
+
+@pytest.mark.parametrize("killed", ["a shard", "the coordinator"])
+def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, killed):
+    server = _start(cluster, "async", 2, 2, *SNAPSHOTS)
+    shard = cluster.shard(1, 2, *SNAPSHOTS)
+    workers = _at_gates(cluster, 2, "12")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    if killed == "a shard":
+        shard.signal(signal.SIGKILL)
+        shard.wait()
+        server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+        shard = cluster.shard(1, 2, *SNAPSHOTS)
+    else:
+        server.signal(signal.SIGKILL)
+        server.wait()
+        server = _start(cluster, "async", 2, 2, *SNAPSHOTS, "--listen", cluster.address)
+    _open_gates(cluster, 2)
+    assert _ends(*workers, server, shard) == [0] * 4
+    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert torch.equal(load_file(cluster.folder / "w.safetensors")["padding"], torch.full((3000,), -2.0 * STEPS))
+    resumed = [server.events("resumed")[-1]["version"], shard.events("resumed")[-1]["version"]]
+    assert resumed[0] == resumed[1] > 0
+
+
+def test_a_shard_lost_before_anything_was_trained_costs_nothing(cluster):
+    """Nobody starts before every shard has a first snapshot; killed about then, all begin again as one run."""
+    server = _start(cluster, "async", 1, 2, *SNAPSHOTS)
+    worker = cluster.script(0, "onehot.py", str(STEPS))
+    shard = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
+    server.until(lambda: bool(server.events("model")), "model")
+    shard.signal(signal.SIGKILL)
+    shard.wait()
+    again = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
+    assert _ends(worker, server, again) == [0] * 3
+    assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
+
+
+def test_a_killed_worker_is_replaced(cluster):
+    server = _start(cluster, "async", 2, 2)
+    shard = cluster.shard(1, 2)
+    first, second = _at_gates(cluster, 2, "10")
+    second.signal(signal.SIGKILL)
+    second.wait()
+    server.until(lambda: bool(server.events("left")), "departure")
+    replacement = cluster.script(1, "onehot.py", str(STEPS), PADDING="3000")
+    server.until(lambda: len(server.events("admitted")) == 3, "replacement")
+    _open_gates(cluster, 2)
+    assert _ends(first, replacement, server, shard) == [0] * 4
+    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_snapshots_restore_onto_another_number_of_shards(cluster, before, after):
+    flags = (*SNAPSHOTS, "--optimizer", "adam", "--task", "digits")
+    server = _start(cluster, "sync", 1, before, *flags)
+    others = [cluster.shard(number, before, *SNAPSHOTS) for number in range(1, before)]
+    assert _ends(cluster.worker(0), server, *others) == [0] * (1 + before)
+    ended = load_file(cluster.folder / "w.safetensors")
+    again = cluster.server(
+        "--mode", "sync", "--workers", "1", "--steps", str(STEPS + 10), "--shards", str(after), *flags,
+        "--save", "again.safetensors", "--set", "policy.weighting=equal",
+    )  # fmt: skip
+    others = [cluster.shard(number, after, *SNAPSHOTS) for number in range(1, after)]
+    assert _ends(cluster.worker(0), again, *others) == [0] * (1 + after)
+    resumed = again.event("resumed")
+    assert resumed["version"] == STEPS
+    assert again.event("resharded")["shards"] == before
+    whole = cluster.server(
+        "--mode", "sync", "--workers", "1", "--steps", str(STEPS + 10), "--optimizer", "adam", "--task", "digits",
+        "--save", "whole.safetensors", "--set", "policy.weighting=equal",
+    )  # fmt: skip
+    assert _ends(cluster.worker(0), whole) == [0, 0]
+    expected, found = (load_file(cluster.folder / name) for name in ("whole.safetensors", "again.safetensors"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert any(not torch.equal(ended[name], found[name]) for name in ended)
+
+
+# ---- what goes wrong --------------------------------------------------------------------------------
+
+
+def test_a_missing_shard_is_named_to_whoever_waits(cluster):
+    server = _start(cluster, "sync", 1, 3, "--set", "server.status_interval_s=0.1")
+    shard = cluster.shard(2, 3)
+    worker = cluster.script(0, "onehot.py", str(STEPS))
+    server.until(lambda: bool(server.events("shard_joined")), "shard 2")
+    said = "shard 1 of 3 to join (ps-server --shard 1 --shards 3"
+    server.until(lambda: any(said in status["waiting"] for status in server.events("status")), "what it waits for")
+    third = cluster.shard(1, 3)
+    assert _ends(worker, server, shard, third) == [0] * 4
+
+
+def test_a_shard_lost_without_snapshots_ends_the_run(cluster):
+    server = _start(cluster, "async", 1, 2)
+    shard = cluster.shard(1, 2)
+    _at_gates(cluster, 1, "5")
+    shard.signal(signal.SIGKILL)
+    assert server.wait() == 15
+    assert "shard 1 was lost at version" in server.output and "--checkpoint-dir" in server.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--shard", "1", "--shards", "3"), "it is shard 1 of 3; this server has 2 shards, 0 to 1"),
+        (("--shard", "2", "--shards", "3"), "it is shard 2 of 3; this server has 2 shards, 0 to 1"),
+    ],
+)
+def test_a_shard_of_another_division_is_refused(cluster, flags, says):
+    _start(cluster, "async", 1, 2)
+    found = cluster.command("ps", *flags, "--coordinator", cluster.address, "--listen", "127.0.0.1:0")
+    assert found.returncode == 12, found.stderr
+    assert says in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_shard_of_a_server_that_has_none_is_refused(cluster):
+    cluster.server("--mode", "async")
+    found = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", cluster.address, "--listen",
+                            "127.0.0.1:0")  # fmt: skip
+    assert found.returncode == 12
+    assert "this server is one process" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_worker_that_calls_on_a_shard_is_sent_to_the_coordinator(cluster):
+    _start(cluster, "async", 1, 2)
+    shard = cluster.shard(1, 2)
+    address = shard.event("listening")["address"]
+    found = cluster.command("worker", "--server", address, "--task", "xor")
+    assert found.returncode == 12, found.stderr
+    assert "workers join the coordinator" in found.stderr and cluster.address in found.stderr
+
+
+def test_a_shard_without_a_coordinator_gives_up(cluster):
+    found = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", "127.0.0.1:1", "--listen",
+                            "127.0.0.1:0", "--set", "worker.give_up_s=1")  # fmt: skip
+    assert found.returncode == 15
+    assert "shard 1 has not been taken in by a coordinator at 127.0.0.1:1" in found.stderr
+
+
+def test_shards_of_different_runs_are_told_apart(cluster):
+    for folder in ("one", "two"):
+        server = _start(cluster, "async", 1, 2, "--checkpoint-dir", folder)
+        shard = cluster.shard(1, 2, "--checkpoint-dir", folder)
+        assert _ends(cluster.script(0, "onehot.py", str(STEPS)), server, shard) == [0] * 3
+    server = _start(cluster, "async", 1, 2, "--checkpoint-dir", "one")
+    cluster.shard(1, 2, "--checkpoint-dir", "two")
+    assert server.wait() == 2
+    assert "the shards have snapshots of different runs: shard 0 of run" in server.output
+    assert "Traceback" not in server.output
