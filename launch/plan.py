@@ -151,7 +151,9 @@ class Plan:
             spec = _placed(spec, self.placement.servers[rank], self.config)
             if listen.rpartition(":")[0] not in WILDCARDS:
                 listen = f"{self.placement.servers[rank].listen}:0"
-        own = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
+        own: dict[str, Any] = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
+        if self.placement is None and self.config.server.metrics is not None:
+            own["server.metrics"] = None  # the coordinator has that port on this host
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)))
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:

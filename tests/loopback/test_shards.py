@@ -31,7 +31,13 @@ def _ends(*processes) -> list[int]:
     return [process.wait() for process in processes]
 
 
-@pytest.mark.parametrize(("mode", "lane"), [("async", ()), ("async", TCP), ("ssp", ()), ("sync", TCP)])
+@pytest.mark.parametrize(
+    ("mode", "lane"),
+    [
+        ("async", TCP),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("async", ()), ("ssp", ()), ("sync", TCP)]),
+    ],
+)
 def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, lane):
     """The rows of all workers, and a padding that counts steps, lie across three shards."""
     server = _start(cluster, mode, 2, 3, *lane)
@@ -48,6 +54,7 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, lane):
     assert max(row["skew_max"] for row in summary["workers"]) <= (0 if mode == "sync" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_three_shards_end_in_the_same_bits_as_one(cluster, mode):
     """With one worker every mode is deterministic, with two sync and localsgd are."""
@@ -64,6 +71,7 @@ def test_three_shards_end_in_the_same_bits_as_one(cluster, mode):
     assert all(torch.equal(ends[1][name], ends[3][name]) for name in ends[1])
 
 
+@pytest.mark.slow
 def test_a_cap_on_the_norm_is_one_on_the_norm_of_all_parts(cluster):
     """Every step is clipped: with one process and with three the weights move along the same scaled gradient."""
     ends = {}
@@ -147,6 +155,7 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
     assert resumed[0] == resumed[1] > 0
 
 
+@pytest.mark.slow
 def test_a_shard_lost_before_anything_was_trained_costs_nothing(cluster):
     """Nobody starts before every shard has a first snapshot; killed about then, all begin again as one run."""
     server = _start(cluster, "async", 1, 2, *SNAPSHOTS)
@@ -160,6 +169,7 @@ def test_a_shard_lost_before_anything_was_trained_costs_nothing(cluster):
     assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(cluster):
     server = _start(cluster, "async", 2, 2)
     shard = cluster.shard(1, 2)
@@ -174,6 +184,7 @@ def test_a_killed_worker_is_replaced(cluster):
     assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_snapshots_restore_onto_another_number_of_shards(cluster, before, after):
     flags = (*SNAPSHOTS, "--optimizer", "adam", "--task", "digits")
@@ -227,7 +238,6 @@ def test_a_shard_lost_without_snapshots_ends_the_run(cluster):
     ("flags", "says"),
     [
         (("--shard", "1", "--shards", "3"), "it is shard 1 of 3; this server has 2 shards, 0 to 1"),
-        (("--shard", "2", "--shards", "3"), "it is shard 2 of 3; this server has 2 shards, 0 to 1"),
     ],
 )
 def test_a_shard_of_another_division_is_refused(cluster, flags, says):
@@ -237,6 +247,7 @@ def test_a_shard_of_another_division_is_refused(cluster, flags, says):
     assert says in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_a_shard_of_a_server_that_has_none_is_refused(cluster):
     cluster.server("--mode", "async")
     found = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", cluster.address, "--listen",
@@ -254,6 +265,7 @@ def test_a_worker_that_calls_on_a_shard_is_sent_to_the_coordinator(cluster):
     assert "workers join the coordinator" in found.stderr and cluster.address in found.stderr
 
 
+@pytest.mark.slow
 def test_a_shard_without_a_coordinator_gives_up(cluster):
     found = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", "127.0.0.1:1", "--listen",
                             "127.0.0.1:0", "--set", "worker.give_up_s=1")  # fmt: skip
@@ -261,6 +273,7 @@ def test_a_shard_without_a_coordinator_gives_up(cluster):
     assert "shard 1 has not been taken in by a coordinator at 127.0.0.1:1" in found.stderr
 
 
+@pytest.mark.slow
 def test_shards_of_different_runs_are_told_apart(cluster):
     for folder in ("one", "two"):
         server = _start(cluster, "async", 1, 2, "--checkpoint-dir", folder)
