@@ -167,6 +167,7 @@ CLASSES = {
     Reason.LIMIT_EXCEEDED: NotAdmittedError,
     Reason.TOO_SLOW: UnreachableError,
     Reason.INTERNAL: ParamServerError,
+    Reason.SHARD_MISMATCH: MismatchError,
 }
 
 

@@ -25,6 +25,7 @@ def test_it_loads_no_torch() -> None:
     assert output == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_server_that_serves_with_tls_and_a_token_and_one_that_is_gone(cluster: Cluster) -> None:
     certs = cluster.folder / "certs"
     code = "from paramserver.launch.certs import main; main()"

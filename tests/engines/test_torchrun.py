@@ -35,6 +35,7 @@ def test_a_rank_in_error_is_told_and_exits_2(run: EngineRun) -> None:
     assert "worker.rank is 2: with run.workers 2 it is 0..1 (worker.rank: environment RANK" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_script_of_several_workers_is_never_silently_alone(run: EngineRun) -> None:
     """Nobody named a server: it is looked for where it would be, and the script ends with 15 instead of training."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.77"}
@@ -59,6 +60,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_on_several_hosts_the_server_is_looked_for_on_the_first(run: EngineRun) -> None:
     agents = _two_agents(run, _free_port(), 1, "--print-config")
     assert [agent.wait() for agent in agents] == [0, 0], agents[0].output + agents[1].output

@@ -219,7 +219,8 @@ def test_hostile_messages_are_refused_quickly(num_inputs, wire):
     print(f"{num_inputs} inputs, {num_refused} refused, slowest {slowest_s * 1e3:.1f} ms, {grown / 1e6:+.1f} MB")
     assert 0.2 * num_inputs < num_refused < num_inputs
     assert slowest_s < MAX_S
-    assert grown < 16 << 20
+    # Of this process, with whatever ran in it before: -20 to +25 MB were seen. One believed lie is a terabyte.
+    assert grown < 64 << 20
 
 
 def varint(value: int) -> bytes:

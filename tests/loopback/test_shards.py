@@ -131,7 +131,7 @@ def _open_gates(cluster, num_workers: int) -> None:
         (cluster.folder / f"go{rank}").touch()
 
 
-@pytest.mark.parametrize("killed", ["a shard", "the coordinator"])
+@pytest.mark.parametrize("killed", ["a shard", pytest.param("the coordinator", marks=pytest.mark.slow)])
 def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, killed):
     server = _start(cluster, "async", 2, 2, *SNAPSHOTS)
     shard = cluster.shard(1, 2, *SNAPSHOTS)
@@ -214,6 +214,7 @@ def test_snapshots_restore_onto_another_number_of_shards(cluster, before, after)
 # ---- what goes wrong --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_shard_is_named_to_whoever_waits(cluster):
     server = _start(cluster, "sync", 1, 3, "--set", "server.status_interval_s=0.1")
     shard = cluster.shard(2, 3)
@@ -225,6 +226,7 @@ def test_a_missing_shard_is_named_to_whoever_waits(cluster):
     assert _ends(worker, server, shard, third) == [0] * 4
 
 
+@pytest.mark.slow
 def test_a_shard_lost_without_snapshots_ends_the_run(cluster):
     server = _start(cluster, "async", 1, 2)
     shard = cluster.shard(1, 2)
@@ -256,6 +258,7 @@ def test_a_shard_of_a_server_that_has_none_is_refused(cluster):
     assert "this server is one process" in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_calls_on_a_shard_is_sent_to_the_coordinator(cluster):
     _start(cluster, "async", 1, 2)
     shard = cluster.shard(1, 2)

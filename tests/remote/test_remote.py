@@ -76,6 +76,7 @@ def test_the_secret_is_in_no_command_line(remote, read_until) -> None:
     assert remote.left() == []
 
 
+@pytest.mark.slow
 def test_the_task_file_is_copied_and_nothing_else(remote, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
@@ -190,6 +191,7 @@ def test_ctrl_c_ends_everything_in_good_order(remote, read_until) -> None:
     assert remote.left() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_host_does_not_answer(remote, wait_until) -> None:
     with socket.create_server(("127.0.0.3", 0)) as silent:
         remote.hosts("node2", f"{{host: 127.0.0.3, port: {silent.getsockname()[1]}, address: 127.0.0.3}}")
@@ -322,6 +324,7 @@ def test_a_launcher_whose_terminal_stands_still_keeps_its_hosts(remote, read_unt
 # ---- shards ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shards_go_where_servers_are_and_colocated_ones_to_the_workers(remote, events) -> None:
     remote.hosts("node1", "{host: node2, server: true}", "{host: node3, server: true}")
     run = remote.run("-n", "3", "--shards", "3", "--log-format", "json")
