@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test campaigns lint types proto bench overlap chaos kill-points clean
+.PHONY: help demo test test-slow docker-test campaigns lint types proto bench overlap shards chaos kill-points clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -52,6 +52,10 @@ bench: .venv/installed  ## the figures of the README, measured here
 # Needs root, ip and tc; says so and does nothing without.
 overlap: .venv/installed  ## steps over a slow link, with and without policy.pipelined
 	$(BIN)/python tests/overlap/measure.py
+
+# Needs root, ip and tc; says so and does nothing without.
+shards: .venv/installed  ## 1, 2 and 4 shards on hosts with 1 Gbit/s each
+	$(BIN)/python tests/shards/measure.py
 
 chaos: .venv/installed  ## a job for a minute under random kills, pauses and broken connections, then the proof
 	$(BIN)/ps-launch chaos --seconds 60 --seed 1

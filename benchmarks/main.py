@@ -38,6 +38,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
+  ps-bench shards --mb 400              a server of 1, 2 and 4 processes
   ps-bench xor --peers ray              worker-steps per second of a small task
 
 Tables go to standard output; --keep writes the figures to benchmarks/results
@@ -172,6 +173,27 @@ def step(
     from .step import StepOptions, measure_step
 
     show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, lane)), json_path, keep)
+
+
+@app.command(help="A server of one and of several shards: time of a step, and what each shard holds.")
+def shards(
+    mb: MbOption = 400,
+    shards: Annotated[str, typer.Option(help="Server processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
+    workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
+    mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async", rich_help_panel=_RUN)] = "sync,async",
+    optimizer: OptimizerOption = "sgd",
+    lane: Annotated[str, typer.Option(help="tcp or shared", rich_help_panel=_RUN)] = "tcp",
+    runs: RunsOption = 5,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    check_lane(lane)
+    sizes, counts = numbers(shards, "--shards", most=64), numbers(workers, "--workers", most=64)
+    modes = [checked(one, optimizer, json_path, keep)[0] for one in mode.split(",")]
+    from .shards import ShardOptions, measure_shards
+
+    options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, lane == "shared")
+    show(measure_shards(options), json_path, keep)
 
 
 @app.command(help="The server's peak memory beside what it has to hold, and the worker's beside a bare one.")

@@ -107,5 +107,6 @@ class Queries:
             for row in status.pop("workers")
         ]
         status.pop("num_joined")
-        status.pop("versions", None)
+        for name in ("versions", "held_bytes"):
+            status.pop(name, None)
         return pb.StatusReply(run=self._run.name, workers=workers, **status)

@@ -50,7 +50,12 @@ def _versions(run: Run) -> dict[str, Any]:
     """The version every shard is at, as far as it is known here; nothing where there is one."""
     if run.config.server.shards == 1:
         return {}
-    return {"versions": [run.policy.version, *(state.version for state in run.shards.states.values())]}
+    states = run.shards.states.values()
+    here = sum(run.model.store.num_bytes.values()) if run.model.has_weights else 0
+    return {
+        "versions": [run.policy.version, *(state.version for state in states)],
+        "held_bytes": [here, *(sum(state.bytes.values()) for state in states)],
+    }
 
 
 def _waiting_for_all(run: Run) -> str:

@@ -36,7 +36,7 @@ class Helper:
 
     def stop(self) -> None:
         """End the job under way at its next safe place, with Stopped."""
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread.is_alive():
             interrupts.uninterrupted.stop(self._thread.ident, Stopped())
 
     def end(self) -> None:
@@ -54,6 +54,7 @@ class Helper:
             except BaseException as error:  # also Stopped: whoever waits is to see it
                 future.set_exception(error)
             del item, job, future  # what they hold may be large, and the next job may be long in coming
+        interrupts.uninterrupted.forget()
 
 
 def wait_for(future: Future[Any]) -> None:

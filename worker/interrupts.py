@@ -48,6 +48,10 @@ class _Uninterrupted:
         else:
             raise error
 
+    def forget(self) -> None:
+        """This thread ends: what was meant for it must not reach another one, which may be given its number."""
+        self._pending.pop(threading.get_ident(), None)
+
     def stop(self, thread: int, error: BaseException) -> None:
         """Raise `error` on another thread, where it next leaves a block."""
         self._pending[thread] = error

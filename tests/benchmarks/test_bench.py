@@ -83,6 +83,7 @@ def test_sigterm_stops_every_process_too(bench: Any) -> None:
     assert bench.left() == []
 
 
+@pytest.mark.slow
 def test_exchange_beside_peers(bench: Any) -> None:
     report, table = bench.measure("exchange --mb 1 --runs 2 --mode bsp --codec bf16 --lane tcp --peers unary,iperf,ddp")
     check_origin(report, "exchange")
@@ -133,6 +134,7 @@ def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
     assert "the slowest worker of each" in table
 
 
+@pytest.mark.slow
 def test_latency_beside_torch_rpc(bench: Any) -> None:
     report, table = bench.measure("latency --exchanges 50 --optimizer adam --peers torch-rpc")
     check_origin(report, "latency")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -91,6 +92,7 @@ def test_a_replacement_goes_on_at_the_dead_workers_step(cluster):
     assert [worker["restarts"] for worker in summary["workers"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_pull_every_contributes_every_step_and_fetches_weights_every_nth(cluster):
     server = _start(cluster, "async", 1, "--set", "policy.pull_every=5")
     worker = cluster.script(0, "onehot.py", str(STEPS))
@@ -101,6 +103,7 @@ def test_pull_every_contributes_every_step_and_fetches_weights_every_nth(cluster
     assert row["bytes_received"] < row["bytes_sent"] / 3
 
 
+@pytest.mark.slow
 def test_a_late_worker_of_an_open_run_starts_at_the_slowest_step(cluster):
     """Without --workers anyone may join; a newcomer neither stalls the others nor repeats their steps."""
     server = cluster.server(

@@ -56,12 +56,14 @@ def _bytes_sent(cluster, mode: str, *flags: str) -> int:
     return summary["workers"][0]["bytes_sent"]
 
 
+@pytest.mark.slow
 def test_localsgd_sends_a_kth_of_the_bytes_of_sync(cluster):
     sync, local = _bytes_sent(cluster, "sync"), _bytes_sent(cluster, "localsgd", "--local-steps", "8")
     # 7 contributions instead of 50. Beside the tensors there is the join, about 1 KB in both.
     assert local == pytest.approx(sync * 7 / 50, abs=1500)
 
 
+@pytest.mark.slow
 def test_polyak_average_is_kept_evaluated_and_saved(cluster):
     server = cluster.server(
         "--mode", "sync", "--workers", "1", "--steps", "100", "--summary", "s.json", "--save", "w.safetensors",
@@ -77,6 +79,7 @@ def test_polyak_average_is_kept_evaluated_and_saved(cluster):
     assert final["averaged_loss"] != final["loss"]
 
 
+@pytest.mark.slow
 def test_bf16_codec_halves_the_upload(cluster):
     server = cluster.server(
         "--mode", "async", "--workers", "1", "--steps", "40", "--summary", "s.json", "--task", "digits"
@@ -87,6 +90,7 @@ def test_bf16_codec_halves_the_upload(cluster):
     assert row["bytes_sent"] < 0.55 * row["bytes_received"]
 
 
+@pytest.mark.slow
 def test_batchnorm_statistics_are_averaged(cluster):
     """Two ranks see data of different means; the statistics that end in the model lie between."""
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "30", "--save", "w.safetensors")

@@ -58,6 +58,7 @@ def _is_waiting(status: dict, rank: int) -> bool:
 # ---- exactly once -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_alone_every_gradient_but_the_first_is_one_version_old(cluster):
     server = _start(cluster, "async", 1)
     assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
@@ -79,6 +80,7 @@ def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
     assert 1 <= max(row["staleness_max"] for row in rows) <= 2 * bound * 2 + 1
 
 
+@pytest.mark.slow
 def test_pull_every_counts_from_the_weights_it_holds(cluster):
     """Weights come with every fifth contribution, and are computed on one step later than they come."""
     server = _start(cluster, "async", 1, "--set", "policy.pull_every=5")
@@ -139,6 +141,7 @@ class Link:
         self.cut()
 
 
+@pytest.mark.slow
 def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twice(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1")
     link = Link(cluster.address)
@@ -183,7 +186,10 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
     return begun, average
 
 
-@pytest.mark.parametrize(("num_workers", "local_steps"), [(1, 1), (2, 1), (2, 4), (3, 7)])
+@pytest.mark.parametrize(
+    ("num_workers", "local_steps"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 4), pytest.param(3, 7, marks=pytest.mark.slow)],
+)
 def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
     server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))
     workers = [cluster.script(rank, "delayed.py") for rank in range(num_workers)]
@@ -202,6 +208,7 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
     assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
 
 
+@pytest.mark.slow
 def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
     """What the victim sent stays in its round; the survivor's own steps are not lost."""
     server = _start(cluster, "localsgd", 2, "--local-steps", "5")
@@ -239,6 +246,7 @@ def test_a_signal_in_mid_flight_ends_the_worker_in_order(cluster, number, code):
     assert stays.popen.poll() is None
 
 
+@pytest.mark.slow
 def test_the_error_of_a_flight_comes_out_of_the_next_step(cluster):
     """The server is started anew in mid-flight: the worker belongs to a run that is no more."""
     server = _start(cluster, "ssp", 2, "--staleness", "1")
@@ -327,6 +335,7 @@ def test_the_lane_changes_no_bit(cluster):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
 def test_batchnorm_statistics_are_averaged_by_localsgd_too(cluster):
     server = cluster.server(
         "--mode", "localsgd", "--local-steps", "5", "--pipelined", "--workers", "2", "--steps", "30",
@@ -340,6 +349,7 @@ def test_batchnorm_statistics_are_averaged_by_localsgd_too(cluster):
     assert saved["0.num_batches_tracked"].item() == 30
 
 
+@pytest.mark.slow
 def test_dataloader_workers_forked_in_mid_flight_do_not_hang(cluster):
     server = cluster.server("--mode", "async", "--pipelined", "--workers", "1", "--steps", "40")
     script = cluster.script(0, "forking_loader.py")

@@ -73,6 +73,7 @@ def test_a_frozen_worker_is_let_go_and_comes_back_by_itself(cluster):
     assert next(line["how"] for line in lines if line["op"] == "leave") == "lease"
 
 
+@pytest.mark.slow
 def test_nobody_is_let_go_by_a_server_that_was_frozen_itself(cluster):
     server = start(cluster, "sync", 2, "--set", "server.lease_s=1.5")
     workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10") for r in range(2)]

@@ -57,6 +57,7 @@ def test_port_in_use(cluster):
     assert "in use" in result.stderr
 
 
+@pytest.mark.slow
 def test_worker_waits_for_a_server_that_comes_later(cluster):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,6 +111,7 @@ def test_another_optimizer_is_refused(cluster):
     assert first.popen.poll() is None
 
 
+@pytest.mark.slow
 def test_nan_is_rejected_counted_and_ends_the_run_after_a_number_in_a_row(cluster):
     server = cluster.server(
         "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",
@@ -174,6 +176,7 @@ def test_server_stopped_by_a_signal_writes_its_weights(cluster, number, code):
     assert load_file(cluster.folder / "w.safetensors")["seen"].sum().item() == -7
 
 
+@pytest.mark.slow
 def test_worker_of_a_server_that_was_started_anew_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")
     script = cluster.script(0, "onehot.py", "1000", str(cluster.folder / "go"), "3")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 STEPS = 6
 
 
+@pytest.mark.slow
 def test_a_worker_lies_then_sends_nan_then_what_ends_the_run(cluster):
     """Two of three send 1 and the weights go down by 1 a step, whatever the third does: -10 is left out, NaN is
     skipped and the two have their mean, and 1e30 is beyond what this run puts up with at all."""

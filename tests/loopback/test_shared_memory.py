@@ -107,6 +107,7 @@ def test_one_worker_alone_gets_the_same_weights_on_both_lanes(cluster, mode):
     assert_same(weights, same)
 
 
+@pytest.mark.slow
 def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
     found, _, summary = train(cluster, "async", (), (("--set", "worker.codec=bf16"), ()))
     assert found == ["tcp", "shared memory"]
@@ -175,6 +176,7 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
     assert weights["padding"].unique().tolist() == [-(STEPS + of_victim_applied)]
 
 
+@pytest.mark.slow
 def test_a_frozen_reader_holds_nobody_up(cluster):
     """SIGSTOP in the middle of an answer: the version it reads is left alone, the others' go elsewhere."""
     server, survivor, victim = _with_victim(cluster, "reading", 3, "async")
@@ -187,6 +189,7 @@ def test_a_frozen_reader_holds_nobody_up(cluster):
     assert victim.popen.poll() is None
 
 
+@pytest.mark.slow
 def test_sync_goes_on_without_a_worker_killed_while_it_placed(cluster):
     server, survivor, victim = _with_victim(cluster, "placing", 4, "sync")
     victim.signal(signal.SIGKILL)
@@ -201,6 +204,7 @@ def test_sync_goes_on_without_a_worker_killed_while_it_placed(cluster):
     assert weights["padding"].unique().tolist() == [-STEPS]
 
 
+@pytest.mark.slow
 def test_the_server_is_killed(cluster):
     """Its weights' memory is held by workers until they give up, and by nobody then."""
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS))

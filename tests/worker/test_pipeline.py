@@ -377,3 +377,23 @@ def test_the_settings_choose_the_strategy_once() -> None:
     assert isinstance(make_strategy(exchange, ModelTensors(Net()), may_send_early=True), Pipelined)
     exchange.settings.pipelined = False
     assert isinstance(make_strategy(exchange, ModelTensors(Net()), may_send_early=True), Direct)
+
+
+def test_what_was_meant_for_a_thread_that_has_ended_reaches_no_other() -> None:
+    """The system gives numbers of threads again."""
+    seen = set()
+    for _ in range(50):
+        helper = Helper()
+        seen.add(helper.submit(threading.get_ident).result(DEADLINE_S))
+        helper.stop()
+        helper.end()
+        helper.stop()
+
+        def through_a_safe_place() -> int:
+            with interrupts.uninterrupted:
+                return 7
+
+        other = Helper()
+        assert other.submit(through_a_safe_place).result(DEADLINE_S) == 7
+        other.end()
+    assert len(seen) < 50  # or the test has shown nothing

@@ -1,0 +1,101 @@
+"""An exchange of several workers with a server of one and of several shards: the time of a step, and what each holds.
+
+Every process is of its own on this machine. A step is one `optimizer.step()` of every worker after a barrier; it has
+taken what its slowest worker took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .ours import Variant
+from .report import Report, median
+from .rounds import RoundOptions, worker_life
+from .server_process import ServerProcess, running_server
+from .tables import figures, page
+from .team import slowest, team
+
+_NUM_WARMUP = 2
+_STATE_S = 30.0
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    mb: int
+    shards: tuple[int, ...]
+    workers: tuple[int, ...]
+    modes: tuple[str, ...]
+    optimizer: str
+    runs: int
+    shared_memory: bool
+
+
+def measure_shards(options: ShardOptions) -> Report:
+    """Every mode with every number of shards and workers, one after another."""
+    rows: list[dict[str, Any]] = []
+    for mode in options.modes:
+        for workers in options.workers:
+            for shards in options.shards:
+                rows.append(
+                    {"mode": mode, "workers": workers, "shards": shards, **_one(options, mode, workers, shards)}
+                )
+    return Report("shards", vars(options), {"rows": rows}, _table(options, rows))
+
+
+def _one(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[str, Any]:
+    round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, "tcp")
+    lane = "shared memory" if options.shared_memory else "tcp"
+    variant = Variant(lane, shared_memory=options.shared_memory, renews=False)
+    steps = str(_NUM_WARMUP + options.runs + 1)
+    flags = ("--mode", mode, "--workers", str(workers), "--steps", steps, "--optimizer", options.optimizer)
+    with (
+        sharded_server(shards, *flags) as server,
+        team(workers, worker_life, server.address, round_, variant) as members,
+    ):
+        slowest(members.turns(_NUM_WARMUP))
+        times = slowest(members.turns(options.runs))["round"]
+        held = _held_bytes(server, shards)
+    moved_gb = 2 * workers * options.mb / 1e3
+    return {
+        "step_ms": median(times) * 1e3,
+        "best_ms": min(times) * 1e3,
+        "gb_s": moved_gb / median(times),
+        "held_mb": [one / 1e6 for one in held],
+    }
+
+
+@contextmanager
+def sharded_server(shards: int, *flags: str) -> Iterator[ServerProcess]:
+    """The coordinator, with its other shards beside it."""
+    with ExitStack() as stack:
+        first = stack.enter_context(running_server("--shards", str(shards), *flags))
+        for number in range(1, shards):
+            where = ("--shard", str(number), "--shards", str(shards), "--coordinator", first.address)
+            stack.enter_context(running_server(*where))
+        yield first
+
+
+def _held_bytes(server: ServerProcess, shards: int) -> list[int]:
+    """By shard: weights, mean and optimizer state, as the newest status event with all of them says."""
+    if shards == 1:
+        return []
+    server.wait_for("status", _STATE_S)
+    statuses = [event for event in server.events if event.get("event") == "status"]
+    full = [event["held_bytes"] for event in statuses if len(event.get("held_bytes", [])) == shards]
+    return list(full[-1]) if full else []
+
+
+def _table(options: ShardOptions, rows: Sequence[dict[str, Any]]) -> Any:
+    lines = []
+    for row in rows:
+        held = ", ".join(f"{one:,.0f}" for one in row["held_mb"])
+        shown = [f"{row['step_ms']:,.0f} ms", f"{row['best_ms']:,.0f} ms", f"{row['gb_s']:.2f}", held]
+        lines.append([f"{row['mode']}, {row['workers']} workers, {row['shards']} shards", *shown])
+    lane = "shared memory" if options.shared_memory else "TCP"
+    title = (
+        f"{options.mb:,} MB float32 over {lane}, {options.optimizer}; {options.runs} runs, the slowest worker of each"
+    )
+    return page(title, figures(["", "median", "best", "GB/s in all", "held, MB"], lines, bold=()), notes=[])
