@@ -80,6 +80,9 @@ def summary_table(summary: Summary) -> RenderableType:
     )
     final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
     parts: list[RenderableType] = [headline]
+    if summary.shards:
+        held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
+        parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
     parts += [final] if summary.final else []
     parts += [table] if summary.workers else []
     return Group(*parts)

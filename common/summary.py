@@ -38,6 +38,11 @@ class ShardSummary(BaseModel):
     version: int = 0
     bytes: dict[str, int] = Field(default_factory=dict)
 
+    @property
+    def lasting_bytes(self) -> int:
+        """Without the mean of a round, which is there during a round only."""
+        return sum(count for name, count in self.bytes.items() if name != "mean")
+
 
 class Summary(BaseModel):
     """One run. `updates` counts optimizer steps or averages committed; `version` where it ended."""

@@ -51,16 +51,10 @@ def _versions(run: Run) -> dict[str, Any]:
     if run.config.server.shards == 1:
         return {}
     states = run.shards.states.values()
-    here = run.model.store.num_bytes if run.model.has_weights else {}
     return {
         "versions": [run.policy.version, *(state.version for state in states)],
-        "held_bytes": [_lasting(here), *(_lasting(state.bytes) for state in states)],
+        "held_bytes": [shard.lasting_bytes for shard in _shards(run)],
     }
-
-
-def _lasting(num_bytes: dict[str, int]) -> int:
-    """Without the mean of a round, which is there during a round only."""
-    return sum(count for name, count in num_bytes.items() if name != "mean")
 
 
 def _waiting_for_all(run: Run) -> str:
