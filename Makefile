@@ -21,7 +21,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 	$(BIN)/ps-launch configs/digits.yaml
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
-test: .venv/installed  ## every test but the slowest, about 6 minutes on 2 cores
+test: .venv/installed  ## every test but the slowest, about 8 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker"
 
 test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks

@@ -57,6 +57,7 @@ def test_sync_applies_the_mean_of_every_round_once(cluster):
     assert torch.allclose(applied, torch.full((3, STEPS), 1 / 3), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sync_goes_on_without_a_killed_worker_at_once(cluster):
     """SIGKILL in the middle: the closed connection is noticed, the barrier re-forms, nothing is applied twice."""
     server = _start(cluster, "sync", 2)

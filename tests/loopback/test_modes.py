@@ -103,6 +103,7 @@ def test_batchnorm_statistics_are_averaged(cluster):
     assert saved["0.num_batches_tracked"].dtype == torch.int64
 
 
+@pytest.mark.slow
 def test_schedulers_work_and_every_step_is_taken_under_its_own_rate(cluster):
     """The server's learning rate is the schedule's: with a unit gradient the weight ends at minus its sum."""
     server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "10", "--save", "w.safetensors")
@@ -120,6 +121,7 @@ def test_the_script_of_a_user_trains_alone_without_a_server(cluster, mode):
     assert float(alone.output.split("weight")[1]) == pytest.approx(-sum(rates), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dataloader_workers_do_not_hang(cluster):
     """gRPC and fork: loader processes are forked after the connection was made."""
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "40")

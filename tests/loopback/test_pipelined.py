@@ -89,6 +89,7 @@ def test_pull_every_counts_from_the_weights_it_holds(cluster):
     assert _rows(cluster)[0]["staleness_max"] == 5
 
 
+@pytest.mark.slow
 def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1")
     first, victim = _in_flight(cluster, server)
@@ -279,6 +280,7 @@ def _own_script(cluster, body: str):
     return cluster.script(0, path)
 
 
+@pytest.mark.slow
 def test_a_script_that_breaks_off_completes_what_it_handed_over(cluster):
     server = _start(cluster, "async", 1)
     assert _own_script(cluster, "print('enough')").wait() == 0
@@ -297,6 +299,7 @@ def test_a_script_that_fails_in_mid_flight_ends_at_once(cluster):
     server.until(lambda: bool(server.events("left")), "departure")
 
 
+@pytest.mark.slow
 def test_nan_in_flight_is_rejected_and_ends_the_run(cluster):
     server = _start(cluster, "async", 1, "--set", "store.max_nonfinite=4")
     sick = cluster.script(0, "nan.py", str(STEPS))

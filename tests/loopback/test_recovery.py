@@ -33,7 +33,7 @@ def restart(cluster, mode: str, num_workers: int, *flags: str):
     return start(cluster, mode, num_workers, "--listen", cluster.address, *flags)
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
     snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
     server = start(cluster, mode, 2, *snapshots)

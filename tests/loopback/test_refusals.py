@@ -76,6 +76,7 @@ def test_rank_beyond_the_workers_is_refused(cluster):
     assert "Traceback" not in worker.output
 
 
+@pytest.mark.slow
 def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS), "--save", "w.safetensors")
     older = cluster.worker(0, "--task", "xor", "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.5")
@@ -100,6 +101,7 @@ def test_another_model_is_refused_with_the_first_differences(cluster):
     assert first.popen.poll() in (None, 13)  # its rank was taken: that is the second worker's doing, not the server's
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused(cluster):
     server = cluster.server("--mode", "async", "--workers", "2", "--steps", "10")
     first = cluster.script(0, "onehot.py", "10")
@@ -132,6 +134,7 @@ def test_nan_is_rejected_counted_and_ends_the_run_after_a_number_in_a_row(cluste
     assert (rows[1]["rejected"], rows[1]["steps"]) == (4, 0)
 
 
+@pytest.mark.slow
 def test_a_task_that_raises_shows_its_own_traceback_and_only_that(cluster):
     (cluster.folder / "mine.py").write_text(
         textwrap.dedent("""

@@ -87,6 +87,7 @@ def test_a_cap_on_the_norm_is_one_on_the_norm_of_all_parts(cluster):
         torch.testing.assert_close(ends[1][name], ends[3][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_one_shard_cannot_take_none_takes(cluster):
     """Rank 1 sends NaN in its last parameter: no part of that contribution counts anywhere."""
     server = _start(cluster, "async", 1, 2, "--set", "store.on_nonfinite=skip")

@@ -149,6 +149,7 @@ def _with_victim(cluster, where: str, step: int, mode: str):
     return server, survivor, victim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["placing", "reading"])
 def test_a_worker_is_killed_in_the_middle(cluster, where):
     """Its unfinished contribution leaves nothing behind, its memory goes with it, the other one trains on."""
