@@ -46,7 +46,18 @@ class Remote:
         return {"PS_LAUNCH__SSH": self.sshd.ssh, **{name: env[name] for name in env.keys() - theirs.keys()}}
 
     def left(self) -> list[str]:
-        return [*self.sshd.left(), *self.marked.left()]
+        """What still runs; what has just been killed has a moment to be gone."""
+        end = time.monotonic() + _GONE_S
+        while (found := [*self.sshd.left(), *self.marked.left()]) and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
+    def until_running(self, count: int) -> None:
+        """Wait for so many processes on the hosts: one that has just been forked may not be recognised yet."""
+        end = time.monotonic() + DEADLINE_S
+        while len(self.sshd.running()) < count:
+            assert time.monotonic() < end, self.sshd.running()
+            time.sleep(0.02)
 
 
 @pytest.fixture

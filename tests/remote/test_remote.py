@@ -177,7 +177,12 @@ def started(remote, read_until, *argv: str, **env: str):
     launcher = remote.launch("-n", "3", *argv, **{"FAKE_WORKER": "family", **env})
     for _ in range(3):
         read_until(launcher.stderr, "hanging")
-    assert len(remote.sshd.running()) >= 11  # 2 agents with their guardians, a server, 3 workers with a child each
+    # 2 agents with their guardians, a server, 3 workers with a child each. A process that has just been forked may not
+    # be recognised yet.
+    deadline = time.monotonic() + DEADLINE_S
+    while len(remote.sshd.running()) < 11:
+        assert time.monotonic() < deadline, remote.sshd.running()
+        time.sleep(0.05)
     return launcher
 
 
