@@ -16,6 +16,9 @@ from paramserver.tests.remote.sshd import Sshd, hosts_yaml
 __all__ = ["marked", "read_until", "sshd", "wait_until"]
 
 
+_GONE_S = 2.0
+
+
 class Remote:
     """A hosts file, launchers that use it, and what they left."""
 

@@ -68,7 +68,7 @@ def test_the_secret_is_in_no_command_line(remote, read_until) -> None:
     read_until(launcher.stderr, "[server on node2] listening address=127.0.0.2:")
     read_until(launcher.stderr, "[worker 1 on node2] hanging")
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert len(remote.sshd.running()) >= 5
+    remote.until_running(5)
     assert not [line for line in lines if "the-secret" in line]
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
@@ -177,12 +177,7 @@ def started(remote, read_until, *argv: str, **env: str):
     launcher = remote.launch("-n", "3", *argv, **{"FAKE_WORKER": "family", **env})
     for _ in range(3):
         read_until(launcher.stderr, "hanging")
-    # 2 agents with their guardians, a server, 3 workers with a child each. A process that has just been forked may not
-    # be recognised yet.
-    deadline = time.monotonic() + DEADLINE_S
-    while len(remote.sshd.running()) < 11:
-        assert time.monotonic() < deadline, remote.sshd.running()
-        time.sleep(0.05)
+    remote.until_running(11)  # 2 agents with their guardians, a server, 3 workers with a child each
     return launcher
 
 
@@ -318,7 +313,7 @@ def test_a_launcher_whose_terminal_stands_still_keeps_its_hosts(remote, read_unt
     launcher = remote.launch("-n", "3", "--set", "launch.lost_after_s=5", FAKE_WORKER="chatty")
     read_until(launcher.stderr, "[worker 2 on node3] still here")
     time.sleep(8.0)  # the thing itself
-    assert len(remote.sshd.running()) >= 8
+    remote.until_running(8)
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130
