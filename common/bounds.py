@@ -34,12 +34,12 @@ def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
             left -= 1
             if left < 0:
                 raise TooMuchError
-            tag, at = _varint(raw, at)
+            tag, at = read_varint(raw, at)
             wire_type = tag & 7
             if wire_type == _VARINT:
-                _, at = _varint(raw, at)
+                _, at = read_varint(raw, at)
             elif wire_type == _LENGTH:
-                length, at = _varint(raw, at)
+                length, at = read_varint(raw, at)
                 if at + length > end:
                     raise ValueError("truncated")
                 inner = fields.get(tag >> 3)
@@ -72,12 +72,12 @@ def _fields_of(descriptor: Any) -> dict[int, Any]:
     return found
 
 
-def _varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
+def read_varint(raw: bytes | memoryview, at: int, max_bytes: int = 10) -> tuple[int, int]:
+    """Its value, and where the next byte is. ValueError for one of more bytes, IndexError where `raw` ends in it."""
     byte = raw[at]
-    at += 1
     if byte < 0x80:
-        return byte, at
-    value, shift = byte & 0x7F, 7
+        return byte, at + 1
+    value = shift = 0
     while True:
         byte = raw[at]
         at += 1
@@ -85,5 +85,5 @@ def _varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-        if shift >= 70:
+        if shift >= 7 * max_bytes:
             raise ValueError("varint too long")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError, Message
 
 from ..proto import parameter_server_pb2 as pb
-from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items
+from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items, read_varint
 from .errors import Reason, refusal
 
 # Chosen by measurement, docs/log.md: 512 KiB does as well, 256 KiB and less and 4 MiB are slower.
@@ -123,7 +123,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     try:
         while at < end:
             start = at
-            tag, at = _read_varint(raw, at, 5)
+            tag, at = read_varint(raw, at, 5)
             number, wire_type = tag >> 3, tag & 7
             if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
                 # Nothing of ours looks like that: leave the judgement to protobuf.
@@ -131,7 +131,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                 break
             num_fields += 1
             if wire_type == 0:
-                value, at = _read_varint(raw, at)
+                value, at = read_varint(raw, at)
                 if number == 14:
                     offset = value & 0xFFFFFFFFFFFFFFFF
                     continue
@@ -139,7 +139,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     placed = value & 0xFFFFFFFFFFFFFFFF
                     continue
             else:
-                length, at = _read_varint(raw, at, 5)
+                length, at = read_varint(raw, at, 5)
                 at += length
                 if at > end:
                     raise ValueError("truncated")
@@ -162,22 +162,6 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
         offset, data, placed = message.offset, memoryview(message.data), message.placed
     kind = message.WhichOneof("kind")
     return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed)
-
-
-def _read_varint(raw: bytes, at: int, max_bytes: int = 10) -> tuple[int, int]:
-    byte = raw[at]
-    if byte < 0x80:
-        return byte, at + 1
-    value = shift = 0
-    while True:
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift >= 7 * max_bytes:
-            raise ValueError("varint too long")
 
 
 class BodyReader:

@@ -56,6 +56,11 @@ def check_security(config: Config) -> None:
             f"{what} is set, but the server has no certificate of its own and would not speak TLS",
             fix="add --cert and --key (ps-certs init makes them), or leave the others out",
         )
+    if config.server.shards > 1 and security.cert is not None and security.ca is None:
+        raise AuthError(
+            "a server of several shards speaks TLS and has no security.ca: its shards would not trust each other",
+            fix="add --ca: ca.crt of ps-certs init",
+        )
     if not is_loopback(split_address(config.server.listen)[0]) and not config.server.insecure:
         lacks = _missing(security, token)
         if lacks is not None:

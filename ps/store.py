@@ -79,10 +79,10 @@ class Store:
         self.sanity = Sanity(limits or Limits(), self.windows, self._views, optimizer is not None, is_part)
         self._polyak = polyak
         self.averaged = weights.clone() if polyak is not None else None
-        self._optimizer: FlatOptimizer | None = None
+        self.optimizer: FlatOptimizer | None = None
         if optimizer is not None:
             borders = [(window.start, window.end) for window in self.windows]
-            self._optimizer = FlatOptimizer(optimizer, layout, weights, borders)
+            self.optimizer = FlatOptimizer(optimizer, layout, weights, borders)
 
     # ---- contributions ------------------------------------------------------------------
 
@@ -117,15 +117,15 @@ class Store:
         """
         round_ = self.aggregator
         old, new = self.weights, self.weights if target is None else target
-        if self._optimizer is not None and hyperparameters:
-            self._optimizer.set_hyperparameters(hyperparameters)
+        if self.optimizer is not None and hyperparameters:
+            self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
         for index, window in enumerate(self.windows):
             if new is not old:
                 new[window.start : window.end].copy_(old[window.start : window.end])
-                if self._optimizer is not None:
-                    self._optimizer.move(index, new)
+                if self.optimizer is not None:
+                    self.optimizer.move(index, new)
             if round_.result is not None:
                 round_.complete(window)
                 self._move_window(index, round_.result, new, share, takes_integers)
@@ -138,8 +138,8 @@ class Store:
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, takes_integers: bool
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
-        if self._optimizer is not None:
-            self._optimizer.step(index, mean, self._views)
+        if self.optimizer is not None:
+            self.optimizer.step(index, mean, self._views)
         view = self._views.of
         for piece in self.windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER
@@ -149,7 +149,7 @@ class Store:
                     target.lerp_(source, share)
                 elif takes_integers:
                     target.copy_(source)
-            elif not is_buffer and self._optimizer is None:
+            elif not is_buffer and self.optimizer is None:
                 view(piece, weights).copy_(view(piece, mean))
             if self.averaged is not None and self._polyak is not None:
                 average = view(piece, self.averaged)
@@ -175,6 +175,6 @@ class Store:
         return {
             "weights": self.weights.numel(),
             "mean": self.aggregator.num_bytes,
-            "optimizer": self._optimizer.num_state_bytes if self._optimizer is not None else 0,
+            "optimizer": self.optimizer.num_state_bytes if self.optimizer is not None else 0,
             "averaged": self.averaged.numel() if self.averaged is not None else 0,
         }

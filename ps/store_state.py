@@ -49,7 +49,7 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
     since touching new memory takes several times longer than the copy.
     """
     layout = store.layout
-    optimizer = store._optimizer
+    optimizer = store.optimizer
     return Captured(
         store.version,
         _copy(layout, store.weights, into.weights if into else None),
@@ -134,15 +134,15 @@ def restore(store: Store, loaded: Loaded) -> None:
     _fill(store.layout, store.weights, loaded.weights)
     if store.averaged is not None:
         _fill(store.layout, store.averaged, loaded.averaged or loaded.weights)
-    if store._optimizer is not None and loaded.manifest.hyperparameters is not None:
-        name, groups = type(store._optimizer.torch).__name__, store._optimizer.torch.param_groups
+    if store.optimizer is not None and loaded.manifest.hyperparameters is not None:
+        name, groups = type(store.optimizer.torch).__name__, store.optimizer.torch.param_groups
         spec = loaded.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(
                 f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",
                 fix="resume with the optimizer the run was started with",
             )
-        store._optimizer.set_state(_state_of(loaded, spec))
+        store.optimizer.set_state(_state_of(loaded, spec))
     store.version = loaded.manifest.version
 
 

@@ -82,6 +82,7 @@ WIRE_USERS = {
     "ps/shards/messages.py",
     "ps/shards/attend.py",
     "ps/shards/link.py",
+    "ps/shards/channel.py",
     "ps/shards/collect.py",
     "worker/client.py",
     "worker/security.py",

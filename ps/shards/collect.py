@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import grpc.aio
@@ -12,10 +11,10 @@ from ...common.config import Config
 from ...common.errors import OutputError
 from ...common.layout import DTYPES, Layout, as_bytes, new_body
 from ...common.protocol import SERVICE
-from ...common.security import authorization, read_pem, read_token
 from ...common.sharding import Share
 from ...common.wire import MAX_MESSAGE_BYTES, BodyReader, parse
 from ...proto import parameter_server_pb2 as pb
+from .channel import open_channel
 
 _TIMEOUT_S = 300.0
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
@@ -42,17 +41,12 @@ async def collect(
 
 
 async def _pull(config: Config, address: str, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
-    token, pem = read_token(config.security, os.environ), read_pem(config.security)
-    if config.security.cert is not None or pem.ca is not None:
-        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
-    else:
-        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    channel, metadata = open_channel(address, config.security, _OPTIONS)
     async with channel:
         call = channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
             pb.PullRequest(averaged=averaged),
             timeout=_TIMEOUT_S,
-            metadata=[authorization(token)] if token is not None else [],
+            metadata=metadata,
         )
         body = new_body(layout.total_bytes)
         target = as_bytes(body)

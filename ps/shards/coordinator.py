@@ -59,7 +59,7 @@ class Coordinator(Alone):
         self._attendants: dict[int, Attendant] = {}
         self._gather = Gather(num_shards)
         self._staged: dict[int, tuple[Worker, StagedPart]] = {}
-        self._asking: dict[int, tuple[Worker, int]] = {}
+        self._asking: dict[int, Worker] = {}
         self._brought: tuple[Worker, Segment] | None = None
         self._offering: dict[int, Worker] = {}
         self._settled = asyncio.Event()
@@ -197,7 +197,7 @@ class Coordinator(Alone):
                 now = self.happens(orders.Taken(rank, report.incarnation, step, judgement))
                 self._run.contributions.take(worker, part._replace(judgement=judgement), now)
             case orders.Asked():
-                worker, _ = self._asking.pop(rank)
+                worker = self._asking.pop(rank)
                 self._run.contributions.repeat(worker, self.happens(orders.Repeated(rank, report.incarnation)))
 
     # ---- what has come here -------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Coordinator(Alone):
 
     def asked(self, worker: Worker, step: int) -> None:
         worker.state = "waiting"
-        self._asking[worker.rank] = (worker, step)
+        self._asking[worker.rank] = worker
         self._hear(0, orders.Asked(*_seat(worker), step))
 
     # ---- what happens ---------------------------------------------------------------------------------

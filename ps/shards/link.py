@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,9 +15,9 @@ from ...common.config import Config
 from ...common.errors import ParamServerError, Reason, UnreachableError
 from ...common.log import get_logger
 from ...common.protocol import SERVICE, refusal_from_status
-from ...common.security import authorization, read_pem, read_token
 from ...proto import parameter_server_pb2 as pb
 from . import orders
+from .channel import open_channel
 from .messages import order_from_proto, report_to_proto
 
 log = get_logger()
@@ -46,14 +45,7 @@ class Link:
     def __init__(self, config: Config) -> None:
         self._address = config.server.coordinator
         self._give_up_s = config.worker.give_up_s
-        token = read_token(config.security, os.environ)
-        self._metadata = [authorization(token)] if token is not None else []
-        pem = read_pem(config.security)
-        if pem.ca is not None:
-            credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-            self._channel = grpc.aio.secure_channel(self._address, credentials, options=_OPTIONS)
-        else:
-            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        self._channel, self._metadata = open_channel(self._address, config.security, _OPTIONS)
         self._outgoing: asyncio.Queue[orders.Report | None] = asyncio.Queue()
         self._call: Any = None
 

@@ -88,7 +88,7 @@ def train(store: Store, first: int, last: int) -> None:
     for step in range(first, last):
         store.fold(body_of(step, store.layout, store.layout.exchange_bytes), 1.0, 0)
         rates = [{"lr": 0.01 / (step + 1)}, {"lr": 0.02 / (step + 1)}]
-        store.commit(2, 0, rates[: len(store._optimizer.torch.param_groups)] if store._optimizer else None)
+        store.commit(2, 0, rates[: len(store.optimizer.torch.param_groups)] if store.optimizer else None)
 
 
 def through_files(store: Store, spec: OptimizerSpec | None, folder: Path, into: Captured | None = None) -> Loaded:
@@ -278,7 +278,7 @@ def test_a_run_may_change_what_it_keeps(tmp_path: Path) -> None:
     from_weights = through_files(weights_only, spec, tmp_path / "weights")
     fresh = new_store(spec, polyak=None)
     restore(fresh, from_weights)  # an optimizer that remembers nothing
-    assert fresh.version == 3 and fresh._optimizer is not None and fresh._optimizer.num_state_bytes == 0
+    assert fresh.version == 3 and fresh.optimizer is not None and fresh.optimizer.num_state_bytes == 0
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:

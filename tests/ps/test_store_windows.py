@@ -114,7 +114,7 @@ def test_windows_change_nothing(
     for number in range(1, 4):
         for twin in (whole, windowed):
             twin.round(number, count=number)
-        is_fused = whole.store._optimizer is not None and whole.store._optimizer.torch.param_groups[0].get("fused")
+        is_fused = whole.store.optimizer is not None and whole.store.optimizer.torch.param_groups[0].get("fused")
         assert_equal(whole, windowed, tolerance=2e-6 if is_fused else 0.0)
     assert not torch.equal(whole.store.tensors()["d"], Twin(monkeypatch, 64, spec).store.tensors()["d"])
 
