@@ -87,7 +87,7 @@ def worker_life(rank: int, address: str, options: CheckpointOptions) -> Iterator
 
     import paramserver
 
-    from ..common.optimizers import find_optimizer
+    from ..common.tensors.optimizers import find_optimizer
 
     torch.set_num_threads(1)
     model = torch.nn.Module()

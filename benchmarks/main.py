@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.cli import Drained, make_app, run_app
+from ..common.config.cli import Drained, make_app, run_app
 from .options import (
     JsonOption,
     KeepOption,

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..common.config import ServerConfig
+from ..common.config.schema import ServerConfig
 from ..common.registry import MODES
 from .machine import memory_of
 from .ours import variants_of
@@ -102,7 +102,7 @@ def state_bodies(optimizer: str) -> float:
     """Size of an optimizer's state in parameters: tried out on a small one."""
     import torch
 
-    from ..common.optimizers import find_optimizer
+    from ..common.tensors.optimizers import find_optimizer
 
     cls: Any = find_optimizer(optimizer)
     parameter = torch.nn.Parameter(torch.zeros(1000))
@@ -173,7 +173,7 @@ def worker_life(rank: int, address: str, num_floats: int, optimizer: str, shared
 @contextmanager
 def bare_life(_: int, num_floats: int, optimizer: str, steps: bool) -> Iterator[Measured]:
     """What a worker has without a server."""
-    from ..common.optimizers import find_optimizer
+    from ..common.tensors.optimizers import find_optimizer
     from ..worker import api  # noqa: F401  all that a worker loads
     from .model import fill_gradients, synthetic_model
 

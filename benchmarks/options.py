@@ -64,13 +64,13 @@ def numbers(text: str, flag: str, most: int) -> list[int]:
 
 def checked(mode: str, optimizer: str, json_path: str | None, keep: bool) -> tuple[str, str]:
     """Mode and optimizer by their own names, before anything starts. Raises UsageError and OutputError."""
-    from ..common.cli import before_torch
+    from ..common.config.cli import before_torch
     from ..common.registry import canonical_mode
 
     mode = canonical_mode(mode)
     prepare(json_path, keep)
     before_torch()
-    from ..common.optimizers import find_optimizer
+    from ..common.tensors.optimizers import find_optimizer
 
     return mode, find_optimizer(optimizer).__name__.lower()
 
@@ -84,7 +84,7 @@ def check_task(name: str) -> str:
 
 def prepare(json_path: str | None, keep: bool) -> None:
     """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
-    from ..common.output import check_writable
+    from ..common.reporting.output import check_writable
     from .server_process import clean_environment
 
     if json_path is not None:
@@ -99,7 +99,7 @@ def prepare(json_path: str | None, keep: bool) -> None:
 
 def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
     """The table for people; the figures and the picture where they were asked for."""
-    from ..common.report import report_console
+    from ..common.reporting.report import report_console
     from .plot import can_plot, plot_sweep
     from .report import kept_path
 

@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import OutputError, UsageError
-from ..common.output import check_writable
+from ..common.reporting.output import check_writable
 
 if TYPE_CHECKING:
     from .report import Report

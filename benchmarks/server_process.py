@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..common.config_sources import LAUNCHER_ENV_NAMES
+from ..common.config.sources import LAUNCHER_ENV_NAMES
 from ..common.errors import ParamServerError
 
 _START_S = 60.0

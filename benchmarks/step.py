@@ -114,9 +114,9 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
 
     import paramserver
 
-    from ..common.config import LogConfig
-    from ..common.log import setup_logging
-    from ..common.optimizers import find_optimizer
+    from ..common.config.schema import LogConfig
+    from ..common.reporting.log import setup_logging
+    from ..common.tensors.optimizers import find_optimizer
     from ..worker.task_loader import load_task
     from ..worker.transfer import ModelTensors
 

@@ -19,9 +19,9 @@ import grpc
 import grpc.aio
 
 from ..common.errors import ParamServerError
-from ..common.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
-from ..common.protocol import SERVICE
-from ..common.wire import MAX_MESSAGE_BYTES, parse
+from ..common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
+from ..common.wire.frames import MAX_MESSAGE_BYTES, parse
+from ..common.wire.protocol import SERVICE
 from ..worker import messages
 from ..worker.session import Progress
 from ..worker.transfer import ModelTensors

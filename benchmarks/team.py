@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ..common.cli import before_torch
+from ..common.config.cli import before_torch
 from ..common.errors import ParamServerError
 from .turns import Contestant, Measured, Samples
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.cli import before_torch
-from ..common.config import LogConfig
-from ..common.log import setup_logging
+from ..common.config.cli import before_torch
+from ..common.config.schema import LogConfig
+from ..common.reporting.log import setup_logging
 
 # Small enough that weights stay finite however many exchanges there are.
 _LEARNING_RATE = 1e-4
@@ -54,8 +54,8 @@ def joined_worker(
     os.environ["PS_WORKER__CODEC"] = codec
     import paramserver
 
-    from ..common.optimizers import find_optimizer
     from ..common.registry import CODECS
+    from ..common.tensors.optimizers import find_optimizer
     from ..worker.transfer import ModelTensors
     from .model import fill_gradients, synthetic_model
 

@@ -54,7 +54,7 @@ class Family:
 
 
 MODES = Family("paramserver.ps.policies", "mode", frozenset({"base", "rounds"}))
-AGGREGATIONS = Family("paramserver.ps.aggregation", "aggregation", frozenset({"base", "order"}))
+AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base"}))
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.cli import make_app, run_app
+from ..common.config.cli import make_app, run_app
 from ..common.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def show(directory: DirArgument) -> None:
 
     from rich.table import Table
 
-    from ..common.report import report_console
+    from ..common.reporting.report import report_console
     from ..common.security import facts_of
     from .authority import is_signed_by
 

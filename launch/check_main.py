@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.cli import make_app, run_app
+from ..common.config.cli import make_app, run_app
 from ..common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def check_paths(paths: list[str]) -> Verdict:
 
 def show(verdict: Verdict) -> None:
     """The counts, then what is wrong."""
-    from ..common.report import report_console
+    from ..common.reporting.report import report_console
 
     report_console().print(tally_table(verdict.tally))
     for problem in verdict.problems[:_MAX_SHOWN]:

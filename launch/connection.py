@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.config import LaunchConfig
-from ..common.config_sources import LAUNCHER_ENV_NAMES
+from ..common.config.schema import LaunchConfig
+from ..common.config.sources import LAUNCHER_ENV_NAMES
 from . import agent
 from .events import LineSplitter
 from .exits import HOST_LOST

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from ..common.config import Config, SecurityConfig
-from ..common.config_sources import Resolved
+from ..common.config.schema import Config, SecurityConfig
+from ..common.config.sources import Resolved
 from ..common.errors import UsageError
 
 SINGLE = "single"  # not a mode of the server: one worker and no server

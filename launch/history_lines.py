@@ -1,4 +1,4 @@
-"""Reads history files (common/history.py) into checked lines. Pure: bytes in, lines and problems out.
+"""Reads history files (common/reporting/history.py) into checked lines. Pure: bytes in, lines and problems out.
 
 A process that is killed in the middle of a write leaves a line without an end. That is allowed as the
 last line of a file, and before the `start` of the process that went on in the file; what the next
@@ -119,7 +119,7 @@ def _error_of(fields: dict[str, Any]) -> str | None:
     known = _FIELDS.get(role, {}) if isinstance(role, str) else {}
     needed = known.get(op) if isinstance(op, str) else None
     if needed is None:
-        return f"operation {op!r} of role {role!r} is not one of a history (common/history.py)"
+        return f"operation {op!r} of role {role!r} is not one of a history (common/reporting/history.py)"
     for key, kind in needed.items():
         if key not in fields:
             return f"{op} without '{key}'"

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..common.errors import ParamServerError
-from ..common.summary import Summary
+from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
 from .events import Event, parse_event, parse_status
 from .plan import SERVER, Child, Plan, ProcessSpec

@@ -10,13 +10,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..common.cli import make_app, run_app, show_config
+from ..common.config.cli import make_app, run_app, show_config
 from ..common.errors import UsageError
 from . import options as opt
 
 if TYPE_CHECKING:
-    from ..common.config_sources import Resolved
-    from ..common.summary import Summary
+    from ..common.config.sources import Resolved
+    from ..common.reporting.summary import Summary
     from .backends.base import Site
     from .job import Outcome
     from .plan import Machine, Plan, Request
@@ -126,7 +126,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
 
 def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) -> Resolved:
     """The settings, with a number of workers. The launcher's own RANK and the like mean nothing here."""
-    from ..common.config_sources import LAUNCHER_ENV_NAMES, load_config
+    from ..common.config.sources import LAUNCHER_ENV_NAMES, load_config
     from .plan import DEFAULT_NUM_WORKERS
 
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
@@ -145,8 +145,8 @@ def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) ->
 
 def _plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     """Plans whose files and backend exist. Raises UsageError, AuthError and OutputError before anything starts."""
-    from ..common.output import check_writable
     from ..common.registry import BACKENDS, check_contributions, check_pipelined
+    from ..common.reporting.output import check_writable
     from .backends.base import Site
     from .plan import plan_runs
     from .remote import check_exposure, check_remote, hosts_of
@@ -232,7 +232,7 @@ def _run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries."""
-    from ..common.report import comparison_table, report_console, summary_table
+    from ..common.reporting.report import comparison_table, report_console, summary_table
     from .outputs import write_run, write_runs
 
     console = report_console()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ..common.errors import OutputError
-from ..common.summary import Summary
+from ..common.reporting.summary import Summary
 
 
 def write_run(path: str, summary: Summary) -> None:

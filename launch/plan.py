@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..common.config import Config
-from ..common.config_sources import Resolved, scalar_text
+from ..common.config.schema import Config
+from ..common.config.sources import Resolved, scalar_text
 from ..common.errors import UsageError
 from .files import SINGLE, check_snapshots, is_flag, own_path, read_by_server, read_by_worker, worker_identity
 from .placement import Place, Placement

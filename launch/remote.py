@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from ..common.config import Config
-from ..common.config_sources import Resolved
+from ..common.config.schema import Config
+from ..common.config.sources import Resolved
 from ..common.errors import AuthError, UsageError
 from ..common.security import TOKEN_VARIABLE, is_loopback, split_address
 from .files import code_file

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from rich.live import Live
 from rich.text import Text
 
-from ..common.config import Config
-from ..common.report import PipeConsole
+from ..common.config.schema import Config
+from ..common.reporting.report import PipeConsole
 from .events import Event, Status
 from .plan import Child
 from .supervise import Finish

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..common.config import DEFAULT_ADDRESS, Config
-from ..common.config_sources import Resolved, scalar_text
+from ..common.config.schema import DEFAULT_ADDRESS, Config
+from ..common.config.sources import Resolved, scalar_text
 from ..common.errors import UsageError
 from .files import is_flag
 

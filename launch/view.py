@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..common.report import duration, figure, share
+from ..common.reporting.report import duration, figure, share
 from .events import Event, Status, WorkerStatus
 from .plan import Child
 

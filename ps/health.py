@@ -14,7 +14,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ..common.cli import make_app, run_app
+from ..common.config.cli import make_app, run_app
 from ..common.errors import AuthError, UnreachableError
 
 _TIMEOUT_S = 5.0

@@ -13,10 +13,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, before_torch, make_app, resolve, run_app
-from ..common.config import Config
-from ..common.config_sources import Resolved
-from ..common.log import get_logger, setup_logging
+from ..common.config.cli import (
+    ConfigOption,
+    Drained,
+    PrintConfigOption,
+    SetOption,
+    before_torch,
+    make_app,
+    resolve,
+    run_app,
+)
+from ..common.config.schema import Config
+from ..common.config.sources import Resolved
+from ..common.reporting.log import get_logger, setup_logging
 
 _HELP = """Hold the weights and the optimizer; let workers train.
 
@@ -134,7 +143,7 @@ async def _serve(resolved: Resolved) -> None:
     before_torch()
     _keep_memory()
     _allow_connections()
-    from ..common.optimizers import without_compiler
+    from ..common.tensors.optimizers import without_compiler
     from .server import Server, check_before_start
     from .shards.server import ShardServer
 

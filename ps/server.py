@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-from ..common.config import Config
+from ..common.config.schema import Config
 from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
-from ..common.log import get_logger
-from ..common.optimizers import check_arguments
-from ..common.output import check_writable, write_weights
-from ..common.report import report_console, summary_table
-from ..common.sharding import divide
-from . import reports
-from .checkpoint import Loaded
-from .listening import Listening
-from .metrics_http import MetricsEndpoint, open_metrics, server_history
-from .modes import make_policy
-from .run import Run
-from .security import check_security, security_text
-from .service import ParameterServerService
+from ..common.reporting.log import get_logger
+from ..common.reporting.output import check_writable, write_weights
+from ..common.reporting.report import report_console, summary_table
+from ..common.tensors.optimizers import check_arguments
+from ..common.tensors.sharding import divide
+from .core.run import Run
+from .observe import reports
+from .observe.metrics_http import MetricsEndpoint, open_metrics, server_history
+from .core.modes import make_policy
 from .shards.collect import collect
 from .shards.coordinator import Coordinator
 from .shards.orders import BeginRun, End
-from .shards.resharding import Available
 from .shards.server import shared_config
-from .snapshots import Snapshots, resume, resume_at
+from .snapshots.checkpoint import Loaded
+from .snapshots.resharding import Available
+from .snapshots.snapshots import Snapshots, resume, resume_at
+from .wire.listening import Listening
+from .wire.security import check_security, security_text
+from .wire.service import ParameterServerService
 
 log = get_logger()
 

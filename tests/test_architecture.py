@@ -32,7 +32,7 @@ FILES = [
 # Time, chance, threads and output come in as arguments or go out as values.
 PURE = [
     "ps/policies/*",
-    "ps/membership.py",
+    "ps/core/membership.py",
     "worker/session.py",
     "launch/plan.py",
     "launch/placement.py",
@@ -40,25 +40,25 @@ PURE = [
     "launch/supervise.py",
     "launch/restarts.py",
     "launch/files.py",
-    "ps/leases.py",
+    "ps/core/leases.py",
     "ps/shards/gather.py",
     "ps/shards/orders.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
 TENSOR_WORK = [
-    "ps/store_state.py",
-    "ps/flat_optimizer.py",
-    "ps/checkpoint.py",
-    "ps/manifest.py",
-    "ps/snapshot_files.py",
-    "ps/store.py",
-    "ps/sanity.py",
-    "ps/aggregation/*",
+    "ps/snapshots/store_state.py",
+    "ps/tensors/flat_optimizer.py",
+    "ps/snapshots/checkpoint.py",
+    "ps/snapshots/manifest.py",
+    "ps/snapshots/files.py",
+    "ps/tensors/store.py",
+    "ps/tensors/sanity.py",
+    "ps/tensors/aggregation/*",
     "common/codecs/*",
-    "common/layout.py",
-    "common/sharding.py",
-    "common/optimizers.py",
+    "common/tensors/layout.py",
+    "common/tensors/sharding.py",
+    "common/tensors/optimizers.py",
     "worker/tasks/*",
     "worker/task_loader.py",
     "worker/trainer.py",
@@ -71,14 +71,14 @@ WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserve
 
 # The only files that know gRPC or the messages.
 WIRE_USERS = {
-    "ps/service.py",
-    "ps/delivery.py",
-    "ps/intake.py",
-    "ps/stream.py",
-    "ps/queries.py",
-    "ps/listening.py",
+    "ps/wire/service.py",
+    "ps/wire/delivery.py",
+    "ps/wire/intake.py",
+    "ps/wire/stream.py",
+    "ps/wire/queries.py",
+    "ps/wire/listening.py",
     "ps/health.py",
-    "ps/security.py",
+    "ps/wire/security.py",
     "ps/shards/messages.py",
     "ps/shards/attend.py",
     "ps/shards/link.py",
@@ -87,13 +87,18 @@ WIRE_USERS = {
     "worker/client.py",
     "worker/security.py",
     "worker/messages.py",
-    "common/wire.py",
-    "common/protocol.py",
+    "common/wire/frames.py",
+    "common/wire/protocol.py",
 }
 
 
 # Of those, the ones that know gRPC itself; the others know messages only.
-GRPC_USERS = WIRE_USERS - {"worker/messages.py", "common/wire.py", "ps/delivery.py", "ps/shards/messages.py"}
+GRPC_USERS = WIRE_USERS - {
+    "worker/messages.py",
+    "common/wire/frames.py",
+    "ps/wire/delivery.py",
+    "ps/shards/messages.py",
+}
 
 
 def matching(patterns: list[str]) -> list[str]:
@@ -198,7 +203,7 @@ def test_common_code_belongs_to_nobody(name: str) -> None:
     assert forbidden_in(name, roots) == []
 
 
-@pytest.mark.parametrize("name", ["ps/service.py", "ps/intake.py", "worker/client.py"])
+@pytest.mark.parametrize("name", ["ps/wire/service.py", "ps/wire/intake.py", "worker/client.py"])
 def test_translators_know_no_policy(name: str) -> None:
     """They may name the facts of a contribution, not look into a mode."""
     allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..common.cli import report
-from ..common.config import Config
-from ..common.config_sources import load_config
+from ..common.config.cli import report
+from ..common.config.schema import Config
+from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UnreachableError, UsageError
-from ..common.log import setup_logging
-from ..common.optimizers import describe_optimizer
+from ..common.reporting.log import setup_logging
+from ..common.tensors.optimizers import describe_optimizer
 from .data import num_samples_of, sharded_batches, step_seed
 from .exchange import Exchange
 from .messages import Final, Settings

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.layout import Kind
-from ..common.log import get_logger
+from ..common.reporting.log import get_logger
+from ..common.tensors.layout import Kind
 from .exchange import Exchange
 from .transfer import ModelTensors
 

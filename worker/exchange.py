@@ -14,11 +14,11 @@ import socket
 import time
 from typing import NamedTuple
 
-from ..common.config import WorkerConfig
-from ..common.history import History
-from ..common.log import get_logger
-from ..common.optimizers import Hyperparameters, OptimizerSpec
-from ..common.sharding import Share, divide
+from ..common.config.schema import WorkerConfig
+from ..common.reporting.history import History
+from ..common.reporting.log import get_logger
+from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ..common.tensors.sharding import Share, divide
 from .client import Lost
 from .crew import Crew
 from .heartbeat import Heartbeat

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.cli import ConfigOption, Drained, PrintConfigOption, SetOption, before_torch, make_app, resolve, run_app
-from ..common.config import Config
-from ..common.config_sources import Resolved
+from ..common.config.cli import (
+    ConfigOption,
+    Drained,
+    PrintConfigOption,
+    SetOption,
+    before_torch,
+    make_app,
+    resolve,
+    run_app,
+)
+from ..common.config.launchers import find_place
+from ..common.config.schema import Config
+from ..common.config.sources import Resolved
 from ..common.errors import UsageError
-from ..common.launchers import find_place
-from ..common.log import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from . import interrupts
 
 if TYPE_CHECKING:
@@ -103,8 +112,8 @@ def _work(resolved: Resolved) -> None:
     before_torch()
     import torch
 
-    from ..common.optimizers import without_compiler
-    from ..common.output import check_writable
+    from ..common.reporting.output import check_writable
+    from ..common.tensors.optimizers import without_compiler
     from .alone import AloneReport
     from .api import AloneSession, open_session
     from .task_loader import UserCodeError, format_user_traceback

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..common.layout import Layout
-from ..common.optimizers import Hyperparameters, OptimizerSpec
-from ..common.protocol import (
+from ..common.tensors.layout import Layout
+from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ..common.version import PROGRAM_VERSION
+from ..common.wire.frames import frame, message_frames
+from ..common.wire.protocol import (
     from_struct,
     layout_to_proto,
     optimizer_to_proto,
@@ -16,9 +18,7 @@ from ..common.protocol import (
     segment_to_proto,
     struct,
 )
-from ..common.segments import SegmentAddress
-from ..common.version import PROGRAM_VERSION
-from ..common.wire import frame, message_frames
+from ..common.wire.segments import SegmentAddress
 from ..proto import parameter_server_pb2 as pb
 from .session import Progress
 

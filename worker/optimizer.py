@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..common.optimizers import Hyperparameters, current_hyperparameters
+from ..common.tensors.optimizers import Hyperparameters, current_hyperparameters
 from .session import Progress
 from .slowdown import Slowdown
 from .strategy import Strategy, Work

@@ -1,11 +1,11 @@
-"""The part of a model that lies on one shard, as a model of its own (`common/sharding.py`)."""
+"""The part of a model that lies on one shard, as a model of its own (`common/tensors/sharding.py`)."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.layout import Kind
-from ..common.sharding import Part, Share
+from ..common.tensors.layout import Kind
+from ..common.tensors.sharding import Part, Share
 from .transfer import ModelTensors, Source
 
 

@@ -31,7 +31,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from ..common.optimizers import OptimizerSpec
+from ..common.tensors.optimizers import OptimizerSpec
 from .exchange import Exchange
 from .helper import Helper, wait_for
 from .messages import Answer, Final

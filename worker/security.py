@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from ..common.config import Config, SecurityConfig
+from ..common.config.schema import Config, SecurityConfig
 from ..common.errors import AuthError, UsageError
 from ..common.security import (
     Pem,

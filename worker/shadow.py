@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..common.layout import DTYPES, Entry, Kind, new_body
+from ..common.tensors.layout import DTYPES, Entry, Kind, new_body
 from .transfer import ModelTensors, Source
 
 

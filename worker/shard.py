@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ..common.codecs.base import Codec
-from ..common.config import WorkerConfig
+from ..common.config.schema import WorkerConfig
 from ..common.errors import Reason, refusal
-from ..common.layout import Layout, as_bytes, new_body
-from ..common.log import get_logger
-from ..common.optimizers import Hyperparameters, OptimizerSpec
 from ..common.registry import CODECS
-from ..common.segments import SegmentAddress, SegmentError
-from ..common.wire import body_frames, placed_frame
+from ..common.reporting.log import get_logger
+from ..common.tensors.layout import Layout, as_bytes, new_body
+from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ..common.wire.frames import body_frames, placed_frame
+from ..common.wire.segments import SegmentAddress, SegmentError
 from .client import Client, Lost
 from .messages import (
     Answer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from ..common.optimizers import Hyperparameters, OptimizerSpec
+from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from .early import MIN_MODEL_BYTES, EarlySender
 from .exchange import Exchange
 from .messages import Final

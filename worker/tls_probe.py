@@ -13,7 +13,7 @@ import time
 from datetime import UTC, datetime
 from typing import NoReturn
 
-from ..common.config import SecurityConfig
+from ..common.config.schema import SecurityConfig
 from ..common.errors import AuthError, UsageError
 from ..common.security import Facts, Pem, facts_of, split_address
 

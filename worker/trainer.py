@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..common.errors import DivergedError, UsageError
-from ..common.optimizers import build_optimizer
+from ..common.tensors.optimizers import build_optimizer
 from .api import Session
 from .data import to_device
 from .task_loader import user_code

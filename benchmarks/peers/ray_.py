@@ -153,7 +153,7 @@ class XorServer:
     def __init__(self, options: Any) -> None:
         import torch
 
-        from ...common.optimizers import find_optimizer
+        from ...common.tensors.optimizers import find_optimizer
 
         torch.manual_seed(0)
         flat = torch.nn.utils.parameters_to_vector(options.task().model().parameters()).detach()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..layout import Layout
+from ..tensors.layout import Layout
 
 
 class Codec(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..layout import FlatRun, Kind, Layout
+from ..tensors.layout import FlatRun, Kind, Layout
 
 _WIDE = (torch.float32, torch.float64)
 

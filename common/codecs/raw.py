@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Layout
+from ..tensors.layout import Layout
 
 
 class RawCodec:

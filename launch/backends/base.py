@@ -14,7 +14,7 @@ To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Bac
 what it needs:
 
 - once, the `Site`: the whole configuration (a backend's own settings are fields of `LaunchConfig` in
-  common/config.py), the hosts of --hosts, and the folder the launcher was started in;
+  common/config/schema.py), the hosts of --hosts, and the folder the launcher was started in;
 - with each process, its `ProcessSpec`: command line, environment, and, where the plan has placed it,
   the `host` (a name of `Site.hosts`, "" means wherever the backend likes) and `sharing`, the number of the
   run's processes of that kind on its host, by which the host's cores are divided (`threads`); 0 means that
@@ -39,8 +39,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...common.config import Config
-from ...common.config_sources import LAUNCHER_ENV_NAMES
+from ...common.config.schema import Config
+from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ..hosts import Host
 from ..plan import WILDCARDS, Child, ProcessSpec
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 from dataclasses import dataclass, field
 
-from ...common.config_sources import LAUNCHER_ENV_NAMES
+from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ..events import LineSplitter
 from ..exits import CANNOT_START
 from ..guardian import Guardian

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.config_sources import LAUNCHER_ENV_NAMES
+from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
 from .. import leash
 from ..allocation import Allocation, Place, parse_counts, place

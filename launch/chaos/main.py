@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...common.cli import make_app, run_app
+from ...common.config.cli import make_app, run_app
 from ...common.errors import UsageError
 
 if TYPE_CHECKING:

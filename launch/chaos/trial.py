@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.config_sources import LAUNCHER_ENV_NAMES, load_config
+from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from ..check_main import check_paths, describe, show
 from .job import Ending, Setup
 from .ledger import Account, Epoch, audit
 from .plan import make_plan
 
 if TYPE_CHECKING:
-    from ...common.config import Config
+    from ...common.config.schema import Config
     from ..check import Verdict
 
 _LEDGER = "ledger"

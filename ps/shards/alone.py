@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..connected import Measured, Worker
 from ..policies.base import Contribution
-from ..sanity import Judgement
+from ..tensors.sanity import Judgement
+from ..wire.connected import Measured, Worker
 from .orders import Event, ShardState
 
 if TYPE_CHECKING:
-    from ...common.segments import Segment
-    from ..run import Run
+    from ...common.wire.segments import Segment
+    from ..core.run import Run
 
 
 class StagedPart(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...common.errors import ParamServerError, Reason, refusal
-from ...common.log import get_logger
-from ...common.protocol import refusal_to_status
+from ...common.reporting.log import get_logger
 from ...common.security import split_address
+from ...common.wire.protocol import refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from . import orders
 from .coordinator import Attendant, Coordinator

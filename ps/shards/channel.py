@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ...common.config import SecurityConfig
+from ...common.config.schema import SecurityConfig
 from ...common.security import authorization, read_pem, read_token
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import grpc.aio
 import torch
 
-from ...common.config import Config
+from ...common.config.schema import Config
 from ...common.errors import OutputError
-from ...common.layout import DTYPES, Layout, as_bytes, new_body
-from ...common.protocol import SERVICE
-from ...common.sharding import Share
-from ...common.wire import MAX_MESSAGE_BYTES, BodyReader, parse
+from ...common.tensors.layout import DTYPES, Layout, as_bytes, new_body
+from ...common.tensors.sharding import Share
+from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, parse
+from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from .channel import open_channel
 

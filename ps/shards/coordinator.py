@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...common.errors import Reason, UsageError, refusal
-from ...common.log import get_logger
+from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..connected import Worker
-from ..sanity import judge_whole
+from ..tensors.sanity import judge_whole
+from ..wire.connected import Worker
 from . import orders
 from .alone import Alone, StagedPart
 from .gather import Gather
 
 if TYPE_CHECKING:
-    from ...common.segments import Segment
-    from ..run import Run
+    from ...common.wire.segments import Segment
+    from ..core.run import Run
 
 log = get_logger()
 

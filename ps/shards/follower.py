@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...common.config import Config
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
-from ...common.history import History
-from ...common.layout import Layout
-from ...common.log import get_logger
-from ...common.optimizers import OptimizerSpec
-from ...common.segments import Segment
-from ..connected import SendWeights, Worker
-from ..membership import Seat, replaced
+from ...common.reporting.history import History
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Layout
+from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.segments import Segment
+from ..core.membership import Seat, replaced
+from ..core.roster import Asked
+from ..core.run import Run
+from ..core.stats import WorkerStats
 from ..policies.base import Policy
-from ..roster import Asked
-from ..run import Run
-from ..stats import WorkerStats
+from ..wire.connected import SendWeights, Worker
 from . import orders
 from .alone import Alone, StagedPart
 

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ...common.config import Config
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, UnreachableError
-from ...common.log import get_logger
-from ...common.protocol import SERVICE, refusal_from_status
+from ...common.reporting.log import get_logger
+from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from . import orders
 from .channel import open_channel

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 
-from ...common.config import Config
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError
-from ...common.log import get_logger
+from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..listening import Listening
-from ..metrics_http import MetricsEndpoint, open_metrics, server_history
-from ..modes import make_policy
-from ..run import Run
-from ..service import ParameterServerService
-from ..snapshots import Snapshots, resume_at
+from ..core.run import Run
+from ..observe.metrics_http import MetricsEndpoint, open_metrics, server_history
+from ..core.modes import make_policy
+from ..snapshots.resharding import Available
+from ..snapshots.snapshots import Snapshots, resume_at
+from ..wire.listening import Listening
+from ..wire.service import ParameterServerService
 from . import orders
 from .follower import FollowerRun
 from .link import Link, LinkLost
-from .resharding import Available
 
 log = get_logger()
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.config import Config
-from paramserver.common.config_sources import Resolved, load_config, scalar_text
+from paramserver.common.config.schema import Config
+from paramserver.common.config.sources import Resolved, load_config, scalar_text
 from paramserver.common.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

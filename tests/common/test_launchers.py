@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.common.config_sources import LAUNCHER_ENV_NAMES, load_config
+from paramserver.common.config.launchers import ENGINES, find_place, first_host
+from paramserver.common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from paramserver.common.errors import UsageError
-from paramserver.common.launchers import ENGINES, find_place, first_host
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

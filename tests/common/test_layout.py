@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.common.protocol import layout_from_proto, layout_to_proto
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.wire.protocol import layout_from_proto, layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.transfer import ModelTensors
 
@@ -124,7 +124,7 @@ def test_the_layout_the_proto_describes() -> None:
 def test_the_layout_does_not_depend_on_the_process() -> None:
     """Hash seeds and set orders play no part: another interpreter gives the same fingerprint and places."""
     code = (
-        "from paramserver.common.layout import *\n"
+        "from paramserver.common.tensors.layout import *\n"
         "specs = [TensorSpec(f't{i}', Kind(2 + i % 2), sorted(DTYPES)[i % 10], (i,)) for i in range(40)]\n"
         "layout = Layout(specs)\n"
         "print(layout.fingerprint, [(e.spec.name, e.offset) for e in layout.entries])"

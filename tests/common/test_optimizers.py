@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paramserver.common.errors import Reason, UsageError
-from paramserver.common.optimizers import (
+from paramserver.common.tensors.optimizers import (
     GroupSpec,
     OptimizerSpec,
     apply_hyperparameters,
@@ -23,7 +23,7 @@ from paramserver.common.optimizers import (
     is_elementwise,
     known_optimizers,
 )
-from paramserver.common.protocol import optimizer_from_proto, optimizer_to_proto
+from paramserver.common.wire.protocol import optimizer_from_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
 CLASSES = sorted(known_optimizers())

@@ -23,8 +23,8 @@ from paramserver.common.errors import (
     UsageError,
     refusal,
 )
-from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec
-from paramserver.common.protocol import (
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
+from paramserver.common.wire.protocol import (
     STATUS_OF_REASON,
     from_struct,
     hyperparameters_from_proto,

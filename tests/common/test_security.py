@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.common.config import SecurityConfig
-from paramserver.common.config_sources import load_config
+from paramserver.common.config.schema import SecurityConfig
+from paramserver.common.config.sources import load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import (
     authorization,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.segments import (
+from paramserver.common.wire.segments import (
     Segment,
     SegmentAddress,
     SegmentError,
@@ -35,7 +35,7 @@ NUM_BYTES = 1 << 20
 CHILD = """
 import json, os, sys
 import encodings.ascii  # another user may not read root's libraries
-from paramserver.common.segments import SegmentAddress, SegmentError, new_segment, open_segment
+from paramserver.common.wire.segments import SegmentAddress, SegmentError, new_segment, open_segment
 held = {}
 for line in sys.stdin:
     order = json.loads(line)

@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.sharding import divide
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.tensors.sharding import divide
 
 KINDS = {Kind.PARAMETER: ["float32", "float16"], Kind.BUFFER: ["float32", "int64"], Kind.FROZEN: ["float32"]}
 

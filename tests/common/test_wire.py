@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.layout import as_bytes, new_body
-from paramserver.common.wire import (
+from paramserver.common.tensors.layout import as_bytes, new_body
+from paramserver.common.wire.frames import (
     CHUNK_BYTES,
     INLINE_BYTES,
     MAX_DATA_BYTES,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 
 ALL_CODECS = CODECS.names()
 FLOATS = ("float32", "float64", "float16", "bfloat16")

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
-from paramserver.ps.staging import StagingPool
+from paramserver.ps.tensors.staging import StagingPool
 from paramserver.worker.session import Progress
 
 ALL_MODES = MODES.names()

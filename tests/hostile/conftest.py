@@ -19,10 +19,10 @@ from typing import Any
 import grpc
 import pytest
 
-from paramserver.common.layout import Kind, Layout, TensorSpec
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.protocol import SERVICE, layout_to_proto, optimizer_to_proto
-from paramserver.common.wire import frame, message_frames, parse
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.frames import frame, message_frames, parse
+from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
 DEADLINE_S = 60.0

@@ -9,12 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from paramserver.common.config import Config
-from paramserver.common.protocol import SERVICE
+from paramserver.common.config.schema import Config
+from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.run import Run
+from paramserver.ps.core.run import Run
 from paramserver.ps.server import make_policy
-from paramserver.ps.service import ParameterServerService
+from paramserver.ps.wire.service import ParameterServerService
 
 
 def _bug(*_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.wire import body_frames, frame
+from paramserver.common.wire.frames import body_frames, frame
 
 
 def version(server) -> int:

@@ -16,7 +16,8 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from paramserver.common.errors import ParamServerError
-from paramserver.common.protocol import (
+from paramserver.common.wire.frames import BodyReader, Frame, parse
+from paramserver.common.wire.protocol import (
     SERVICE,
     check_header,
     hyperparameters_from_proto,
@@ -24,8 +25,7 @@ from paramserver.common.protocol import (
     optimizer_from_proto,
     segment_from_proto,
 )
-from paramserver.common.segments import SegmentError, open_segment
-from paramserver.common.wire import BodyReader, Frame, parse
+from paramserver.common.wire.segments import SegmentError, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 
 MAX_S = 1.0

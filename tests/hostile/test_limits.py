@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.protocol import SERVICE
-from paramserver.common.wire import parse
+from paramserver.common.wire.frames import parse
+from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.limits import Allowance, Joins, Pace, Watch
+from paramserver.ps.wire.limits import Allowance, Joins, Pace, Watch
 
 NUM_JOINS = 200
 

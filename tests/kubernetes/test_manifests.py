@@ -23,7 +23,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paramserver.common.config import Config
+from paramserver.common.config.schema import Config
 from paramserver.launch.plan import Child
 from paramserver.launch.restarts import can_mend
 from paramserver.tests.loopback.conftest import Cluster, Process

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paramserver.common.config import Config
-from paramserver.common.config_sources import load_config
+from paramserver.common.config.schema import Config
+from paramserver.common.config.sources import load_config
 from paramserver.launch.backends.base import Site
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.remote import hosts_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paramserver.launch.plan as plan_module
-from paramserver.common.config_sources import Resolved, load_config
+from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch.files import own_path
 from paramserver.launch.plan import SERVER, Machine, Plan, Request, plan_runs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.summary import Summary
+from paramserver.common.reporting.summary import Summary
 
 DEADLINE_S = 15.0
 WORKER = str(Path(__file__).parent / "programs" / "fake_worker.py")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paramserver.common.config_sources import load_config
+from paramserver.common.config.sources import load_config
 from paramserver.launch.plan import Machine, Request, plan_runs
 from paramserver.launch.supervise import Supervisor
 

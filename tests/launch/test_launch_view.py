@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from paramserver.common.report import comparison_table, duration, figure, report_console, size, summary_table
-from paramserver.common.summary import Summary, WorkerSummary
+from paramserver.common.reporting.report import comparison_table, duration, figure, report_console, size, summary_table
+from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.launch.events import LineSplitter, Status, parse_event, parse_status
 from paramserver.launch.plan import SERVER, Child
 from paramserver.launch.view import LastLines, child_line, status_line, status_panel

@@ -17,15 +17,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paramserver.common.config import Config, SecurityConfig
+from paramserver.common.config.schema import Config, SecurityConfig
 from paramserver.common.errors import AuthError
-from paramserver.common.protocol import SERVICE
 from paramserver.common.security import read_pem
+from paramserver.common.wire.protocol import SERVICE
 from paramserver.launch.authority import Identity, Validity, make_ca, make_server, make_worker
 from paramserver.launch.certs import app
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.ps.security import check_security, insecurity
+from paramserver.ps.wire.security import check_security, insecurity
 from paramserver.worker.client import Client, Lost
 from paramserver.worker.security import PLAINTEXT, Security, open_channel, worker_security
 

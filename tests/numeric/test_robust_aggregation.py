@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.layout import new_body
-from paramserver.common.optimizers import describe_optimizer
 from paramserver.common.registry import AGGREGATIONS
+from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
 from paramserver.ps.policies.sync import SyncPolicy
-from paramserver.ps.sanity import Limits
-from paramserver.ps.store import Store
+from paramserver.ps.tensors.sanity import Limits
+from paramserver.ps.tensors.store import Store
 from paramserver.worker.transfer import DirectTransfer, ModelTensors
 
 NUM_WORKERS = 5

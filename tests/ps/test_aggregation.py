@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.config import Config
+from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
-from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec, Views
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
-from paramserver.ps.aggregation import order
-from paramserver.ps.aggregation.base import Aggregator
-from paramserver.ps.aggregation.order import exchanges, sort_rows
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, Views
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.server import make_policy
-from paramserver.ps.store import Store, windows_of
+from paramserver.ps.tensors.aggregation import order
+from paramserver.ps.tensors.aggregation.base import Aggregator
+from paramserver.ps.tensors.aggregation.order import exchanges, sort_rows
+from paramserver.ps.tensors.store import Store, windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ROBUST = ["median", "trimmed_mean"]
@@ -199,7 +199,7 @@ def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> No
 def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int) -> None:
     bodies = [body_of(rank) for rank in range(5)]
     whole = aggregate(name, bodies)
-    monkeypatch.setattr("paramserver.ps.store.WINDOW_BYTES", 192)
+    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 192)
     monkeypatch.setattr(order, "_CHUNK_BYTES", chunk_bytes)
     assert len(windows_of(LAYOUT)) > 10
     parts = aggregate(name, bodies)

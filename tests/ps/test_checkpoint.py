@@ -25,11 +25,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paramserver.common.errors import CheckpointError
-from paramserver.common.layout import Kind, Layout, TensorSpec
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.checkpoint import Written, load, load_newest, write
-from paramserver.ps.manifest import OPTIMIZER, WEIGHTS, Manifest, optimizer_entry, tensor_entries
-from paramserver.ps.snapshot_files import candidates, next_incarnation, prepare, prune, writing_to
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.ps.snapshots.checkpoint import Written, load, load_newest, write
+from paramserver.ps.snapshots.files import candidates, next_incarnation, prepare, prune, writing_to
+from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest, optimizer_entry, tensor_entries
 
 LAYOUT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (3, 2), ("tied",)),

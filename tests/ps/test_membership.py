@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.ps.membership import Membership, Seat, replaced
+from paramserver.ps.core.membership import Membership, Seat, replaced
 
 
 def refused(call) -> ParamServerError:

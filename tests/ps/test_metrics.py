@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paramserver.common.config import Config
+from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError, UsageError
-from paramserver.common.history import History
-from paramserver.ps.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, Counters
-from paramserver.ps.metrics_http import MetricsEndpoint, server_history
+from paramserver.common.reporting.history import History
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.stats import WorkerStats
+from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, Counters
+from paramserver.ps.observe.metrics_http import MetricsEndpoint, server_history
 from paramserver.ps.policies.async_ import AsyncPolicy
 from paramserver.ps.policies.base import Options
-from paramserver.ps.run import Run
-from paramserver.ps.stats import WorkerStats
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
 
 ROOT = Path(__file__).parents[2]

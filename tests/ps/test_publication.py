@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.segments import Segment, private_segment
-from paramserver.common.wire import parse
+from paramserver.common.wire.frames import parse
+from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps import publication as module
-from paramserver.ps.publication import Publication, Publisher
+from paramserver.ps.tensors import publication as module
+from paramserver.ps.tensors.publication import Publication, Publisher
 
 NUM_BYTES, WINDOW = 48, 8
 

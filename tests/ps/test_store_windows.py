@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.layout import DTYPES, Kind, Layout, TensorSpec
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.store import Store, windows_of
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.ps.tensors.store import Store, windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -60,7 +60,7 @@ class Twin:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, window_bytes: int, spec: OptimizerSpec | None, **options: Any
     ) -> None:
-        monkeypatch.setattr("paramserver.ps.store.WINDOW_BYTES", window_bytes)
+        monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", window_bytes)
         self.store = Store(LAYOUT, body_of(999, is_contribution=False), spec, **options)
 
     def round(self, number: int, count: int, *, may_keep: bool = False, elsewhere: bool = False) -> list[int]:

@@ -20,22 +20,22 @@ import grpc.aio
 import pytest
 import torch
 
-from paramserver.common.config import Config
-from paramserver.common.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.common.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.protocol import (
+from paramserver.common.config.schema import Config
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.frames import frame, message_frames, parse
+from paramserver.common.wire.protocol import (
     layout_to_proto,
     optimizer_to_proto,
     segment_from_proto,
     segment_to_proto,
     struct,
 )
-from paramserver.common.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
-from paramserver.common.wire import frame, message_frames, parse
+from paramserver.common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.run import Run
+from paramserver.ps.core.run import Run
 from paramserver.ps.server import make_policy
-from paramserver.ps.service import ParameterServerService
+from paramserver.ps.wire.service import ParameterServerService
 
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
 # Too large for inline work: the tensor thread runs, and answers come from another thread.
@@ -743,7 +743,7 @@ def test_no_more_shared_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(num_bytes: int) -> Segment:
         raise SegmentError("none left")
 
-    monkeypatch.setattr("paramserver.ps.model.new_segment", refuse)
+    monkeypatch.setattr("paramserver.ps.tensors.model.new_segment", refuse)
     play()
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.layout import as_bytes, new_body
-from paramserver.common.wire import BodyReader, body_frames, parse, placed_frame
+from paramserver.common.tensors.layout import as_bytes, new_body
+from paramserver.common.wire.frames import BodyReader, body_frames, parse, placed_frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker import early
 from paramserver.worker.early import EarlySender

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.common.config import SlowdownConfig
+from paramserver.common.config.schema import SlowdownConfig
 from paramserver.worker.slowdown import Slowdown
 
 

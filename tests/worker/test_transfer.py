@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import UsageError
-from paramserver.common.layout import Kind, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, as_bytes, new_body
 from paramserver.worker.staged import StagedTransfer, make_transfer
 from paramserver.worker.transfer import DirectTransfer, ModelTensors, Transfer
 

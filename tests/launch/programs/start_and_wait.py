@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from paramserver.common.config_sources import load_config
+from paramserver.common.config.sources import load_config
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Site
 from paramserver.launch.plan import Child, ProcessSpec

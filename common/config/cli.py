@@ -1,0 +1,135 @@
+"""What the commands share: options that mean the same everywhere, and the one place errors end.
+
+A user's mistake is printed as `ps-server: what happened` and `  fix: what to do`, with the
+exit code of its class; only our own bugs show a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
+
+# pydantic, yaml and rich are imported where they are used: --help needs none of them at once.
+if TYPE_CHECKING:
+    from .sources import Resolved
+
+ConfigOption = Annotated[str | None, typer.Option("--config", help="YAML file; flags win over it.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")
+]
+PrintConfigOption = Annotated[
+    bool, typer.Option("--print-config", help="Show every setting and where it comes from, then stop.")
+]
+
+
+class Drained(BaseException):
+    """Raised by the SIGTERM handler: finish in good order, then exit 143."""
+
+
+def make_app(help_text: str) -> typer.Typer:
+    return typer.Typer(
+        add_completion=False,
+        rich_markup_mode="rich",
+        help=help_text,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def before_torch() -> None:
+    """Call before torch is imported.
+
+    OpenMP threads that have nothing to do spin by default, and take the cores from the other
+    processes of the run: 2 workers and a server on 2 cores took 38 ms a step, 10 ms with this.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # gRPC reads it when it is imported. A failed handshake is reported by us, with its reason.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def resolve(
+    config_path: str | None,
+    flags: dict[str, Any],
+    sets: list[str] | None,
+    print_config: bool,
+    *,
+    is_worker: bool = False,
+) -> Resolved:
+    """Load the configuration from all sources; with `print_config` show it and exit 0.
+
+    Only a worker has a place that an engine's RANK or SLURM_PROCID can tell.
+    """
+    from .sources import load_config
+
+    resolved = load_config(config_path, flags, sets or [], os.environ, is_worker=is_worker)
+    if print_config:
+        show_config(resolved)
+        raise SystemExit(0)
+    return resolved
+
+
+def show_config(resolved: Resolved) -> None:
+    """Print every setting, its value and its origin."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", box=None, header_style="bold", pad_edge=False)
+    for row in resolved.rows():
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)
+
+
+def run_app(app: typer.Typer, program: str) -> NoReturn:
+    """Run a Typer app and end the process with the exit code of what happened."""
+    try:
+        code = app(prog_name=program, standalone_mode=False)
+    except ParamServerError as error:
+        code = report(program, error)
+    except Drained:
+        code = EXIT_DRAINED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_BUG
+    except Exception as error:
+        code = _usage_exit(program, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code or 0)
+
+
+def report(program: str, error: ParamServerError) -> int:
+    """Print an error of ours for a person, and return its exit code."""
+    for index, line in enumerate(error.message.splitlines()):
+        print(f"{program}: {line}" if index == 0 else f"  {line}", file=sys.stderr)
+    if error.fix:
+        print(f"  fix: {error.fix}", file=sys.stderr)
+    return error.exit_code
+
+
+def _usage_exit(program: str, error: Exception) -> int:
+    """A wrong flag is the user's (2, with the nearest known flag); anything else is our bug, shown whole."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        raise error
+    report(program, UsageError(format_message(), fix=f"{program} --help lists every flag"))
+    return UsageError.exit_code
+
+
+__all__ = [
+    "ConfigOption",
+    "Drained",
+    "PrintConfigOption",
+    "SetOption",
+    "before_torch",
+    "make_app",
+    "report",
+    "resolve",
+    "run_app",
+    "show_config",
+]

@@ -1,0 +1,128 @@
+"""A worker's place as the engine that started it says: torchrun, Slurm, MPI, Kubernetes. Pure.
+
+One engine gives all of it (rank, number of workers, rank on its host, where the server is), so that a
+rank never meets another engine's number of workers. It is the first in `ENGINES` whose rank is set:
+what can run inside another comes first, so torchrun inside a Slurm job is torchrun, and so is mpirun
+Open MPI. The values are texts here; `config_sources` checks them with all the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The names of its variables; of several for one thing, the first that is set is taken."""
+
+    name: str
+    rank: str
+    workers: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+    local_workers: tuple[str, ...] = ()  # on this host
+
+
+ENGINES = (
+    # Also what people set by hand.
+    Engine("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    Engine(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        workers=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    # MPICH, Intel MPI; and srun --mpi=pmi2, which does not say MPI_LOCALRANKID.
+    Engine("PMI", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
+    # The step's number of tasks; in a batch script the job's.
+    Engine("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+    # An indexed job does not say how many there are: PS_RUN__WORKERS.
+    Engine("Kubernetes", "JOB_COMPLETION_INDEX"),
+)
+
+# What says whose place a process has; not where other hosts are, which a child may want to know too.
+PLACE_NAMES = frozenset(
+    name for engine in ENGINES for name in (engine.rank, *engine.workers, *engine.local_rank, *engine.local_workers)
+)
+_HOSTS = "SLURM_JOB_NODELIST"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A setting that an engine gives: its text and the variable it is from."""
+
+    value: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What was found: settings by their dotted key, whose word was taken and whose was not."""
+
+    settings: Mapping[str, Said]
+    engine: str = ""
+    overruled: tuple[str, ...] = ()
+    restarts: str = ""  # how often torchrun has started its workers again
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """The place that the environment gives this process; empty when no engine started it."""
+    present = [engine for engine in ENGINES if environ.get(engine.rank)]
+    if not present:  # a number of workers alone still says something
+        workers = _first(environ, ENGINES[0].workers)
+        return Place({"run.workers": workers} if workers else {})
+    engine = present[0]
+    found = {
+        "worker.rank": _first(environ, (engine.rank,)),
+        "run.workers": _first(environ, engine.workers),
+        "worker.local_rank": _first(environ, engine.local_rank),
+        "worker.server": _server(environ, engine),
+    }
+    return Place(
+        settings={key: said for key, said in found.items() if said is not None},
+        engine=engine.name,
+        overruled=tuple(other.name for other in present[1:]),
+        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is ENGINES[0] else "",
+    )
+
+
+def _server(environ: Mapping[str, str], engine: Engine) -> Said | None:
+    """Where the server of several workers is when nobody says it: on the first host, this one if all are here.
+
+    None for a worker that may be the only one: a script without a server then trains alone.
+    """
+    workers = _first(environ, engine.workers)
+    if workers is None or workers.value == "1":
+        return None
+    here = _first(environ, engine.local_workers)
+    if (here is not None and here.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
+        return Said(DEFAULT_ADDRESS, workers.name)
+    if environ.get("MASTER_ADDR"):
+        return Said(_address(environ["MASTER_ADDR"]), "MASTER_ADDR")
+    if environ.get(_HOSTS):
+        return Said(_address(first_host(environ[_HOSTS])), _HOSTS)
+    return Said(DEFAULT_ADDRESS, workers.name)
+
+
+def first_host(hosts: str) -> str:
+    """The first of a Slurm host list: `gpu[07-12,20],login` is gpu07."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", hosts.strip())
+    assert first is not None  # it matches the empty text
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _is_one(environ: Mapping[str, str]) -> bool:
+    hosts = environ.get(_HOSTS, "")
+    return hosts != "" and first_host(hosts) == hosts
+
+
+def _address(host: str) -> str:
+    return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Said | None:
+    return next((Said(environ[name], name) for name in names if environ.get(name)), None)

@@ -1,0 +1,315 @@
+"""The one configuration schema, for all programs. Checked once at the door; no dict travels after that.
+
+Sources and their precedence live in `config_sources.py`. Every field is documented here with
+its unit and what setting it wrong does; `--print-config` shows the resolved values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ..registry import AGGREGATIONS, CODECS, TASKS, canonical_mode
+
+DEFAULT_PORT = 50051
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+class Section(BaseModel):
+    """Keyword-only, immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps: yes` is a mistake, not one step."""
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if bool not in (annotation, *get_args(annotation)):
+                raise ValueError(f"is no switch, got {value}")
+        return value
+
+
+class TaskConfig(Section):
+    name: str = Field("digits", description="a built-in task, or FILE.py:NAME (never taken from the server)")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
+
+    @field_validator("name")
+    @classmethod
+    def _known_task(cls, value: str) -> str:
+        if value.endswith(".py"):
+            raise ValueError(f"'{value}' names a file: say which task in it, {value}:NAME")
+        return value if ".py:" in value else TASKS.check(value)
+
+
+class RunConfig(Section):
+    mode: str = Field("sync", description="sync, async, ssp or localsgd, or an alias")
+    steps: int = Field(500, ge=1, description="training steps (batches) per worker")
+    workers: int | None = Field(None, ge=1, le=4096, description="workers of the run; none: any number")
+    batch_size: int = Field(32, ge=1, description="samples per worker and step")
+    seed: int = Field(0, ge=0, lt=2**31, description="initial weights and data order")
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, value: str) -> str:
+        return canonical_mode(value)
+
+
+class PolicyConfig(Section):
+    """How contributions are synchronised. A mode reads the fields it knows and ignores the others."""
+
+    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
+    local_steps: int = Field(8, ge=1, description="localsgd: local optimizer steps between two averages")
+    pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
+    pipelined: bool = Field(
+        False, description="async, ssp, localsgd: compute the next step while the exchange is in flight"
+    )
+    min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
+    straggler_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="sync, localsgd: seconds after a round's first contribution at which it closes",
+    )
+    backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
+    weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
+    aggregation: str = Field(
+        "mean",
+        description="sync: how a round's gradients become one: mean, or median or trimmed_mean, which withstand some "
+        "that lie and hold every worker's gradient in memory",
+    )
+    trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
+    extra: dict[str, Any] = Field(default_factory=dict, description="options of a mode of your own")
+
+    @field_validator("aggregation")
+    @classmethod
+    def _known_aggregation(cls, value: str) -> str:
+        return AGGREGATIONS.check(value)
+
+
+class StoreConfig(Section):
+    buffers: Literal["average", "lowest_rank", "keep"] = Field(
+        "average", description="BatchNorm statistics and the like: averaged, of the lowest rank, or untouched"
+    )
+    polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
+    on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
+        "reject",
+        description="a contribution with NaN or Inf: computed again, counted as an empty step, "
+        "taken with those values as 0, or the end of the run",
+    )
+    max_nonfinite: int = Field(
+        10, ge=1, description="contributions of one worker rejected in a row that end the run (exit 16)"
+    )
+    max_norm: float | None = Field(None, gt=0, description="cap on the 2-norm of a gradient; none: any")
+    on_large: Literal["reject", "skip", "clip", "halt"] = Field(
+        "clip", description="a gradient beyond store.max_norm: as on_nonfinite; clip scales it down to the cap"
+    )
+
+
+class OptimizerConfig(Section):
+    """An elementwise optimizer of torch.optim by its lower-case name; other keys are its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field("sgd", description="sgd, adam, adamw, rmsprop, ...")
+    lr: float = Field(0.1, gt=0, description="learning rate")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for the torch class: `lr` and every extra key."""
+        return {"lr": self.lr, **(self.model_extra or {})}
+
+
+class ServerConfig(Section):
+    listen: str = Field(DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one")
+    insecure: bool = Field(False, description="allow an address other machines can reach, in the clear")
+    shards: int = Field(1, ge=1, le=256, description="server processes the model is divided among, by bytes")
+    shard: int = Field(0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told")
+    coordinator: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards")
+    advertise: str | None = Field(
+        None, description="HOST:PORT at which workers reach this shard; none: where the coordinator sees it"
+    )
+    metrics: str | None = Field(None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere")
+    max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
+    max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
+    shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
+    status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
+    absent_s: float = Field(
+        15.0, ge=0, description="how long the end of a run waits for a worker that was lost before its last step"
+    )
+    join_timeout_s: float = Field(30.0, gt=0, description="a connection that does not join by then is closed")
+    lease_s: float = Field(5.0, ge=0.5, description="a worker that is not heard of for so long is let go")
+    drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> ServerConfig:
+        if self.shard >= self.shards:
+            raise ValueError(f"shard is {self.shard}: with shards {self.shards} it is 0..{self.shards - 1}")
+        return self
+
+
+class WorkerConfig(Section):
+    server: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone")
+    rank: int | None = Field(None, ge=0, description="0..N-1; none: the server gives a free one")
+    local_rank: int | None = Field(
+        None, ge=0, description="which of its host's workers this one is: the cuda device that `auto` takes"
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I")
+    threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
+    codec: str = Field("raw", description="how contributions are encoded")
+    shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
+    overlap: bool | None = Field(
+        None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
+    )
+    give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        return CODECS.check(value)
+
+
+class CheckpointConfig(Section):
+    """Snapshots of the whole run, from which a server that was killed goes on."""
+
+    dir: str | None = Field(None, description="directory of the snapshots; none: none are taken")
+    every_steps: int | None = Field(None, ge=1, description="training steps between two snapshots")
+    every_s: float | None = Field(None, gt=0, description="seconds between two; 30 when neither is given")
+    keep: int = Field(3, ge=1, description="how many are kept; older ones are removed")
+    resume: str | None = Field(
+        None,
+        description="a snapshot, a directory of them, 'latest' or 'never'; none: the newest in checkpoint.dir, if any",
+    )
+
+    @model_validator(mode="after")
+    def _has_directory(self) -> CheckpointConfig:
+        if self.dir is None and (self.every_steps is not None or self.every_s is not None):
+            raise ValueError("every_steps and every_s need checkpoint.dir: where snapshots are kept")
+        if self.dir is None and self.resume == "latest":
+            raise ValueError("resume: latest needs checkpoint.dir: where snapshots are kept")
+        return self
+
+
+class SecurityConfig(Section):
+    """Encryption and identity; `ps-certs init` makes the files. The token itself is never a setting."""
+
+    ca: str | None = Field(None, description="PEM: certificates the other side's must be signed by")
+    cert: str | None = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
+    key: str | None = Field(None, description="PEM: the key of security.cert")
+    mutual: bool = Field(False, description="server: workers need a certificate signed by security.ca")
+    token_file: str | None = Field(None, description="file with the token all share; or PS_TOKEN in the environment")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> SecurityConfig:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("security.cert and security.key go together")
+        if self.mutual and self.ca is None:
+            raise ValueError("security.mutual needs security.ca: whose certificates are trusted")
+        return self
+
+
+class LimitsConfig(Section):
+    """What a server puts up with from whoever can reach it."""
+
+    workers: int = Field(1024, ge=1, description="live workers, where run.workers sets no number")
+    model_bytes: int = Field(1 << 36, ge=1, description="size of a model that a worker may bring")
+    joins_per_s: float = Field(500.0, gt=0, description="joins taken in a second; more wait")
+    upload_bytes_per_s: float | None = Field(None, gt=0, description="of one worker; none: any")
+    progress_s: float = Field(30.0, gt=0, description="an upload or an answer that does not move for so long is ended")
+
+
+class SlowdownConfig(Section):
+    """Delays added to a worker's steps, to try unequal machines on equal ones. Seconds are per step."""
+
+    base_s: float = Field(0.0, ge=0, description="added to every step of every worker")
+    jitter_s: float = Field(0.0, ge=0, description="plus a uniform random 0..jitter_s")
+    straggler_rank: int | None = Field(None, ge=0, description="the rank that is slow; none: any")
+    straggler_every: int | None = Field(None, ge=1, description="it is slow every Nth step")
+    straggler_factor: float = Field(5.0, ge=1, description="a slow step takes this many times the step")
+    straggler_probability: float = Field(0.0, ge=0, le=1, description="chance of any step of any worker")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SlowdownConfig:
+        if (self.straggler_rank is None) != (self.straggler_every is None):
+            raise ValueError("straggler_rank and straggler_every go together: which rank, and every how many steps")
+        return self
+
+
+class OutputConfig(Section):
+    save: str | None = Field(None, description="final weights, safetensors")
+    save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
+    summary: str | None = Field(None, description="results as JSON")
+    history: str | None = Field(None, description="what was applied when, JSON lines; checked by ps-launch check")
+
+    @field_validator("save")
+    @classmethod
+    def _is_safetensors(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".safetensors"):
+            raise ValueError("weights are written as safetensors: let the name end in .safetensors")
+        return value
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level shown")
+    format: Literal["text", "json"] = Field("text", description="text for people, json for programs")
+
+
+class LaunchConfig(Section):
+    backend: str = Field("local", description="where processes start: local, ssh (with launch.hosts) or slurm")
+    hosts: str | None = Field(None, description="YAML file of the machines to use, see docs/remote.md")
+    colocate: bool = Field(False, description="each host that has workers carries one server shard")
+    sync_code: bool = Field(False, description="copy the task file or script to every host that has workers")
+    ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
+    connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
+    lost_after_s: float = Field(
+        20.0, ge=5, description="a host not heard of for so long is lost, and ends what runs there by itself"
+    )
+    script: str | None = Field(None, description="your own training script instead of ps-worker")
+    port: int | None = Field(None, ge=0, le=65535, description="server port; none: a free one")
+    status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
+    grace_s: float = Field(10.0, gt=0, description="seconds from Ctrl-C until children are killed")
+    max_restarts: int = Field(3, ge=0, description="of each process, before the job ends with exit code 17")
+    backoff_s: float = Field(0.5, ge=0, description="before a first restart; doubles up to 10 s")
+
+
+class Config(Section):
+    """Everything a program can be told; each program reads its own sections."""
+
+    task: TaskConfig = TaskConfig()
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = PolicyConfig()
+    store: StoreConfig = StoreConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    server: ServerConfig = ServerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    security: SecurityConfig = SecurityConfig()
+    limits: LimitsConfig = LimitsConfig()
+    slowdown: SlowdownConfig = SlowdownConfig()
+    output: OutputConfig = OutputConfig()
+    log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        workers = self.run.workers
+        if workers is not None:
+            if self.policy.min_workers > workers:
+                raise ValueError(f"policy.min_workers is {self.policy.min_workers}, but run.workers is {workers}")
+            if self.policy.backup_workers >= workers:
+                raise ValueError(
+                    f"policy.backup_workers is {self.policy.backup_workers}: it must be below run.workers, {workers}"
+                )
+            most = workers - self.policy.backup_workers
+            if self.policy.aggregation == "trimmed_mean" and most <= 2 * self.policy.trim:
+                raise ValueError(
+                    f"policy.trim is {self.policy.trim}: a round needs more than {2 * self.policy.trim} contributions "
+                    f"to leave out that many at each end, and has {most}"
+                )
+            if self.worker.rank is not None and self.worker.rank >= workers:
+                raise ValueError(
+                    f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
+                )
+        if self.output.save_averaged and self.store.polyak is None:
+            raise ValueError("output.save_averaged needs store.polyak, e.g. 0.999")
+        return self

@@ -1,0 +1,271 @@
+"""Where settings come from, and which source wins.
+
+flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) > default
+
+`PS_SERVER` is short for `PS_WORKER__SERVER`, which wins over it. What a launcher says is found in
+`launchers.py`, and only for those that are workers.
+
+`load_config` merges the sources into one dict with the origin of every value beside it,
+then validates once; an error names the key, its origin (file:line, the flag, the variable)
+and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..errors import UsageError, did_you_mean
+from .launchers import PLACE_NAMES, find_place
+from .schema import Config
+
+_MISSING = object()
+
+_SHORT_NAMES = {"PS_SERVER": "worker.server"}
+# The place of a worker: what a launcher does not pass on to its own children.
+LAUNCHER_ENV_NAMES = PLACE_NAMES | _SHORT_NAMES.keys()
+
+
+@dataclass
+class Resolved:
+    """A validated configuration and where each explicitly set value came from."""
+
+    config: Config
+    origins: dict[str, str] = field(default_factory=dict)  # dotted key -> "flag --lr", "run.yaml:7", ...
+
+    def was_set(self, key: str) -> bool:
+        """True when `key` came from anywhere but the default."""
+        return key in self.origins
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(key, value, origin) for every setting, for --print-config."""
+        rows = []
+        for key, value in _leaves(self.config):
+            # Of a dict, one source may have set the whole and others single keys.
+            found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
+            rows.append((key, str(value), ", ".join(dict.fromkeys(found)) or "default"))
+        return rows
+
+
+def load_config(
+    path: str | None,
+    flags: Mapping[str, Any],
+    sets: list[str],
+    environ: Mapping[str, str],
+    *,
+    is_worker: bool = True,
+) -> Resolved:
+    """Merge and validate all sources.
+
+    `flags` maps dotted keys to values, None for a flag that was not given; `sets` are the
+    `section.key=value` texts of --set. A program that is no worker has no place that RANK or
+    SLURM_PROCID could tell it. Raises UsageError.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def put(key: str, value: Any, origin: str) -> None:
+        section, _, rest = key.partition(".")
+        _check_key(key, origin)
+        target = values.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{origin}: '{section}' is a section, not a value")
+        *parents, last = rest.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise UsageError(f"{origin}: nothing can be set below '{key.rpartition('.')[0]}', which is a value")
+        target[last] = value
+        origins[key] = origin
+
+    if is_worker:
+        for key, said in find_place(environ).settings.items():
+            put(key, _number(said.value), f"environment {said.name}")
+    if path is not None:
+        for key, value, line in _read_yaml(path):
+            put(key, value, f"{path}:{line}")
+    for name, key in _SHORT_NAMES.items():
+        if environ.get(name):
+            put(key, _scalar(environ[name]), f"environment {name}")
+    for name, text in sorted(environ.items()):
+        if name.startswith("PS_") and "__" in name:
+            put(name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}")
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
+        put(key.strip(), _scalar(value), f"--set {key.strip()}")
+    for key, value in flags.items():
+        if value is not None:
+            put(key, value, f"flag --{_flag_of(key)}")
+    try:
+        return Resolved(Config.model_validate(values), origins)
+    except ValidationError as error:
+        raise UsageError(_first_mistakes(error, origins)) from None
+    except UsageError as error:
+        raise _with_origin(error, values, origins) from None
+
+
+def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, str]) -> UsageError:
+    """Name the source of a value that a registry refused (it raises before pydantic can)."""
+    for family, key in (("mode", "run.mode"), ("task", "task.name"), ("codec", "worker.codec")):
+        if error.message.startswith(f"unknown {family} ") and key in origins:
+            return UsageError(f"{origins[key]}: {error.message}", fix=error.fix)
+    return error
+
+
+# Flags that are not called as their key's last word.
+_FLAGS = {
+    "log.format": "log-format",
+    "checkpoint.dir": "checkpoint-dir",
+    "checkpoint.every_steps": "checkpoint-every",
+}
+
+
+def _flag_of(key: str) -> str:
+    if key in _FLAGS:
+        return _FLAGS[key]
+    section, _, name = key.rpartition(".")
+    if name == "name":
+        return section  # task.name is --task
+    return name.replace("_", "-")
+
+
+def scalar_text(value: Any) -> str:
+    """The text that --set and the environment read back as `value`: bare where that is enough."""
+    if isinstance(value, str) and _scalar(value) == value:
+        return value
+    style = '"' if isinstance(value, str) else None
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
+    )
+    return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
+
+
+def _number(text: str) -> int | str:
+    """What an engine says: a whole decimal number (010 is ten, as in `srun`), or an address."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _scalar(text: str) -> Any:
+    """A YAML scalar or flow value; the text itself when it is not valid YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-3 is a number (1.1 reads a string), a date is text, and so is what is quoted."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
+        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would read as something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
+    """(dotted key, value, line) for every `section: {key: value}` of the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text", fix="a configuration is a YAML file, see configs/") from None
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}:1: expected sections such as 'run:' and 'task:'", fix="see configs/digits.yaml")
+    found: list[tuple[str, Any, int]] = []
+    for section, body in root.value:
+        line = section.start_mark.line + 1
+        _check_key(f"{section.value}.", f"{path}:{line}")
+        if not isinstance(body, yaml.MappingNode):
+            if isinstance(body, yaml.ScalarNode) and body.value == "":
+                continue
+            raise UsageError(f"{path}:{line}: '{section.value}' is a section, not a value")
+        for key, value in body.value:
+            line = key.start_mark.line + 1
+            try:
+                constructed = _Loader("").construct_object(value, deep=True)
+            except (yaml.YAMLError, ValueError) as error:
+                problem = getattr(error, "problem", error)
+                raise UsageError(f"{path}:{line}: {section.value}.{key.value}: {problem}") from None
+            found.append((f"{section.value}.{key.value}", constructed, line))
+    return found
+
+
+def _check_key(key: str, origin: str) -> None:
+    """Refuse an unknown section or key with the nearest known one, looked for in every section."""
+    section, _, rest = key.partition(".")
+    fields = Config.model_fields
+    all_keys = [f"{name}.{leaf}" for name, model in _sections().items() for leaf in model.model_fields]
+    if section not in fields:
+        same_leaf = [known for known in all_keys if known.endswith(f".{section}")]
+        fix = f"did you mean '{same_leaf[0]}'?" if same_leaf else did_you_mean(section, fields)
+        raise UsageError(f"{origin}: unknown section '{section}'", fix=fix)
+    model = _sections()[section]
+    name = rest.partition(".")[0]
+    if name and name not in model.model_fields and model.model_config.get("extra") != "allow":
+        elsewhere = [known for known in all_keys if known.endswith(f".{name}")]
+        known = elsewhere or [f"{section}.{leaf}" for leaf in model.model_fields]
+        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", known)
+        raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
+
+
+def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
+    lines = []
+    for mistake in error.errors()[:5]:
+        key = ".".join(str(part) for part in mistake["loc"])
+        origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), None)
+        message = mistake["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        got = "" if mistake["type"] == "value_error" else f", got {mistake['input']!r}"
+        if not mistake["loc"]:  # several that do not go together: say who said each
+            said = [f"{name}: {source}" for name, source in origins.items() if name in message]
+            got = f" ({', '.join(said)})" if said else ""
+        lines.append(": ".join(part for part in (origin, key, message + got) if part))
+    return "\n".join(lines)
+
+
+def _leaves(section: BaseModel, prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name in [*type(section).model_fields, *(section.model_extra or {})]:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found += _leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, value))
+    return found

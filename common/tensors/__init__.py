@@ -1,0 +1,1 @@
+"""What all know of a model: its layout, its division among shards, its optimizer."""

@@ -1,0 +1,243 @@
+"""Where each tensor of a model lies in a body of bytes.
+
+Tensors are sorted by kind (parameter, buffer, frozen), then dtype, then the model's own
+order. All tensors of one kind and dtype form one contiguous *run* that starts at a multiple
+of 64 bytes, so that the server can work on a few large flat tensors instead of hundreds of
+small ones: one fused optimizer call, one addition per contribution.
+
+    | float32 parameters | int64 buffers | float32 buffers | frozen ... |
+    |<------------- exchange_bytes ---------------------->|
+    |<------------------------ total_bytes ------------------------->|
+
+The same layout holds a gradient, a set of weights, or the mean of either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import Reason, refusal
+
+_ALIGNMENT_BYTES = 64
+_MAX_BYTES = 2**50
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float32", "float64", "float16", "bfloat16",
+        "int64", "int32", "int16", "int8", "uint8", "bool",
+    )
+}  # fmt: skip
+
+
+class Kind(IntEnum):
+    """What a tensor is to the exchange; the values are those of TensorSpec.Kind in the proto."""
+
+    PARAMETER = 1
+    BUFFER = 2
+    FROZEN = 3
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the model. `aliases` are other names of the same tensor (tied weights)."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class Entry(NamedTuple):
+    """A tensor's place in a body: bytes [offset, end)."""
+
+    spec: TensorSpec
+    offset: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.offset
+
+
+@dataclass(frozen=True)
+class FlatRun:
+    """Consecutive entries of one kind and dtype, as one flat tensor of `num_elements`."""
+
+    kind: Kind
+    dtype: torch.dtype
+    offset: int
+    num_elements: int
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def view(self, body: torch.Tensor) -> torch.Tensor:
+        """The run of `body` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
+        return body[self.offset : self.end].view(self.dtype)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_elements * self.dtype.itemsize
+
+    def within(self, start: int, end: int) -> FlatRun | None:
+        """The part of the run in bytes [start, end), both multiples of 64 from a body's beginning."""
+        first, last = max(start, self.offset), min(end, self.end)
+        if first >= last:
+            return None
+        return FlatRun(self.kind, self.dtype, first, (last - first) // self.dtype.itemsize)
+
+
+class Views:
+    """Views of flat runs in bodies. Small models keep them: making one takes as long as adding 10,000 floats.
+
+    Kept views keep their bodies, so bodies must be few and used again.
+    """
+
+    _MAX_KEPT = 256
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, FlatRun, torch.Tensor]] = {}
+
+    def of(self, run: FlatRun, body: torch.Tensor) -> torch.Tensor:
+        """As `run.view(body)`."""
+        if not self._keep:
+            return run.view(body)
+        key = (id(run), id(body))
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) >= self._MAX_KEPT:
+                self._kept.clear()
+            kept = self._kept[key] = (run.view(body), run, body)  # whose ids cannot be given to others then
+        return kept[0]
+
+
+class Layout:
+    """The layout of one model; equal specs give equal layouts on every machine.
+
+    Raises a BAD_REQUEST refusal for duplicate names, negative dimensions or unknown dtypes.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.specs = tuple(specs)
+        self._check()
+        order = sorted(range(len(self.specs)), key=lambda i: (self.specs[i].kind, self.specs[i].dtype, i))
+        self.entries: list[Entry] = []
+        self.runs: list[FlatRun] = []
+        ends = dict.fromkeys(Kind, 0)
+        at = 0
+        for index in order:
+            spec = self.specs[index]
+            dtype = DTYPES[spec.dtype]
+            last = self.runs[-1] if self.runs else None
+            if last is None or (last.kind, last.dtype) != (spec.kind, dtype):
+                at = -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                last = FlatRun(spec.kind, dtype, at, 0)
+                self.runs.append(last)
+            self.runs[-1] = FlatRun(last.kind, last.dtype, last.offset, last.num_elements + spec.num_elements)
+            self.entries.append(Entry(spec, at, at + spec.num_bytes))
+            at += spec.num_bytes
+            ends[spec.kind] = at
+        self.parameter_bytes = ends[Kind.PARAMETER]
+        self.exchange_bytes = max(ends[Kind.PARAMETER], ends[Kind.BUFFER])
+        self.total_bytes = at
+
+    def _check(self) -> None:
+        seen: set[str] = set()
+        for spec in self.specs:
+            for name in (spec.name, *spec.aliases):
+                if name in seen:
+                    raise refusal(Reason.BAD_REQUEST, f"two tensors are named '{name}'")
+                seen.add(name)
+            if spec.dtype not in DTYPES:
+                raise refusal(
+                    Reason.BAD_REQUEST,
+                    f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}",
+                )
+            # Without the zeros: torch refuses (2**62, 2**62, 0) too, though it has no elements.
+            extent = math.prod(d for d in spec.shape if d) * DTYPES[spec.dtype].itemsize
+            if any(d < 0 for d in spec.shape) or extent >= _MAX_BYTES:
+                raise refusal(Reason.BAD_REQUEST, f"tensor {spec} has an impossible shape")
+            if spec.kind is Kind.PARAMETER and not DTYPES[spec.dtype].is_floating_point:
+                raise refusal(Reason.BAD_REQUEST, f"tensor '{spec.name}' is {spec.dtype}: only floats are trained")
+        total = sum(spec.num_bytes for spec in self.specs)
+        if total >= _MAX_BYTES:
+            raise refusal(Reason.BAD_REQUEST, f"a model of {total} bytes; at most {_MAX_BYTES} are possible")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the specs, as the proto defines it; equal for equal models."""
+        digest = hashlib.sha256()
+        for spec in self.specs:
+            shape = ",".join(map(str, spec.shape))
+            digest.update(f"{spec.kind.name} {spec.name} {spec.dtype} {shape}\n".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trained elements."""
+        return sum(run.num_elements for run in self.runs if run.kind is Kind.PARAMETER)
+
+    def runs_of(self, kind: Kind) -> list[FlatRun]:
+        return [run for run in self.runs if run.kind is kind]
+
+    def views(self, body: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Each tensor of `body` (uint8, [total_bytes]) in its own dtype and shape; shares memory."""
+        for entry in self.entries:
+            flat = body[entry.offset : entry.end].view(DTYPES[entry.spec.dtype])
+            yield entry.spec, flat.view(entry.spec.shape)
+
+    def differences(self, other: Layout, limit: int = 5) -> list[str]:
+        """The first differences of `other` from this layout, as sentences; empty when they match."""
+        mine = {spec.name: spec for spec in self.specs}
+        theirs = {spec.name: spec for spec in other.specs}
+        found = []
+        for name in dict.fromkeys([*mine, *theirs]):
+            expected, got = mine.get(name), theirs.get(name)
+            if expected is None:
+                found.append(f"extra tensor {got}")
+            elif got is None:
+                found.append(f"missing tensor {expected}")
+            elif (expected.kind, expected.dtype, expected.shape) != (got.kind, got.dtype, got.shape):
+                kinds = f" ({expected.kind.name} and {got.kind.name})" if expected.kind != got.kind else ""
+                found.append(f"expected {expected}, got {got}{kinds}")
+        if not found and self.fingerprint != other.fingerprint:
+            found.append("the same tensors in another order")
+        return found[:limit] + ([f"and {len(found) - limit} more"] if len(found) > limit else [])
+
+
+def new_body(num_bytes: int) -> torch.Tensor:
+    """Zeroed uint8 [num_bytes]; large ones start on a page, so every run is aligned for SIMD."""
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes; shares it."""
+    try:
+        array = tensor.detach().numpy()
+    except TypeError:  # numpy has no bfloat16
+        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.reshape(-1).view(np.uint8).data

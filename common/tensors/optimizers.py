@@ -1,0 +1,258 @@
+"""Optimizers as data: a torch.optim class by name, its groups and hyperparameters.
+
+The server works on flat runs of many parameters at once, which is right for every optimizer
+that treats each element by itself. Whether one does is tried out, not listed, so a new class
+in torch is taken or refused by what it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import Reason, UsageError, did_you_mean, refusal
+
+Hyperparameters = dict[str, Any]
+
+# How a step is computed, not what it computes; and the bookkeeping of schedulers.
+_NOT_HYPERPARAMETERS = {
+    "params", "param_names", "fused", "foreach", "capturable", "differentiable",
+}  # fmt: skip
+_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# A learning rate beyond this is none; in float32 its products would not stay finite.
+_MAX_NUMBER = 1e9
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Parameters, by name, that share hyperparameters."""
+
+    tensors: tuple[str, ...]
+    hyperparameters: Hyperparameters
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """`name` is the class in torch.optim, e.g. AdamW."""
+
+    name: str
+    groups: tuple[GroupSpec, ...]
+
+    def differences(self, other: OptimizerSpec) -> list[str]:
+        """How `other` differs, as sentences; empty when both mean the same."""
+        if self.name != other.name:
+            return [f"expected optimizer {self.name}, got {other.name}"]
+        if len(self.groups) != len(other.groups):
+            return [f"expected {len(self.groups)} parameter groups, got {len(other.groups)}"]
+        found = []
+        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            if mine.tensors != theirs.tensors:
+                found.append(f"parameter group {index} holds other tensors")
+            keys = mine.hyperparameters.keys() | theirs.hyperparameters.keys()
+            for key in sorted(keys):
+                expected, got = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
+                if expected != got:
+                    found.append(f"group {index}: expected {key}={expected}, got {got}")
+        return found
+
+
+def without_compiler() -> None:
+    """For programs that compile nothing: optimizers do not import torch.compile.
+
+    Torch marks some of their methods as never to be compiled, and the first call of one imports the compiler
+    for it: 1.2 s of CPU in every process. Here the mark is what that import would set (torch/_compile.py);
+    where a version of torch has it otherwise, nothing changes.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in filter(inspect.isfunction, vars(torch.optim.Optimizer).values()):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None and method.__code__.co_filename.endswith("_compile.py"):
+            setattr(plain, "__dynamo_disable", plain)
+
+
+def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """`step` without the hooks, profiler record and graph breaks that torch wraps around it: half of the time
+    of a small one, and the import of the compiler. For optimizers that nobody else can have hooked."""
+    step: Callable[[torch.optim.Optimizer], Any] = torch.no_grad()(inspect.unwrap(cls.step))
+    return step
+
+
+def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """Optimizer classes of torch.optim by lower-case name."""
+    return {
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+
+
+_elementwise: dict[str, bool] = {}
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """True when stepping a tensor whole and in two halves gives the same result; tried once per class."""
+    if cls.__name__ not in _elementwise:
+        _elementwise[cls.__name__] = _steps_elementwise(cls)
+    return _elementwise[cls.__name__]
+
+
+def _steps_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """True when stepping a tensor whole and in two halves gives the same result, twice in a row."""
+    start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
+    whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
+    gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
+    step = plain_step(cls)
+    try:
+        for tensors, grads in (([whole], [gradient]), (halves, gradients)):
+            optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
+            for scale in (1.0, -0.5):
+                # One after another, as the server steps its windows.
+                for tensor, grad in zip(tensors, grads, strict=True):
+                    tensor.grad = grad * scale
+                    optimizer.param_groups[0]["params"] = [tensor]
+                    step(optimizer)
+    except Exception:
+        return False  # it needs a closure, matrices, sparse gradients, ...
+    return torch.equal(whole.flatten(), torch.cat(halves))
+
+
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """The elementwise torch.optim class of this name, any case; UsageError with the nearest name otherwise."""
+    known = known_optimizers()
+    cls = known.get(name.lower())
+    if cls is None:
+        raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
+    if not is_elementwise(cls):
+        usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))
+        raise refusal(
+            Reason.OPTIMIZER_UNSUPPORTED,
+            f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
+            fix=f"use one of {usable}; with --mode localsgd a script of your own may use any",
+        )
+    return cls
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
+    """The class, once torch accepts `arguments` for it; UsageError that names the argument otherwise."""
+    cls = find_optimizer(name)
+    accepted = [p for p in inspect.signature(cls).parameters if p not in ("self", "params", *_NOT_HYPERPARAMETERS)]
+    for key in arguments:
+        if key not in accepted:
+            raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
+    try:
+        cls([torch.zeros(1)], **_as_torch(arguments))
+    except (TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"optimizer '{name}': {error}") from None
+    return cls
+
+
+def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparameters | None = None) -> None:
+    """Whether an elementwise optimizer takes `told`, in place of the same keys of `known`, with which the run began.
+
+    Raises a BAD_REQUEST refusal for what torch's class would not begin with, for numbers nobody means, and for a
+    change of anything but numbers: a switch such as amsgrad decides what state there is.
+    """
+    cls = find_optimizer(name)
+    defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
+    accepted = {key: value for key, value in defaults.items() if key not in _NOT_HYPERPARAMETERS}
+    for key, value in told.items():
+        if key in _NOT_HYPERPARAMETERS:
+            raise refusal(Reason.BAD_REQUEST, f"'{key}' is no hyperparameter")
+        expected = (known or {}).get(key, accepted.get(key))
+        is_changed = known is not None and not isinstance(value, (float, list)) and value != expected
+        if is_changed or (key in accepted and expected is not None and _kind_of(expected) != _kind_of(value)):
+            raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {key} is {value!r}, it was {expected!r}")
+        if any(abs(number) > _MAX_NUMBER for number in _numbers_in(value)):
+            message = f"optimizer {name}: {key} is {value!r}; at most {_MAX_NUMBER:g} is possible"
+            raise refusal(Reason.BAD_REQUEST, message)
+    # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
+    arguments = inspect.signature(cls).parameters
+    values = {key: value for key, value in {**(known or {}), **told}.items() if key in accepted and key in arguments}
+    try:
+        cls([torch.zeros(1)], **_as_torch(values))
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {error}") from None
+
+
+def _kind_of(value: Any) -> Any:
+    """A number, a switch, a text, or a list of so many of these."""
+    if isinstance(value, (list, tuple)):
+        return [_kind_of(item) for item in value]
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
+
+
+def _numbers_in(value: Any) -> list[float]:
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def build_optimizer(
+    name: str, groups: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """A torch optimizer over `groups` (torch's parameter groups), fused where torch has it."""
+    cls = find_optimizer(name)
+    # Some classes read their arguments, not the groups, while they build their state (Adagrad).
+    accepted = inspect.signature(cls).parameters
+    common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
+    arguments = _as_torch({**common, **(arguments or {})})
+    groups = [{**group, **_as_torch({k: v for k, v in group.items() if k != "params"})} for group in groups]
+    if "fused" in inspect.signature(cls).parameters:
+        try:
+            return cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
+        except (RuntimeError, ValueError):
+            pass  # not for this dtype or device
+    return cls(groups, **arguments)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """The spec of a torch optimizer; `names` maps id(parameter) to its name in the model.
+
+    Raises UsageError when it optimizes tensors that are not trained parameters of the model.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError(
+                f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
+                f"shape {unknown[0]}",
+                fix="build it from model.parameters() of the model you pass to session.optimizer()",
+            )
+        groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
+    return OptimizerSpec(type(optimizer).__name__, tuple(groups))
+
+
+def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
+    """The hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
+    return {
+        key: _plain(value)
+        for key, value in group.items()
+        if key not in _NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
+    }
+
+
+def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:
+    """Set a torch parameter group's hyperparameters; unknown ones are left out."""
+    for key, value in _as_torch(values).items():
+        if key in group and key not in _NOT_HYPERPARAMETERS:
+            group[key] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return float(value)  # protobuf's Struct knows one kind of number
+
+
+def _as_torch(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

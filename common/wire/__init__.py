@@ -1,0 +1,1 @@
+"""Messages as bytes, and memory that two processes share."""

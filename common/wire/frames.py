@@ -1,0 +1,245 @@
+"""Frames: protobuf messages around tensor bytes, written and read without copying them.
+
+A frame is a valid WorkerMessage or ServerMessage: its small fields as protobuf encodes them,
+then tag and length of the last field, `data`, then the bytes themselves, joined once. Reading
+finds `data` as a view into the received message and gives protobuf only what is left.
+Measured on 100 MB over loopback (2 cores): 2.5 GB/s this way, 2.0 through protobuf objects,
+0.2 in one message.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+
+from ...proto import parameter_server_pb2 as pb
+from ..errors import Reason, refusal
+from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items, read_varint
+
+# Chosen by measurement, docs/log.md: 512 KiB does as well, 256 KiB and less and 4 MiB are slower.
+CHUNK_BYTES = 1 << 20
+MAX_DATA_BYTES = 4 << 20
+# A body up to this size travels in the message that announces it: one message each way.
+INLINE_BYTES = 64 << 10
+# gRPC refuses larger messages before they are allocated: one chunk, and room for a manifest.
+MAX_MESSAGE_BYTES = MAX_DATA_BYTES + (4 << 20)
+
+_PLACED_TAG = bytes([pb.WorkerMessage.PLACED_FIELD_NUMBER << 3])
+_OFFSET_TAG = bytes([pb.WorkerMessage.OFFSET_FIELD_NUMBER << 3])
+_DATA_TAG = bytes([pb.WorkerMessage.DATA_FIELD_NUMBER << 3 | 2])
+assert pb.ServerMessage.PLACED_FIELD_NUMBER == pb.WorkerMessage.PLACED_FIELD_NUMBER
+assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUMBER
+assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
+
+Buffer = bytes | memoryview
+
+# Pieces come nearly in order, so the ranges that have come are few; a sender of dust is refused.
+_MAX_RANGES = 4096
+# Nor may a body come in pieces whose number costs more than their bytes: so many, and one more for each KiB.
+_MAX_PIECES = 1 << 15
+# A message of ours has four fields at most. What has many more is read by protobuf, whose loops are not Python's.
+_MAX_FIELDS = 64
+
+
+class Frame(NamedTuple):
+    """One received message: the kind that is set (None for a bare piece of a body) and its piece."""
+
+    kind: str | None
+    header: Any  # the submessage `kind`, or None
+    offset: int
+    data: memoryview
+    placed: int = 0  # bytes from `offset` that lie in the sender's segment
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return bytes([value])
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()) -> bytes:
+    """One message: `header` (a WorkerMessage or ServerMessage), then `pieces` as its `data`."""
+    parts: list[Buffer] = [header.SerializeToString()] if header is not None else []
+    pieces = list(pieces)
+    num_bytes = sum(len(piece) for piece in pieces)
+    if offset:
+        parts += (_OFFSET_TAG, _varint(offset))
+    if num_bytes:
+        parts += (_DATA_TAG, _varint(num_bytes), *pieces)
+    return b"".join(parts)
+
+
+def body_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The pieces of a body, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
+    pending: list[Buffer] = []
+    pending_bytes = 0
+    for piece in pieces:
+        while len(piece):
+            part = piece[: chunk_bytes - pending_bytes]
+            pending.append(part)
+            pending_bytes += len(part)
+            piece = piece[len(part) :]
+            if pending_bytes == chunk_bytes:
+                yield frame(None, offset, pending)
+                offset, pending, pending_bytes = offset + pending_bytes, [], 0
+    if pending:
+        yield frame(None, offset, pending)
+
+
+def placed_frame(offset: int, num_bytes: int) -> bytes:
+    """A message that says: these bytes of the body lie in the segment."""
+    return b"".join((_PLACED_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
+
+
+def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
+    """`header` and the body it announces: one message when the body is small."""
+    if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
+        yield frame(header, 0, pieces)
+    else:
+        yield frame(header)
+        yield from body_frames(pieces)
+
+
+def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
+    """Read one frame; `data` is a view into `raw`.
+
+    Accepts everything protobuf accepts (any field order, repeated and unknown fields).
+    Raises a BAD_REQUEST refusal for anything else.
+    """
+    view = memoryview(raw)
+    data = view[:0]
+    rest: list[memoryview] = []
+    offset = placed = at = 0
+    end = len(raw)
+    num_fields = 0
+    try:
+        while at < end:
+            start = at
+            tag, at = read_varint(raw, at, 5)
+            number, wire_type = tag >> 3, tag & 7
+            if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
+                # Nothing of ours looks like that: leave the judgement to protobuf.
+                rest, offset, placed, data = [view], 0, 0, view[:0]
+                break
+            num_fields += 1
+            if wire_type == 0:
+                value, at = read_varint(raw, at)
+                if number == 14:
+                    offset = value & 0xFFFFFFFFFFFFFFFF
+                    continue
+                if number == 13:
+                    placed = value & 0xFFFFFFFFFFFFFFFF
+                    continue
+            else:
+                length, at = read_varint(raw, at, 5)
+                at += length
+                if at > end:
+                    raise ValueError("truncated")
+                if number == 15:
+                    data = view[at - length : at]
+                    continue
+            rest.append(view[start:at])
+        if not rest:
+            return Frame(None, None, offset, data, placed)
+        message = message_class()
+        header = rest[0] if len(rest) == 1 else b"".join(rest)
+        if len(header) > UNCOUNTED_BYTES:
+            check_items(header, message.DESCRIPTOR)
+        message.ParseFromString(header)
+    except TooMuchError:
+        raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes with more than {MAX_ITEMS} fields") from None
+    except (ValueError, IndexError, DecodeError):
+        raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes is not valid protobuf") from None
+    if message.offset or message.data or message.placed:  # a group or fixed field came before them
+        offset, data, placed = message.offset, memoryview(message.data), message.placed
+    kind = message.WhichOneof("kind")
+    return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed)
+
+
+class BodyReader:
+    """Collects the pieces of one announced body, in any order, no byte twice.
+
+    Bytes that came in a message are handed to `write(offset, data)`; those that lie in the sender's
+    segment to `place(offset, num_bytes)`. Raises a BAD_REQUEST refusal for a piece that overlaps
+    another, goes past the end, or is placed where there is no segment.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        write: Callable[[int, memoryview], None],
+        place: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.num_bytes = num_bytes
+        self.received = 0
+        self._pieces_left = _MAX_PIECES + (num_bytes >> 10)
+        self._write = write
+        self._place = place
+        # What has come, as disjoint ranges: their first bytes in order, and the end of each.
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.received == self.num_bytes
+
+    def forget(self) -> None:
+        """No more pieces. Whoever was handed them may own this reader: it lets go, for the memory's sake."""
+        self._write, self._place = _refuse_piece, None
+
+    def feed(self, piece: Frame) -> None:
+        length = len(piece.data)
+        if length == 0 and piece.placed == 0:
+            if piece.kind is None and self.num_bytes:
+                raise refusal(Reason.BAD_REQUEST, "an empty piece of a body")
+            return
+        if length and (piece.placed or length > MAX_DATA_BYTES):
+            raise refusal(Reason.BAD_REQUEST, f"a piece of {length} bytes; at most {MAX_DATA_BYTES}, or placed")
+        if piece.placed and self._place is None:
+            raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a body that is not in one")
+        num_bytes = length or piece.placed
+        self._pieces_left -= 1
+        if self._pieces_left < 0:
+            raise refusal(Reason.BAD_REQUEST, f"a body of {self.num_bytes} bytes in too many pieces")
+        self._cover(piece.offset, piece.offset + num_bytes)
+        self.received += num_bytes
+        if length:
+            self._write(piece.offset, piece.data)
+        elif self._place is not None:
+            self._place(piece.offset, piece.placed)
+
+    def _cover(self, start: int, end: int) -> None:
+        """Note that bytes [start, end) have come."""
+        starts, ends = self._starts, self._ends
+        after = bisect.bisect_right(starts, start)
+        touches_before = after > 0 and ends[after - 1] == start
+        is_free = (after == 0 or ends[after - 1] <= start) and (after == len(starts) or end <= starts[after])
+        if end > self.num_bytes or not is_free or len(starts) >= _MAX_RANGES:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"a piece at {start}..{end} of a body of {self.num_bytes} bytes: it goes past the end, or some of it "
+                "came before",
+            )
+        touches_after = after < len(starts) and starts[after] == end
+        if touches_before and touches_after:
+            ends[after - 1] = ends[after]
+            del starts[after], ends[after]
+        elif touches_before:
+            ends[after - 1] = end
+        elif touches_after:
+            starts[after] = start
+        else:
+            starts.insert(after, start)
+            ends.insert(after, end)
+
+
+def _refuse_piece(offset: int, data: memoryview) -> None:
+    raise refusal(Reason.BAD_REQUEST, "a piece after the end of its body")

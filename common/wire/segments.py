@@ -1,0 +1,145 @@
+"""Memory that two processes of one host share: how same-host workers and servers exchange tensors.
+
+A segment is a Linux memfd. It has no name in any file system, so nothing is left behind however
+its processes end: the kernel frees it with its last mapping. Whoever made it says where it is (host,
+process, descriptor, and a random label); the other opens it through /proc, which the kernel allows
+to processes of the same user only. A size that cannot change (seals) means that no process can
+make another one fault. Where any of this is missing, or the other process is on another host or in
+another container, `open_segment` raises SegmentError and tensors go over the connection instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import re
+import secrets
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from ..tensors.layout import as_bytes, new_body
+
+_PREFIX = "paramserver-"
+_LABEL = re.compile(r"[0-9a-f]{32}")
+
+
+class SegmentError(Exception):
+    """A segment cannot be made or opened; the text says why."""
+
+
+@dataclass(frozen=True)
+class SegmentAddress:
+    """Where a segment is. `host` is the kernel's boot id: two hosts never share one."""
+
+    host: str
+    pid: int
+    descriptor: int
+    label: str
+    num_bytes: int
+
+
+class Segment:
+    """Shared memory as a body, uint8 [num_bytes]. `address` is None in memory nobody else can open."""
+
+    def __init__(self, body: torch.Tensor, address: SegmentAddress | None, descriptor: int | None = None) -> None:
+        self.body = body
+        self.bytes = as_bytes(body)
+        self.address = address
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        """Nobody can open it any more; memory goes with its last tensor."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            self.address = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def new_segment(num_bytes: int) -> Segment:
+    """Zeroed memory that other processes of this user on this host can open. Raises SegmentError."""
+    label = secrets.token_hex(16)
+    try:
+        import fcntl
+
+        descriptor = os.memfd_create(_PREFIX + label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+            body = _map(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise SegmentError(f"no shared memory of {num_bytes} bytes: {error}") from None
+    address = SegmentAddress(_host(), os.getpid(), descriptor, label, num_bytes)
+    return Segment(body, address, descriptor)
+
+
+def private_segment(num_bytes: int) -> Segment:
+    """The same for this process alone: where there is no shared memory, or no need of it."""
+    return Segment(new_body(num_bytes), None)
+
+
+def open_segment(address: SegmentAddress) -> Segment:
+    """Map a segment that another process made. Raises SegmentError for anything that is not exactly it."""
+    if address.host != _host():
+        raise SegmentError("the other process runs on another host")
+    if not _LABEL.fullmatch(address.label) or address.num_bytes < 1:
+        raise SegmentError("not an address of a segment")
+    path, expected = f"/proc/{address.pid}/fd/{address.descriptor}", f"/memfd:{_PREFIX}{address.label} (deleted)"
+    try:
+        # Looked at before it is opened: opening some other file could block, or do worse.
+        if os.readlink(path) != expected:
+            raise SegmentError("the descriptor is not the segment's")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise SegmentError(f"process {address.pid} does not share its memory: {error.strerror}") from None
+    try:
+        _check(descriptor, expected, address.num_bytes)
+        return Segment(_map(descriptor, address.num_bytes), address)
+    except (OSError, ValueError) as error:
+        raise SegmentError(f"cannot map {address.num_bytes} bytes: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _check(descriptor: int, expected: str, num_bytes: int) -> None:
+    import fcntl
+
+    if os.readlink(f"/proc/self/fd/{descriptor}") != expected:
+        raise SegmentError("the descriptor is not the segment's")
+    if os.fstat(descriptor).st_size != num_bytes:
+        raise SegmentError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {num_bytes}")
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+        raise SegmentError("the segment could be cut short by its owner")
+
+
+def _seals() -> int:
+    import fcntl
+
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
+    mapped = mmap.mmap(descriptor, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+@functools.cache
+def _host() -> str:
+    """The kernel's id of this boot; empty where there is none, which equals no other host's."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{sys.platform}-{secrets.token_hex(16)}"

@@ -1,0 +1,85 @@
+"""What is counted for each rank, over all its incarnations."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ...common.reporting.summary import WorkerSummary
+
+# The live view's rates cover this many contributions.
+_RECENT = 20
+
+
+@dataclass
+class WorkerStats:
+    """Sums of one rank; times in seconds."""
+
+    rank: int
+    steps: int = 0
+    samples: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    lead_max: int = 0
+    skew_max: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    num_joins: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    rejected_in_a_row: int = 0
+    skipped: int = 0
+    clipped: int = 0
+    lane: str = "tcp"
+    loss: float = math.nan
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
+
+    def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
+        self.steps += 1
+        self.samples += num_samples
+        self.staleness_sum += staleness
+        self.staleness_max = max(self.staleness_max, staleness)
+        self.lead_max = max(self.lead_max, lead)
+        self.rejected_in_a_row = 0
+        self.recent.append((now, num_samples))
+
+    @property
+    def samples_per_s(self) -> float:
+        if len(self.recent) < 2:
+            return 0.0
+        elapsed_s = self.recent[-1][0] - self.recent[0][0]
+        return sum(n for _, n in list(self.recent)[1:]) / elapsed_s if elapsed_s > 0 else 0.0
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Compute, transfer and wait as shares (0..1) of their sum."""
+        total = self.compute_s + self.transfer_s + self.wait_s
+        if total <= 0:
+            return 0.0, 0.0, 0.0
+        return self.compute_s / total, self.transfer_s / total, self.wait_s / total
+
+    def summary(self) -> WorkerSummary:
+        return WorkerSummary(
+            rank=self.rank,
+            steps=self.steps,
+            samples=self.samples,
+            staleness_mean=self.staleness_sum / self.steps if self.steps else 0.0,
+            staleness_max=self.staleness_max,
+            lead_max=self.lead_max,
+            skew_max=self.skew_max,
+            compute_s=self.compute_s,
+            wait_s=self.wait_s,
+            transfer_s=self.transfer_s,
+            bytes_sent=self.bytes_sent,
+            bytes_received=self.bytes_received,
+            restarts=max(0, self.num_joins - 1),
+            dropped=self.dropped,
+            rejected=self.rejected,
+            skipped=self.skipped,
+            clipped=self.clipped,
+            lane=self.lane,
+        )

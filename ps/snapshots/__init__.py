@@ -1,0 +1,1 @@
+"""What survives the death of every process."""

@@ -1,0 +1,189 @@
+"""Durable snapshots of a run: written whole, verified before use, the newest good one found.
+
+    snapshot-000000001200-3/
+        weights.safetensors     by name, as `model.load_state_dict(load_file(path))` takes them
+        averaged.safetensors    the Polyak average, if one is kept
+        optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server has an optimizer that remembers
+        manifest.json           everything else, with size and SHA-256 of each file above
+        manifest.json.sha256    as `sha256sum -c` takes it
+
+Nothing here knows the store or the event loop: `ps/snapshots/store_state.py` gives and takes the tensors, and
+`write` belongs on a background thread. It waits for the disk and computes hashes with the GIL free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ...common.errors import CheckpointError
+from ...common.tensors.layout import Layout
+from ...common.tensors.optimizers import OptimizerSpec
+from .files import MANIFEST, candidates, cannot_write, new_snapshot, sha256_of, snapshot_name, sync, writing_to
+from .manifest import (
+    AVERAGED,
+    OPTIMIZER,
+    WEIGHTS,
+    FileEntry,
+    FileName,
+    Files,
+    Manifest,
+    check_tensors,
+    layout_of,
+    optimizer_of,
+    read_manifest,
+    whole_of,
+)
+
+_MANIFEST_HASH = MANIFEST + ".sha256"
+
+
+class Written(NamedTuple):
+    """A snapshot on the disk. `sha256` is that of its weights."""
+
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified snapshot. Tensors share memory with its files: copy them, never write to them."""
+
+    path: Path
+    manifest: Manifest
+    layout: Layout
+    optimizer: OptimizerSpec | None
+    files: Files
+    of: tuple[Layout, OptimizerSpec | None] | None = None  # the run's, where this is a share; none: as above
+
+    @property
+    def whole(self) -> tuple[Layout, OptimizerSpec | None]:
+        """The model and the optimizer of the run."""
+        return self.of or (self.layout, self.optimizer)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self.files[WEIGHTS]
+
+    @property
+    def averaged(self) -> Mapping[str, torch.Tensor] | None:
+        return self.files.get(AVERAGED)
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The optimizer's, as `<key>/<parameter>`; empty where nothing is remembered."""
+        return self.files.get(OPTIMIZER, {})
+
+    @property
+    def sha256(self) -> str:
+        return self.manifest.files[WEIGHTS].sha256
+
+
+def write(directory: str | Path, manifest: Manifest, files: Files) -> Written:
+    """Write one snapshot; when this returns it is on the disk, and a crash at any moment before leaves none.
+
+    Raises CheckpointError when there is no space, no permission, or another process writes there;
+    older snapshots stay as they were.
+    """
+    directory = Path(directory)
+    final = directory / snapshot_name(manifest.version, manifest.server_incarnation)
+    with writing_to(directory):
+        try:
+            with new_snapshot(final) as folder:
+                entries = {name: _write_file(folder / name, tensors) for name, tensors in files.items()}
+                _write_manifest(folder, manifest.model_copy(update={"files": entries}))
+        except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full
+            num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise cannot_write(directory, f"{why}, for {num_bytes / 1e6:.1f} MB") from None
+    return Written(final, entries[WEIGHTS].sha256, sum(entry.num_bytes for entry in entries.values()))
+
+
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    # The library writes from the tensors' own memory, with the GIL free. It makes files that only the owner may
+    # read; whoever may read the directory may read the weights.
+    save_file(dict(tensors), path)
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    sync(path)
+    return FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    text = manifest.model_dump_json(indent=1).encode()
+    for name, content in ((MANIFEST, text), (_MANIFEST_HASH, _hash_line(text))):
+        (folder / name).write_bytes(content)
+        sync(folder / name)
+
+
+def _hash_line(manifest: bytes) -> bytes:
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def load(path: str | Path) -> Loaded:
+    """One snapshot, every byte of it verified. Raises CheckpointError with what is wrong with it."""
+    path = Path(path)
+    try:
+        manifest = _load_manifest(path)
+        for name, entry in manifest.files.items():
+            _check_file(path / name, entry)
+        layout = layout_of(manifest)
+        optimizer = optimizer_of(manifest, layout)
+        files: dict[FileName, dict[str, torch.Tensor]] = {name: load_file(path / name) for name in manifest.files}
+        check_tensors(manifest, layout, optimizer, files)
+        of = whole_of(manifest, layout, optimizer)
+    except CheckpointError as error:
+        raise CheckpointError(f"snapshot {path}: {error.message}", fix=error.fix) from None
+    except OSError as error:
+        raise CheckpointError(f"snapshot {path} cannot be read: {error.strerror}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"snapshot {path}: not safetensors: {error}") from None
+    return Loaded(path, manifest, layout, optimizer, files, of)
+
+
+def _load_manifest(path: Path) -> Manifest:
+    for name in (MANIFEST, _MANIFEST_HASH):
+        if not (path / name).is_file():
+            raise CheckpointError(f"it has no {name}")
+    text = (path / MANIFEST).read_bytes()
+    if (path / _MANIFEST_HASH).read_bytes() != _hash_line(text):
+        raise CheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs from {_MANIFEST_HASH}")
+    return read_manifest(text)
+
+
+def _check_file(path: Path, entry: FileEntry) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"it has no {path.name}")
+    num_bytes = path.stat().st_size
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(f"{path.name} has {num_bytes} bytes, {entry.num_bytes} were written")
+    if sha256_of(path) != entry.sha256:
+        raise CheckpointError(f"{path.name} is not what was written: its SHA-256 differs from the manifest's")
+
+
+def load_newest(place: str | Path, on_bad: Callable[[Path, str], object] = lambda path, why: None) -> Loaded | None:
+    """The newest good snapshot at `place`, one of them or a directory of them; None where there is none at all.
+
+    `on_bad` is told of each that was passed over, and why. Raises CheckpointError when there are
+    some and none is good.
+    """
+    bad = []
+    for path in candidates(place):
+        try:
+            return load(path)
+        except CheckpointError as error:
+            bad.append(error)
+            on_bad(path, error.message)
+    if not bad:
+        return None
+    raise CheckpointError(
+        f"no snapshot in {place} can be used: " + "; ".join(error.message for error in bad),
+        fix=bad[0].fix or "put back a copy of one, or begin anew with checkpoint.resume=never",
+    )

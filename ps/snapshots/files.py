@@ -1,0 +1,174 @@
+"""Snapshots as directories: their names and order, written whole or not at all, the oldest removed.
+
+    DIR/snapshot-000000001200-3/      version 1200, written by the third server process of the run
+    DIR/.writing-<pid>-<random>/      not whole yet; DIR/.removing-... no longer
+    DIR/.lock                         held while one process writes or removes there
+
+A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is
+killed leaves a `.writing-` directory. The kernel frees a lock with its process, so whoever holds the
+lock knows that such leftovers are nobody's and removes them: unlike a process id, which is 1 for
+every server in a container, a lock cannot be mistaken for somebody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...common.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"snapshot-([0-9]{12,20})-([0-9]{1,20})(\.old)?")
+_LEFTOVERS = (".writing-", ".removing-")
+
+
+def snapshot_name(version: int, server_incarnation: int) -> str:
+    return f"snapshot-{version:012d}-{server_incarnation}"
+
+
+def candidates(place: str | Path) -> list[Path]:
+    """The snapshots at `place`, one of them or a directory of them, newest first; none where there is nothing.
+
+    Newest is the highest server incarnation, then the highest version. A server that went on from version
+    900 because 1000 was damaged writes 950 later than the other 1000 was written: what it makes continues
+    the run, and the lost 1000 does not. Clocks play no part. Raises CheckpointError where it may not look.
+    """
+    place = Path(place)
+    try:
+        if _NAME.fullmatch(place.name) or (place / MANIFEST).exists():
+            return [place] if place.is_dir() else []
+        found = [path for path in place.iterdir() if _NAME.fullmatch(path.name)] if place.exists() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot look for snapshots in {place}: {error.strerror}", fix="name a directory that you may read"
+        ) from None
+    return sorted(found, key=_age, reverse=True)
+
+
+def next_incarnation(directory: str | Path) -> int:
+    """One more than of any snapshot in `directory`, damaged ones included: what its writer has to be called."""
+    return 1 + max((_age(path)[0] for path in candidates(directory)), default=0)
+
+
+def _age(path: Path) -> tuple[int, int, bool]:
+    """(server incarnation, version, is the newer of two)."""
+    name = _NAME.fullmatch(path.name)
+    return (int(name[2]), int(name[1]), name[3] is None) if name else (0, 0, False)
+
+
+def prepare(directory: str | Path) -> None:
+    """Make `directory` where it is missing, and see now that snapshots can be written there. CheckpointError."""
+    directory = Path(directory)
+    with writing_to(directory):
+        probe = directory / f"{_LEFTOVERS[0]}{os.getpid()}-{secrets.token_hex(4)}"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def prune(directory: str | Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` snapshots; returns those removed. CheckpointError when that fails."""
+    directory = Path(directory)
+    with writing_to(directory):
+        old = candidates(directory)[keep:]
+        for path in old:
+            _remove(path)
+    return old
+
+
+# ---- for the writer of a snapshot ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Hold the lock of `directory`, without its leftovers. What goes wrong inside becomes a CheckpointError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_leftovers(directory)
+            yield
+        finally:
+            os.close(lock)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another process is writing snapshots to {directory}",
+            fix="stop it, or give every run a checkpoint.dir of its own",
+        ) from None
+    except OSError as error:
+        raise cannot_write(directory, error.strerror or str(error)) from None
+
+
+def cannot_write(directory: Path, why: str) -> CheckpointError:
+    """The error of a snapshot that was not written: what is free there, and what to do."""
+    with contextlib.suppress(OSError):
+        why += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
+    return CheckpointError(
+        f"cannot write snapshots to {directory}: {why}",
+        fix="make room or allow writing there, or choose another checkpoint.dir; older snapshots are as they were",
+    )
+
+
+@contextlib.contextmanager
+def new_snapshot(final: Path) -> Iterator[Path]:
+    """An empty directory that becomes `final` when all has gone well inside, and is removed otherwise.
+
+    Call with the lock held. A snapshot of that name that is there already is replaced.
+    """
+    folder = final.parent / f"{_LEFTOVERS[0]}{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+        sync(folder)
+        _publish(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _publish(folder: Path, final: Path) -> None:
+    # No directory can be renamed over another one. Until the new one is there the old one can be found as .old.
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        final.rename(old)
+    folder.rename(final)
+    sync(final.parent)
+    if old.exists():
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """At once for all who look for snapshots, then for good."""
+    if not path.name.startswith(_LEFTOVERS):
+        path = path.rename(path.with_name(f"{_LEFTOVERS[1]}{secrets.token_hex(4)}"))
+    shutil.rmtree(path)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for path in directory.iterdir():
+        is_replaced = path.suffix == ".old" and _NAME.fullmatch(path.name) and path.with_suffix("").exists()
+        if path.name.startswith(_LEFTOVERS) or is_replaced:
+            _remove(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file; the GIL is free meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

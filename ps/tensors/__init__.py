@@ -1,0 +1,1 @@
+"""Weights, optimizer, aggregation, staging, publication: torch, no network."""

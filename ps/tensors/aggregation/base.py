@@ -1,0 +1,108 @@
+"""What every aggregation shares: the bodies of the round that is open, and how buffers are averaged.
+
+    fold(body, weight, rank) ... fold(body, weight, rank)       as contributions come
+    complete(window), for every window; close()                 at the commit
+
+The first body of a round becomes the result, without a copy. A file in this folder is an aggregation,
+named by its `ENTRY`; it says what to do with a body (`_add`) and how a window of the result is made
+(`complete`). All of it runs on the tensor thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ....common.tensors.layout import FlatRun, Kind, Views
+
+if TYPE_CHECKING:
+    from ..store import Window
+
+Buffers = Literal["average", "lowest_rank", "keep"]
+
+_NO_RANK = sys.maxsize
+
+
+class Part(NamedTuple):
+    """A body that waits to be taken into the result, its share of the mean of those up to it, and whether
+    its rank is the lowest so far, whose integer buffers are taken."""
+
+    body: torch.Tensor
+    share: float
+    is_lowest: bool
+
+
+class Aggregator(ABC):
+    """Makes one body, uint8 [exchange_bytes], of those folded in a round.
+
+    `trim` is policy.trim, for those that read it. `result` is None while nothing is folded; its bytes in a
+    window are right once the window is complete. `lowest_rank` is the lowest that was folded.
+    """
+
+    def __init__(self, windows: list[Window], views: Views, buffers: Buffers, trim: int) -> None:
+        self.trim = trim
+        self._windows = windows
+        self._views = views
+        self._buffers = buffers
+        self._reset()
+
+    def _reset(self) -> None:
+        self.result: torch.Tensor | None = None
+        self.num_folded = 0
+        self.lowest_rank = _NO_RANK
+        self._weight = 0.0
+        self._parts: list[Part] = []
+
+    @property
+    def fewest(self) -> int:
+        """Contributions of a round with fewer of which it withstands less than it says."""
+        return 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the bodies held."""
+        bodies = [] if self.result is None else [self.result, *(part.body for part in self._parts)]
+        return sum(body.numel() for body in bodies)
+
+    def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
+        """Take a contribution; returns bodies that may be reused at once.
+
+        A body that may be kept is read again at the commit, when its windows pass through the cache anyway.
+        """
+        self.num_folded += 1
+        self._weight += weight
+        is_lowest, self.lowest_rank = rank < self.lowest_rank, min(rank, self.lowest_rank)
+        if self.result is None:
+            self.result = body
+            return []
+        return self._add(Part(body, weight / self._weight, is_lowest), may_keep)
+
+    @abstractmethod
+    def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
+        """Take in one more body after the first; returns bodies that may be reused at once."""
+
+    @abstractmethod
+    def complete(self, window: Window) -> None:
+        """Make the window's bytes of `result` what the round comes to."""
+
+    def close(self) -> list[torch.Tensor]:
+        """End the round; returns bodies that may be reused, the result's first."""
+        assert self.result is not None
+        bodies = [self.result, *(part.body for part in self._parts)]
+        self._reset()
+        return bodies
+
+    def _blend(self, piece: FlatRun, part: Part) -> None:
+        """One more value into a weighted mean: mean += (x - mean) w / (sum of weights so far).
+
+        One pass, and equal values give exactly themselves. Integers are of the lowest rank.
+        """
+        assert self.result is not None
+        of = self._views.of
+        if piece.is_float and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
+            of(piece, self.result).lerp_(of(piece, part.body), part.share)
+        elif part.is_lowest:
+            of(piece, self.result).copy_(of(piece, part.body))

@@ -1,0 +1,101 @@
+"""What median and trimmed mean share: every element's values in order, the outermost left out.
+
+The workers' numbers of samples play no part for parameters: a weight is what a liar would lie about next.
+Buffers are averaged as ever. All bodies of a round are kept until the commit, so memory is one body a worker.
+
+Where fewer have contributed than leaving out so many needs, as many are left out as leave one or two,
+which is the median: it withstands what a round of that size can.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....common.tensors.layout import FlatRun, Kind
+from .base import Aggregator, Part
+
+if TYPE_CHECKING:
+    from ..store import Window
+
+# Of each body at a time, so that those of 16 workers stay in the cache. Measured on 4 MiB windows, 5 workers, one
+# thread: 16 KiB 10.0 ms, 64 KiB 3.9, 128 KiB 3.2, 256 KiB 3.0; 16 workers: 51, 23, 17.8, 19.3. torch.sort: 59, 408.
+_CHUNK_BYTES = 128 << 10
+
+
+class OrderAggregator(Aggregator):
+    """The mean of every element's values without the `_num_left_out(n)` largest and smallest of n."""
+
+    @abstractmethod
+    def _num_left_out(self, count: int) -> int:
+        """At each end, of so many contributions; less than half of them."""
+
+    def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
+        self._parts.append(part)
+        return []
+
+    def complete(self, window: Window) -> None:
+        for piece in window.pieces:
+            if piece.kind is Kind.PARAMETER:
+                self._order(piece)
+            else:
+                for part in self._parts:
+                    self._blend(piece, part)
+
+    def _order(self, piece: FlatRun) -> None:
+        assert self.result is not None
+        bodies = [self.result, *(part.body for part in self._parts)]
+        if len(bodies) == 1:
+            return
+        left_out = self._num_left_out(len(bodies))
+        kept = slice(left_out, len(bodies) - left_out)
+        values = [self._views.of(piece, body) for body in bodies]
+        size = min(piece.num_elements, _CHUNK_BYTES // piece.dtype.itemsize)
+        rows = torch.empty(len(bodies) + 1, size, dtype=piece.dtype)
+        for start in range(0, piece.num_elements, size):
+            chunks = [value[start : start + size] for value in values]
+            mean_of_equals(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
+
+
+def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
+    """The values of each column of n `rows`, [m] each, in order; rows of `scratch`, [n + 1, m]."""
+    *ordered, spare = scratch.unbind()
+    for copy, row in zip(ordered, rows, strict=True):
+        copy.copy_(row)
+    for low, high in exchanges(len(rows)):
+        smaller = torch.minimum(ordered[low], ordered[high], out=spare)
+        torch.maximum(ordered[low], ordered[high], out=ordered[high])
+        ordered[low], spare = smaller, ordered[low]
+    return ordered
+
+
+def mean_of_equals(rows: list[torch.Tensor], out: torch.Tensor) -> None:
+    """The unweighted mean of rows [m], the first of which is overwritten. Sums of large values do not overflow."""
+    mean = rows[0]
+    for count, row in enumerate(rows[1:], start=2):
+        mean.lerp_(row, 1 / count)
+    out.copy_(mean)
+
+
+@cache
+def exchanges(count: int) -> tuple[tuple[int, int], ...]:
+    """Which of `count` values to compare, and exchange where the first is larger, to have them in order.
+
+    Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2 M): the same comparisons
+    whatever the values, so each is one pass over all columns.
+    """
+    found = []
+    top = 1 << max(0, (count - 1).bit_length() - 1)
+    stage = top
+    while stage:
+        step, rest, distance = top, 0, stage
+        while True:
+            found += [(low, low + distance) for low in range(count - distance) if low & stage == rest]
+            if step == stage:
+                break
+            distance, step, rest = step - stage, step >> 1, stage
+        stage >>= 1
+    return tuple(found)

@@ -1,0 +1,164 @@
+"""A torch optimizer over flat weights, stepped window by window.
+
+Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of
+windows. Right for optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries
+out for each class. A window's gradient, weights and state pass through the cache once, and whoever
+waits for the new weights can read a window while the next one is stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ...common.errors import ParamServerError
+from ...common.tensors.layout import DTYPES, FlatRun, Kind, Layout, Views
+from ...common.tensors.optimizers import (
+    Hyperparameters,
+    OptimizerSpec,
+    apply_hyperparameters,
+    build_optimizer,
+    current_hyperparameters,
+    plain_step,
+)
+
+
+@dataclass
+class OptimizerState:
+    """What an optimizer remembers, independent of windows.
+
+    `hyperparameters`, `keys` and `scalars` have one item per parameter group. State that has a value for each
+    element (exp_avg) lies in `bodies` by key, uint8 [layout.parameter_bytes], where the weights have their
+    element; `keys` says for which of them a group has any. State with one value per parameter (step) is the
+    same for all of a group, since they are stepped together: `scalars`, 0-dim.
+    """
+
+    hyperparameters: list[Hyperparameters] = field(default_factory=list)
+    keys: list[set[str]] = field(default_factory=list)
+    scalars: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    bodies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def body(self, key: str, layout: Layout) -> torch.Tensor:
+        """The body of `key`; a new one holds anything."""
+        if key not in self.bodies:
+            self.bodies[key] = torch.empty(layout.parameter_bytes, dtype=torch.uint8)
+        return self.bodies[key]
+
+
+@dataclass
+class _Flat:
+    """Part of a run that one parameter group holds, as a parameter of the optimizer."""
+
+    run: FlatRun
+    parameter: torch.nn.Parameter
+
+
+class FlatOptimizer:
+    """Steps the parameters of `weights`, uint8 [layout.total_bytes], in windows of bytes [start, end)."""
+
+    def __init__(
+        self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[tuple[int, int]]
+    ) -> None:
+        self._layout = layout
+        runs = _flat_runs(spec, layout)
+        # Of each window, the flat parameters of each group.
+        self._windows: list[list[list[_Flat]]] = []
+        members: list[list[torch.nn.Parameter]] = [[] for _ in spec.groups]
+        for start, end in windows:
+            window: list[list[_Flat]] = []
+            for group, group_runs in enumerate(runs):
+                parts = [part for run in group_runs if (part := run.within(start, end)) is not None]
+                flats = [_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts]
+                members[group] += [flat.parameter for flat in flats]
+                window.append(flats)
+            self._windows.append(window)
+        groups = [{"params": params, **g.hyperparameters} for params, g in zip(members, spec.groups, strict=True)]
+        self.torch = build_optimizer(spec.name, groups)
+        self._step = plain_step(type(self.torch))
+
+    def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
+        for group, values in zip(self.torch.param_groups, groups, strict=False):
+            apply_hyperparameters(group, values)
+
+    def move(self, index: int, weights: torch.Tensor) -> None:
+        """Step window `index` in other memory from now on, which must hold the same weights."""
+        for flats in self._windows[index]:
+            for flat in flats:
+                flat.parameter.data = flat.run.view(weights)
+
+    def step(self, index: int, gradient: torch.Tensor, views: Views) -> None:
+        """One step of window `index` along `gradient`, uint8 [exchange_bytes]."""
+        window = self._windows[index]
+        if len(self._windows) > 1:
+            for group, flats in zip(self.torch.param_groups, window, strict=True):
+                group["params"] = [flat.parameter for flat in flats]
+        for flats in window:
+            for flat in flats:
+                flat.parameter.grad = views.of(flat.run, gradient)
+        self._step(self.torch)
+        for flats in window:
+            for flat in flats:
+                flat.parameter.grad = None  # its memory is used again
+
+    def state(self, into: OptimizerState | None = None) -> OptimizerState:
+        """A copy of what is remembered, in the memory of an earlier copy when one is given."""
+        state = OptimizerState(bodies=into.bodies if into is not None else {})
+        for index, group in enumerate(self.torch.param_groups):
+            keys: set[str] = set()
+            scalars: dict[str, torch.Tensor] = {}
+            for flat in self._flats_of(index):
+                for key, value in self.torch.state.get(flat.parameter, {}).items():
+                    if value is None:
+                        continue
+                    if value.dim() == 0:
+                        scalars[key] = scalars[key] if key in scalars else value.clone()
+                        continue
+                    if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
+                        raise ParamServerError(f"{type(self.torch).__name__} keeps {key} in a form unlike its weights")
+                    keys.add(key)
+                    flat.run.view(state.body(key, self._layout)).copy_(value)
+            state.keys.append(keys)
+            state.scalars.append(scalars)
+            state.hyperparameters.append(current_hyperparameters(group))
+        return state
+
+    def set_state(self, state: OptimizerState) -> None:
+        """Go on from `state`, of an optimizer of the same groups; its memory is this optimizer's from now on."""
+        self.set_hyperparameters(state.hyperparameters)
+        for index, (keys, scalars) in enumerate(zip(state.keys, state.scalars, strict=True)):
+            if not keys and not scalars:
+                continue  # taken before the first step: what the constructor made is right
+            for flat in self._flats_of(index):
+                elementwise = {key: flat.run.view(state.bodies[key]) for key in keys}
+                self.torch.state[flat.parameter] = elementwise | {k: v.clone() for k, v in scalars.items()}
+
+    def _flats_of(self, group: int) -> Iterator[_Flat]:
+        for window in self._windows:
+            yield from window[group]
+
+    @property
+    def num_state_bytes(self) -> int:
+        tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _flat_runs(spec: OptimizerSpec, layout: Layout) -> list[list[FlatRun]]:
+    """Per group: consecutive parameters of one dtype, joined."""
+    group_of = {name: index for index, group in enumerate(spec.groups) for name in group.tensors}
+    found: list[list[FlatRun]] = [[] for _ in spec.groups]
+    last_group: int | None = None
+    for entry in layout.entries:
+        group = group_of.get(entry.spec.name) if entry.spec.kind is Kind.PARAMETER else None
+        if group is None:
+            last_group = None
+            continue
+        run = FlatRun(Kind.PARAMETER, DTYPES[entry.spec.dtype], entry.offset, entry.spec.num_elements)
+        previous = found[group][-1] if last_group == group else None
+        if previous is not None and previous.dtype == run.dtype:
+            found[group][-1] = FlatRun(run.kind, run.dtype, previous.offset, previous.num_elements + run.num_elements)
+        else:
+            found[group].append(run)
+        last_group = group
+    return found

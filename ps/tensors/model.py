@@ -1,0 +1,190 @@
+"""What a run holds: the layout and the optimizer that all workers agree on, the store, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...common.config.schema import Config
+from ...common.errors import Reason, refusal
+from ...common.registry import AGGREGATIONS
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Kind, Layout, as_bytes
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, check_hyperparameters, find_optimizer
+from ...common.tensors.sharding import Share, divide
+from ...common.wire.frames import INLINE_BYTES
+from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
+from .publication import Publisher
+from .sanity import Limits
+from .staging import StagingPool
+from .store import Store
+from .thread import TensorThread
+
+log = get_logger()
+
+
+class Model:
+    """The run's model. `store`, `staging` and `publisher` exist once there are weights.
+
+    `has_optimizer`: workers contribute gradients, and the optimizer runs here.
+    """
+
+    store: Store
+    staging: StagingPool
+    publisher: Publisher
+
+    def __init__(self, config: Config, tensors: TensorThread, has_optimizer: bool) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._has_optimizer = has_optimizer
+        self.whole: Layout | None = None  # the workers' model
+        self.whole_optimizer: OptimizerSpec | None = None
+        self.share: Share | None = None  # what this server holds of it: all, where it is the only one
+        self.optimizer: OptimizerSpec | None = None  # over the share
+        self.has_weights = False
+        self.source = ""  # the snapshot it comes from
+        self._small_body: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of the bodies here."""
+        return self.share.layout if self.share is not None else None
+
+    # ---- what all workers agree on --------------------------------------------------------
+
+    def agree(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
+        """The first worker's model and optimizer are the run's; another one must be the same."""
+        if self.whole is None:
+            if self._has_optimizer:
+                for group in optimizer.groups:
+                    check_hyperparameters(optimizer.name, group.hyperparameters)
+                find_optimizer(optimizer.name)
+            self.adopt(layout, optimizer)
+        else:
+            self._check_same(rank, layout, optimizer)
+
+    def share_of(self, whole: Layout) -> Share:
+        """What this server holds of a model, the run's or another; LIMIT_EXCEEDED for one too small for its shards."""
+        if self.share is not None and self.whole is not None and whole.fingerprint == self.whole.fingerprint:
+            return self.share
+        server = self._config.server
+        return divide(whole, server.shards)[server.shard]
+
+    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
+        """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
+        limit, server = self._config.limits.model_bytes, self._config.server
+        share = self.share_of(whole)
+        if share.layout.total_bytes > limit:
+            raise refusal(
+                Reason.LIMIT_EXCEEDED,
+                f"a model of {share.layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
+                fix="start ps-server with --set limits.model_bytes=... if that is really the model",
+            )
+        self.whole, self.whole_optimizer = whole, optimizer
+        self.share, self.optimizer = share, share.optimizer(optimizer)
+        of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
+        log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
+
+    def _check_same(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
+        assert self.whole is not None and self.whole_optimizer is not None
+        if layout.fingerprint != self.whole.fingerprint:
+            lines = "; ".join(self.whole.differences(layout))
+            raise refusal(
+                Reason.MODEL_MISMATCH,
+                f"the model of rank {rank} differs from the run's: {lines}",
+                fix="give every worker the same task, task arguments and code"
+                + (f"; the run's come from {self.source}, --resume never begins anew" if self.source else ""),
+            )
+        differences = self.whole_optimizer.differences(optimizer)
+        if differences:
+            raise refusal(
+                Reason.OPTIMIZER_MISMATCH,
+                f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}",
+                fix="the first worker's optimizer is the run's: give every worker the same one",
+            )
+
+    def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
+        """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
+        assert self.optimizer is not None
+        for known, told in zip(self.optimizer.groups, groups, strict=False):
+            if told and self._has_optimizer:
+                check_hyperparameters(self.optimizer.name, told, known.hyperparameters)
+
+    def forget(self) -> None:
+        """Who brought the model is gone, and nobody else has it."""
+        self.whole = self.whole_optimizer = self.share = self.optimizer = None
+
+    # ---- weights ----------------------------------------------------------------------------
+
+    def new_memory(self) -> Segment:
+        """Memory for one version of the weights; shared where workers of this host may read it."""
+        assert self.layout is not None
+        memory = None
+        if self._config.server.shared_memory and self.layout.exchange_bytes > INLINE_BYTES:
+            try:
+                memory = new_segment(self.layout.total_bytes)
+            except SegmentError as error:
+                log.warning("not_shared", reason=str(error))
+        memory = memory or private_segment(self.layout.total_bytes)
+        if self.has_weights:
+            frozen = slice(self.layout.exchange_bytes, None)
+            memory.body[frozen].copy_(self.store.weights[frozen])
+        return memory
+
+    def check_finite(self, rank: int, weights: Segment) -> None:
+        """Refuse initial weights with NaN or Inf, in buffers too: they could not be averaged."""
+        assert self.layout is not None
+        for spec, tensor in self.layout.views(weights.body):
+            is_exchanged = spec.kind is not Kind.FROZEN
+            if is_exchanged and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise refusal(
+                    Reason.BAD_REQUEST,
+                    f"the initial weights of rank {rank} hold NaN or Inf in '{spec.name}'",
+                    fix="look at how it is initialised; a mask with -inf can be a buffer with persistent=False",
+                )
+
+    def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
+        """The initial weights have come, uint8 [total_bytes], or `restore` brings them with all the rest."""
+        assert self.layout is not None and self.optimizer is not None
+        optimizer = self.optimizer if self._has_optimizer else None
+        options, server = self._config.store, self._config.server
+        policy = self._config.policy
+        self.store = Store(
+            self.layout,
+            weights.body,
+            optimizer,
+            buffers=options.buffers,
+            polyak=options.polyak,
+            aggregation=AGGREGATIONS.load(policy.aggregation),
+            trim=policy.trim,
+            limits=Limits(options.on_nonfinite, options.max_norm, options.on_large),
+            is_part=server.shards > 1,
+        )
+        restore(self.store)
+        num_bytes = self.layout.exchange_bytes
+        self._tensors.size_for(num_bytes)
+        self.staging = StagingPool(server.max_staged, num_bytes)
+        notify, version = self._tensors.notify, self.store.version
+        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
+        self.has_weights = True
+
+    def small_body(self) -> tuple[int, bytes]:
+        """Version and bytes of weights so small that all tensor work runs inline."""
+        assert self.layout is not None
+        version, body = self._small_body
+        if version != self.store.version:
+            body = bytes(as_bytes(self.store.weights)[: self.layout.exchange_bytes])
+            self._small_body = (self.store.version, body)
+        return self._small_body
+
+    def frozen_bytes(self) -> memoryview:
+        """The part of a body of weights that never changes."""
+        assert self.layout is not None
+        return as_bytes(self.store.weights)[self.layout.exchange_bytes :]
+
+    def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
+        """Version and a copy of the weights, uint8 [total_bytes], or of their Polyak average. On the tensor thread."""
+        store = self.store
+        body = store.averaged if averaged and store.averaged is not None else store.weights
+        return store.version, body.clone()

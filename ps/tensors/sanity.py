@@ -1,0 +1,253 @@
+"""What is done with a contribution that is not finite, or whose gradient is too large.
+
+    reject   answered with fresh weights, nothing folded, not a step of the worker's; too many of a worker
+             in a row end the run
+    skip     a step of the worker's, of which nothing is folded
+    clip     taken, with those values as 0, or scaled down to the cap as torch.nn.utils.clip_grad_norm_ does
+    halt     the end of the run
+
+A body is measured window by window as it arrives (`Findings`), in one pass that sees NaN, Inf and the norm;
+`decide` is what the settings say to that, and pure. Norms are of parameters alone: buffers are no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ...common.errors import DivergedError, Reason
+from ...common.tensors.layout import Kind, Views
+
+if TYPE_CHECKING:
+    from .store import Window
+
+Action = Literal["reject", "skip", "clip", "halt"]
+
+# As clip_grad_norm_: a gradient of exactly the cap is scaled a little too.
+_EPSILON = 1e-6
+# From the mildest: what one shard cannot take, none takes.
+_SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
+# Below it a factor is no normal float32 any more; its root is.
+_LEAST_FACTOR = 1e-30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings, as in the configuration's `store` section. `max_norm` None: any norm, and none is computed."""
+
+    on_nonfinite: Action = "reject"
+    max_norm: float | None = None
+    on_large: Action = "clip"
+
+
+class Judgement(NamedTuple):
+    """What becomes of a contribution: `take` it, clipped or not, or one of the other actions.
+
+    `what` was wrong, `limit` is the setting that says what to do about it; both empty for a sound one.
+    """
+
+    action: Literal["take", "reject", "skip", "halt"]
+    what: str = ""
+    limit: str = ""
+    is_clipped: bool = False
+    norm: float = 0.0  # of this shard's part of a gradient, where there are several and store.max_norm is set
+    scale: float = 1.0  # what all parts are multiplied with before they are folded
+
+    @property
+    def is_taken(self) -> bool:
+        return self.action == "take"
+
+
+SOUND = Judgement("take")
+
+
+@dataclass
+class Findings:
+    """Of one attempt at a body. `norms` of the gradient, by window, so that the order of arrival changes no bit."""
+
+    is_finite: bool = True
+    norms: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        return math.hypot(*(self.norms[index] for index in sorted(self.norms)))
+
+
+def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Literal["take"], str, str]:
+    """(what to do, what was wrong, the setting that says so) for a contribution with a gradient of `norm`."""
+    if not is_finite:
+        return limits.on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {limits.on_nonfinite}"
+    if limits.max_norm is not None and norm > limits.max_norm:
+        what = f"a gradient of norm {norm:.4g}"
+        return limits.on_large, what, f"store.max_norm is {limits.max_norm:g}, store.on_large is {limits.on_large}"
+    return "take", "", ""
+
+
+class Sanity:
+    """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights."""
+
+    def __init__(
+        self, limits: Limits, windows: list[Window], views: Views, is_gradient: bool, is_part: bool = False
+    ) -> None:
+        self.limits = limits
+        self._is_part = is_part  # of a gradient whose norm no shard sees: `judge_whole` decides about that
+        self._windows = windows
+        self._views = views
+        self._is_gradient = is_gradient
+
+    # ---- measuring ------------------------------------------------------------------------
+
+    def is_finite(self, body: torch.Tensor, windows: slice = slice(None)) -> bool:
+        """True when no float of a contribution, or of some of its windows, is NaN or Inf."""
+        view = self._views.of
+        for window in self._windows[windows]:
+            for piece in window.pieces:
+                # A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that
+                # overflows by itself needs the slow look.
+                if piece.is_float:
+                    values = view(piece, body)
+                    if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
+                        return False
+        return True
+
+    def look(self, body: torch.Tensor, windows: slice, findings: Findings) -> None:
+        """Add what some windows of a body hold. After the first NaN or Inf nothing else is looked at."""
+        if not findings.is_finite:
+            return
+        if self.limits.max_norm is None:
+            findings.is_finite = self.is_finite(body, windows)
+            return
+        for index in range(*windows.indices(len(self._windows))):
+            norm = self._norm(body, self._windows[index])
+            if norm is None:
+                findings.is_finite = False
+                return
+            findings.norms[index] = norm
+
+    def _norm(self, body: torch.Tensor, window: Window) -> float | None:
+        """Of the window's parameters; None when one of its floats is NaN or Inf. One pass."""
+        norms = []
+        for piece in window.pieces:
+            if not piece.is_float:
+                continue
+            values = self._views.of(piece, body)
+            is_parameter = piece.kind is Kind.PARAMETER
+            norm = _norm(values) if is_parameter else values.sum().item()
+            if not math.isfinite(norm):
+                if not bool(torch.isfinite(values).all()):
+                    return None
+                norm = _large_norm(values) if is_parameter else 0.0
+            if is_parameter:
+                norms.append(norm)
+        return math.hypot(*norms)
+
+    # ---- deciding -------------------------------------------------------------------------
+
+    def examine(self, body: torch.Tensor, weights: torch.Tensor) -> Judgement:
+        """`look` at the whole of a body, and `judge` it."""
+        if self.limits.max_norm is None and self.is_finite(body):
+            return SOUND
+        findings = Findings()
+        self.look(body, slice(None), findings)
+        return self.judge(body, findings, weights)
+
+    def judge(self, body: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
+        """What becomes of a body that has been looked at whole; one that is clipped is changed here.
+
+        `weights`, uint8 [>= exchange_bytes], are the server's: what stands in for a statistic or a weight
+        that is not finite, where 0 would be a value like any other.
+        """
+        limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
+        action, what, limit = decide(limits, findings.is_finite, findings.norm)
+        wrong, is_clipped = what, False
+        if action == "clip" and not findings.is_finite:
+            self._mend(body, weights)
+            is_clipped, findings = True, Findings()
+            self.look(body, slice(None), findings)
+            action, what, limit = decide(limits, findings.is_finite, findings.norm)
+            wrong = f"{wrong}, and without them {what}" if what else wrong
+        if action == "clip" and self.limits.max_norm is not None:
+            self.scale(body, self.limits.max_norm / (findings.norm + _EPSILON))
+            action, is_clipped = "take", True
+        if action == "take":
+            norm = findings.norm if self._is_part else 0.0
+            return Judgement("take", wrong, limit, is_clipped, norm) if is_clipped or norm else SOUND
+        assert action != "clip"
+        return Judgement(action, wrong, limit)
+
+    def _mend(self, body: torch.Tensor, weights: torch.Tensor) -> None:
+        """Every NaN and Inf of a gradient becomes 0; of statistics and weights, what the server has there."""
+        for window in self._windows:
+            for piece in window.pieces:
+                if not piece.is_float:
+                    continue
+                values = self._views.of(piece, body)
+                if piece.kind is Kind.PARAMETER and self._is_gradient:
+                    torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+                else:
+                    values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
+
+    def scale(self, body: torch.Tensor, factor: float) -> None:
+        """Parameters times `factor`, 0 to 1."""
+        factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
+        for window in self._windows:
+            for piece in window.pieces:
+                if piece.kind is Kind.PARAMETER:
+                    for one in factors:
+                        self._views.of(piece, body).mul_(one)
+
+
+def _norm(values: torch.Tensor) -> float:
+    """2-norm of [n]; not finite when a value is not, or when a square is too large for float32."""
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(values, dtype=torch.float32 if is_half else None).item()
+
+
+def _large_norm(values: torch.Tensor) -> float:
+    """2-norm of finite [n] whose squares overflow; Inf where even the norm does."""
+    largest = values.abs().max().double().item()
+    return largest * torch.linalg.vector_norm(values.double() / largest).item()
+
+
+def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
+    """What all shards do with a contribution: the most severe of what each would do with its part, or what is done
+    about the norm of the whole."""
+    worst = max(parts, key=lambda part: _SEVERITY[part.action])
+    if not worst.is_taken:
+        return worst
+    taken = next((part for part in parts if part.is_clipped), worst)
+    norm = math.hypot(*(part.norm for part in parts))
+    action, what, limit = decide(limits, True, norm)
+    if action == "take":
+        return taken
+    if action == "clip":
+        assert limits.max_norm is not None
+        return Judgement("take", what, limit, is_clipped=True, scale=limits.max_norm / (norm + _EPSILON))
+    return Judgement(action, what, limit)
+
+
+# ---- what the run says about it -------------------------------------------------------------
+
+
+def halted(rank: int, step: int, version: int, judgement: Judgement) -> DivergedError:
+    """The end of a run that is told to end at the first of these."""
+    return DivergedError(
+        f"rank {rank} sent {judgement.what} as its step {step} ({judgement.limit}); nothing of it was applied, the "
+        f"weights are at version {version}",
+        fix="lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these",
+        reason=Reason.DIVERGED,
+    )
+
+
+def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judgement: Judgement) -> DivergedError:
+    """The end of a run one of whose workers sends nothing else any more."""
+    return DivergedError(
+        f"rank {rank} sent {in_a_row} contributions with {judgement.what} in a row (store.max_nonfinite is {limit}; "
+        f"{judgement.limit}); the weights are still finite, at version {version}",
+        fix="lower --lr, clip gradients, or look at the rank's data",
+        reason=Reason.DIVERGED,
+    )

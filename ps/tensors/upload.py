@@ -1,0 +1,131 @@
+"""A contribution on its way: the memory it comes into, what of it has come, whether it is sound so far.
+
+Pieces may come in any order and before the facts that belong to them. A part that is whole is looked
+through for NaN and Inf, and measured, at once, while it is in the cache and the rest is still arriving
+(`sanity.py`). Nothing takes effect before `take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...common.codecs.base import Codec
+from ...common.tensors.layout import as_bytes, new_body
+from ...common.wire.frames import BodyReader, Frame
+from .sanity import Findings, Judgement
+from .store import WINDOW_BYTES, Store
+from .thread import TensorThread
+
+# Looked through at once; less, and handing the work over costs more than the work.
+_WINDOWS_AT_ONCE = 2
+_PART_BYTES = _WINDOWS_AT_ONCE * WINDOW_BYTES
+
+
+class Upload:
+    """One body of a contribution, encoded with `codec`, into `body`, uint8 [layout.exchange_bytes].
+
+    With `in_segment` the body is memory shared with the worker, who writes there himself.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tensors: TensorThread,
+        codec: Codec,
+        body: torch.Tensor,
+        give_back: Callable[[torch.Tensor], None],
+        in_segment: bool = False,
+    ) -> None:
+        self.in_segment = in_segment
+        self._give_back = give_back
+        self._is_open = True
+        self.codec = codec
+        self._store = store
+        self._tensors = tensors
+        self._body = body
+        layout = store.layout
+        self.num_bytes = body_bytes(store, codec)
+        self._encoded = None if codec.name == "raw" else new_body(self.num_bytes)
+        self._target = as_bytes(body if self._encoded is None else self._encoded)
+        self._num_parts = -(-layout.exchange_bytes // _PART_BYTES)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has come."""
+        self._findings = Findings()  # what is still being looked through adds to the old ones
+        self._reader = BodyReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
+        self._left = [_PART_BYTES] * self._num_parts
+        if self._num_parts:
+            self._left[-1] = self._store.layout.exchange_bytes - (self._num_parts - 1) * _PART_BYTES
+
+    def feed(self, piece: Frame) -> None:
+        """Take what came with a message. Raises a BAD_REQUEST refusal for a piece that cannot be."""
+        self._reader.feed(piece)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._reader.is_complete
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        self._target[offset : offset + len(data)] = data
+        if self._encoded is None:
+            self._arrived(offset, len(data))
+
+    def _arrived(self, offset: int, num_bytes: int) -> None:
+        """Bytes lie in the body: look through the parts that have become whole."""
+        end = offset + num_bytes
+        whole: list[int] = []
+        for part in range(offset // _PART_BYTES, -(-end // _PART_BYTES)):
+            start = part * _PART_BYTES
+            self._left[part] -= min(end, start + _PART_BYTES) - max(offset, start)
+            if self._left[part] == 0:
+                whole.append(part)
+        if whole:  # all between the first and the last, which one piece made whole
+            windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
+            self._tensors.submit(partial(self._store.sanity.look, self._body, windows, self._findings))
+
+    def take(self) -> torch.Tensor:
+        """The body; whoever takes it gives it back."""
+        self._is_open = False
+        self._reader.forget()
+        return self._body
+
+    def close(self) -> None:
+        """Give the body back unless it was taken. What is still being looked through is not yet lent again."""
+        if self._is_open:
+            self._is_open = False
+            self._reader.forget()
+            self._tensors.then(lambda: self._give_back(self._body))
+
+    async def judge(self) -> Judgement:
+        """What becomes of the whole body; one that is clipped is changed. Decodes it first."""
+        return await self._tensors.run(self._judge)
+
+    def _judge(self) -> Judgement:
+        store = self._store
+        if self._encoded is not None:
+            return decode(store, self.codec, self._encoded, self._body)
+        return store.sanity.judge(self._body, self._findings, store.weights)
+
+
+def decode(store: Store, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
+    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it."""
+    layout = store.layout
+    encoded_bytes = codec.encoded_bytes(layout)
+    codec.decode(layout, encoded[:encoded_bytes], body)
+    body[layout.parameter_bytes :].copy_(encoded[encoded_bytes:])
+    return store.sanity.examine(body, store.weights)
+
+
+def body_bytes(store: Store, codec: Codec) -> int:
+    """Size of every contribution in this codec."""
+    layout = store.layout
+    return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
+
+
+def new_encoded(data: memoryview) -> torch.Tensor:
+    """A copy of received bytes, for a codec."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Streams of workers: messages to events, effects to messages. Decides nothing."""

@@ -1,0 +1,123 @@
+"""What one peer may take of the server's time: joins, bytes of uploads, and how long others wait for it.
+
+Messages pass without a timer: a stream notes since when it has been waiting, and `Watch` looks at all
+streams five times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ...common.errors import Reason, refusal
+
+LOOK_S = 0.2
+# A longer pause between two looks means that this process stood still: nobody could move then.
+_STANDSTILL_S = 1.0
+
+
+class Joins:
+    """A token bucket: `per_s` joins in a second, that many at once. More wait their turn, at most `limit` of them.
+
+    Whoever gives up while it waits has had its turn.
+    """
+
+    def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = 1 / per_s
+        self._burst_s = max(0.0, 1.0 - self._interval_s)
+        self._limit = limit
+        self._now = now
+        self._free_at = float("-inf")
+
+    def turn(self) -> float:
+        """Take a place in the queue; the seconds until its turn. Raises a NOT_READY refusal when it is full."""
+        now = self._now()
+        turn = max(self._free_at, now - self._burst_s)
+        wait_s = max(0.0, turn - now)
+        if wait_s / self._interval_s > self._limit + 1e-3:
+            raise refusal(
+                Reason.NOT_READY,
+                f"{self._limit} workers wait to join, at {1 / self._interval_s:g} joins in a second "
+                "(limits.joins_per_s)",
+                fix="try again in a moment",
+            )
+        self._free_at = turn + self._interval_s
+        return wait_s
+
+
+class Pace:
+    """A token bucket of bytes: one second's worth at once."""
+
+    def __init__(self, bytes_per_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._now = now
+        self._free_at = float("-inf")
+
+    def came(self, num_bytes: int) -> None:
+        self._free_at = max(self._free_at, self._now() - 1.0) + num_bytes / self._bytes_per_s
+
+    def wait_s(self) -> float:
+        """Seconds until more may be taken."""
+        return max(0.0, self._free_at - self._now())
+
+
+class Allowance:
+    """How long a sender may keep the server waiting: `limit_s` at first, and as much at most.
+
+    Waiting uses it up, bytes give it back: `bytes_per_limit` of them all of it. So a pause may last `limit_s`, and
+    a sender that is slower than `bytes_per_limit / limit_s` on average comes to its end, however small its pieces.
+    """
+
+    def __init__(self, limit_s: float, bytes_per_limit: int) -> None:
+        self.limit_s = self.left_s = limit_s
+        self._s_per_byte = limit_s / bytes_per_limit
+
+    def came(self, num_bytes: int, waited_s: float) -> None:
+        self.left_s = min(self.limit_s, self.left_s - waited_s + num_bytes * self._s_per_byte)
+
+    def renew(self) -> None:
+        self.left_s = self.limit_s
+
+
+class Watched(Protocol):
+    """A stream as `Watch` sees it. Times are the event loop's, in seconds."""
+
+    def look(self, now: float) -> None:
+        """End the stream if its peer has kept the server waiting for too long."""
+
+    def stood_still(self, seconds: float) -> None:
+        """Whatever the stream has been waiting for, these seconds do not count."""
+
+
+class Watch:
+    """Looks at all open streams every LOOK_S while there are any."""
+
+    def __init__(self) -> None:
+        self._streams: set[Watched] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._looked_at = 0.0
+
+    def add(self, stream: Watched) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._looked_at = asyncio.get_running_loop().time()
+            self._look_later()
+
+    def remove(self, stream: Watched) -> None:
+        self._streams.discard(stream)
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        pause_s, self._looked_at = now - self._looked_at, now
+        for stream in list(self._streams):
+            if pause_s > _STANDSTILL_S:
+                stream.stood_still(pause_s)
+            stream.look(now)
+        if self._streams:
+            self._look_later()

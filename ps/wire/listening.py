@@ -1,0 +1,89 @@
+"""The gRPC server of a process: its address, its limits, health and reflection."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ...common.config.schema import Config
+from ...common.errors import BindError
+from ...common.reporting.log import get_logger
+from ...common.security import split_address
+from ...common.wire.frames import MAX_MESSAGE_BYTES
+from ...common.wire.protocol import SERVICE
+from .security import bind, insecurity, interceptors
+
+log = get_logger()
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # What a worker may send before it is read: gRPC's own estimate lets it grow to a large model's size.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    # Who says nothing is not waited for, who asks for everything does not get it: a silent TLS connection was open
+    # for 40 s without the first, 300 handlers of one connection ran without the second.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.absolute_max_metadata_size", 16384),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+)
+
+
+def channel_options(lease_s: float) -> tuple[tuple[str, int], ...]:
+    """A peer that is frozen or cut off is noticed by its lease. Pings nobody answers close what is left of its
+    connections, not before: a closed connection is a worker that has ended."""
+    lease_ms = int(1000 * lease_s)
+    return (
+        *CHANNEL_OPTIONS,
+        ("grpc.keepalive_time_ms", lease_ms),
+        ("grpc.keepalive_timeout_ms", lease_ms),  # also the kernel's limit for unacknowledged bytes
+        ("grpc.http2.ping_timeout_ms", lease_ms),
+    )
+
+
+class Listening:
+    """`bind`, then `serve`, in the end `stop`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._grpc = grpc.aio.server(options=channel_options(config.server.lease_s), interceptors=interceptors(config))
+        self._health = health.aio.HealthServicer()
+        self.address = ""
+
+    def bind(self) -> None:
+        """Take the address; BindError when it cannot be had."""
+        host, _ = split_address(self._config.server.listen)
+        bound = bind(self._grpc, self._config)
+        if bound == 0:
+            raise BindError(
+                f"cannot listen on {self._config.server.listen}: port in use, or not an address of this machine",
+                fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
+            )
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+    async def serve(self, handler: grpc.GenericRpcHandler) -> None:
+        """Answer calls from now on; healthy."""
+        self._grpc.add_generic_rpc_handlers((handler,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        await self._grpc.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        if (meaning := insecurity(self._config)) is not None:
+            log.warning("insecure", address=self.address, meaning=meaning)
+
+    async def no_longer_healthy(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._grpc.stop(grace_s)

@@ -1,0 +1,255 @@
+"""The server's side of secure connections: TLS with certificates that may be renewed, token, identity.
+
+The token is asked of every call but gRPC's health checks, by an interceptor: it looks at the call's
+metadata once, before anything of its messages is read. Identity is a question of the join, because the
+rank is known only there: `check_rank`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ...common.config.schema import Config, SecurityConfig
+from ...common.errors import AuthError, Reason, refusal
+from ...common.reporting.log import get_logger
+from ...common.security import (
+    ANY_RANK,
+    RANK_PREFIX,
+    facts_of,
+    is_loopback,
+    read_pem,
+    read_token,
+    shows_token,
+    split_address,
+    utc_text,
+    warn_of_readable_secrets,
+)
+from ...common.wire.protocol import refusal_to_status
+
+log = get_logger()
+
+_HEALTH = "/grpc.health.v1.Health/"
+_RANK_NAME = re.compile(rf"{RANK_PREFIX}(0|[1-9][0-9]{{0,5}})")
+# Whoever tries tokens must not fill the disk with our log.
+_LOG_INTERVAL_S = 1.0
+
+
+# ---- before start -----------------------------------------------------------------------------
+
+
+def check_security(config: Config) -> None:
+    """AuthError for files that cannot be used, settings that protect nothing, and an open address in the clear."""
+    security = config.security
+    read_pem(security)
+    warn_of_readable_secrets(security)
+    token = read_token(security, os.environ)
+    if security.cert is None and (security.ca is not None or security.mutual):
+        what = "security.mutual" if security.mutual else "security.ca"
+        raise AuthError(
+            f"{what} is set, but the server has no certificate of its own and would not speak TLS",
+            fix="add --cert and --key (ps-certs init makes them), or leave the others out",
+        )
+    if config.server.shards > 1 and security.cert is not None and security.ca is None:
+        raise AuthError(
+            "a server of several shards speaks TLS and has no security.ca: its shards would not trust each other",
+            fix="add --ca: ca.crt of ps-certs init",
+        )
+    if not is_loopback(split_address(config.server.listen)[0]) and not config.server.insecure:
+        lacks = _missing(security, token)
+        if lacks is not None:
+            raise AuthError(
+                f"{config.server.listen} can be reached by other machines, and {lacks}",
+                fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
+                "add --insecure; on one machine listen on 127.0.0.1",
+            )
+
+
+def _missing(security: SecurityConfig, token: str | None) -> str | None:
+    """What an address that others can reach should have and has not, as a phrase."""
+    if security.cert is None and token is None:
+        return "the connection is neither encrypted nor authenticated: no security.cert, no token"
+    if security.cert is None:
+        return "the connection is not encrypted: no security.cert and security.key (--cert, --key)"
+    if token is None:
+        return "the connection is not authenticated: no token (--token-file, or PS_TOKEN)"
+    return None
+
+
+def insecurity(config: Config) -> str | None:
+    """What to warn of at start, for an address that others can reach; None when there is nothing."""
+    if is_loopback(split_address(config.server.listen)[0]):
+        return None
+    lacks = _missing(config.security, read_token(config.security, os.environ))
+    return f"{lacks}; anyone who reaches this port can read and train" if lacks is not None else None
+
+
+def security_text(config: Config) -> str:
+    """How connections are protected, for the log: `mutual TLS, token`."""
+    kinds = []
+    if config.security.cert is not None:
+        kinds.append("mutual TLS" if config.security.mutual else "TLS")
+    if read_token(config.security, os.environ) is not None:
+        kinds.append("token")
+    return ", ".join(kinds) or "none"
+
+
+# ---- TLS ----------------------------------------------------------------------------------------
+
+
+def bind(server: grpc.aio.Server, config: Config) -> int:
+    """Listen on `server.listen`, with TLS where there is a certificate. The port, 0 when it cannot be had."""
+    try:
+        if config.security.cert is None:
+            return int(server.add_insecure_port(config.server.listen))
+        return int(server.add_secure_port(config.server.listen, _credentials(config.security)))
+    except RuntimeError:
+        return 0
+
+
+def _credentials(security: SecurityConfig) -> grpc.ServerCredentials:
+    rotation = _Rotation(security)
+    return grpc.dynamic_ssl_server_credentials(rotation.current(), rotation, security.mutual)
+
+
+class _Rotation:
+    """Called by gRPC at every new connection, on a thread of its own: new files are used from the next one on.
+
+    Connections that stand keep what they were made with. Files that do not fit together (one of the
+    two has been replaced so far) or are out of date change nothing.
+    """
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._security = security
+        self._seen: object = self._stamps()
+
+    def current(self) -> grpc.ServerCertificateConfiguration:
+        """The certificate as the files have it now. Raises AuthError."""
+        pem = read_pem(self._security)
+        facts = facts_of(pem.cert or b"")
+        log.info("certificate", names=list(facts.names), valid_until=utc_text(facts.not_after))
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.ca)
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return None
+        self._seen = stamps
+        try:
+            return self.current()
+        except AuthError as error:
+            log.warning("certificate_not_renewed", reason=error.message)
+            return None
+
+    def _stamps(self) -> object:
+        """Changes when a file does."""
+        security = self._security
+        try:
+            found = [os.stat(path) for path in (security.ca, security.cert, security.key) if path is not None]
+        except OSError:
+            return None
+        return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
+
+
+# ---- the token ----------------------------------------------------------------------------------
+
+
+def interceptors(config: Config) -> list[grpc.aio.ServerInterceptor]:
+    """For `grpc.aio.server`: the check of the token, when there is one."""
+    token = read_token(config.security, os.environ)
+    return [TokenCheck(token)] if token is not None else []
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Ends every call without the token with UNAUTHENTICATED, before any of its messages is read."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._log = _SeldomLog()
+        fix = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
+        self._without = self._refusing("the server asks for a token, and the call has none", fix)
+        self._wrong = self._refusing("the call's token is not the server's", fix)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if handler_call_details.method.startswith(_HEALTH):
+            return await continuation(handler_call_details)
+        given = next((value for key, value in handler_call_details.invocation_metadata if key == "authorization"), None)
+        if given is None:
+            return self._without
+        if not shows_token(given, self._token):
+            return self._wrong
+        return await continuation(handler_call_details)
+
+    def _refusing(self, message: str, fix: str) -> grpc.RpcMethodHandler:
+        """A handler that reads nothing. Of streams, whatever the call is: for one message gRPC would read it first."""
+        status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=fix))
+
+        async def refuse(_: Any, context: Any) -> None:
+            self._log.refused(context.peer(), message)
+            await context.abort(*status)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class _SeldomLog:
+    """At most one line in a second, with the number of those that were left out."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._left_out = 0
+
+    def refused(self, peer: str, message: str) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            self._left_out += 1
+            return
+        log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=self._left_out)
+        self._next_s, self._left_out = now + _LOG_INTERVAL_S, 0
+
+
+# ---- identity -------------------------------------------------------------------------------------
+
+
+def allowed_rank(context: Any) -> int | None:
+    """The one rank the caller's certificate is for; None: any, also when no certificate was asked for.
+
+    PERMISSION_DENIED for a certificate whose common name is neither `rank-N` nor `worker`.
+    """
+    facts = context.auth_context()
+    if "x509_pem_cert" not in facts:
+        return None
+    name = b"".join(facts.get("x509_common_name", ())).decode("utf-8", errors="replace")
+    if name == ANY_RANK:
+        return None
+    found = _RANK_NAME.fullmatch(name)
+    if found is None:
+        raise refusal(
+            Reason.PERMISSION_DENIED,
+            f"the certificate's common name '{name[:100]}' may not join: it is neither {RANK_PREFIX}N nor {ANY_RANK}",
+            fix="ps-certs init --workers N makes one for each rank",
+        )
+    return int(found[1])
+
+
+def check_rank(context: Any, asked: int | None) -> int | None:
+    """The rank to join as: the one of the certificate where none is asked for. PERMISSION_DENIED for another one's."""
+    allowed = allowed_rank(context)
+    if allowed is None or asked == allowed:
+        return asked
+    if asked is None:
+        return allowed
+    raise refusal(
+        Reason.PERMISSION_DENIED,
+        f"the certificate is for rank {allowed}, and the worker asks to be rank {asked}",
+        fix=f"use {RANK_PREFIX}{asked}.crt and {RANK_PREFIX}{asked}.key, or --rank {allowed}",
+    )

@@ -1,0 +1,226 @@
+"""One worker's stream on the server: whole frames in and out, bytes counted, and no peer waited for for ever.
+
+What a peer owes: the bytes it announced, room for what is sent to it, and its word that it has read what
+lies in shared memory. For each of them it has `limits.progress_s` without a movement. Waiting for memory, for a
+round or for the next contribution is not counted: nothing is owed then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from ...common.config.schema import LimitsConfig
+from ...common.errors import ParamServerError, Reason, refusal
+from ...common.wire.frames import CHUNK_BYTES, BodyReader, Frame, parse, placed_frame
+from ...common.wire.protocol import check_header
+from ...proto import parameter_server_pb2 as pb
+from .limits import Allowance, Pace, Watch
+
+# A worker begins anew once when it finds that what has left was not its gradient yet.
+_MAX_BEGINS = 8
+# A peer that does not even take a refusal is dropped.
+_SETTLE_S = 0.5
+_REFUSING_S = 2.0
+
+
+class StreamLost(Exception):
+    """The worker's end of the stream is gone."""
+
+
+class Stream:
+    """One worker's stream, used by one task: whole messages in and out, bytes counted.
+
+    A peer that keeps the server waiting makes `watch` cancel that task; `too_slow` is then the refusal for it.
+    `is_memory_wanted` says whether others wait for the memory of an upload.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        limits: LimitsConfig,
+        watch: Watch,
+        is_memory_wanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._context = context
+        self._writing: asyncio.Future[None] | None = None
+        self.num_received = 0
+        self.num_sent = 0
+        self.too_slow: ParamServerError | None = None
+        self._time = asyncio.get_running_loop().time
+        self._task = asyncio.current_task()
+        self._is_memory_wanted = is_memory_wanted
+        self._pace = None if limits.upload_bytes_per_s is None else Pace(limits.upload_bytes_per_s)
+        self._allowance = Allowance(limits.progress_s, CHUNK_BYTES)
+        self._owed = 0  # bytes that were announced and have not come
+        self._num_begins = 0  # since the last contribution's facts
+        self._reading_since: float | None = None  # while bytes are owed
+        self._writing_since = 0.0
+        self._lent_since: float | None = None
+        self._ended_at: float | None = None
+        self._watch = watch
+        watch.add(self)
+
+    # ---- in -------------------------------------------------------------------------------
+
+    async def read(self, *kinds: str) -> Frame | None:
+        """The next frame, which must be one of `kinds` ("" is a bare piece of a body); None at the end."""
+        if self._pace is not None and (wait_s := self._pace.wait_s()):
+            await asyncio.sleep(wait_s)
+        if self._owed:
+            self._reading_since = self._time()
+        try:
+            raw = await self._context.read()
+        except Exception as error:  # gRPC raises several kinds, all meaning that the peer is gone
+            raise StreamLost from error
+        if raw is grpc.aio.EOF:
+            self._owed, self._reading_since = 0, None
+            return None
+        received = parse(pb.WorkerMessage, raw)
+        if self._pace is not None:
+            self._pace.came(len(raw))
+        self.num_received += len(raw) + received.placed
+        if (received.kind or "") not in kinds:
+            expected = " or ".join(kind or "a piece of a body" for kind in kinds)
+            raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a body'}, expected {expected}")
+        if received.kind is not None:
+            self._take_header(received.kind, received.header)
+        if self._owed:
+            self._take_piece(len(received.data) + received.placed)
+        return received
+
+    def _take_header(self, kind: str, header: Any) -> None:
+        """Check it, and note what it announces."""
+        check_header(kind, header)
+        if kind == "contribution":
+            if not self._num_begins:
+                self._owe(header.body_bytes)
+            self._num_begins = 0
+        elif kind == "begin":
+            self._num_begins += 1
+            if self._num_begins > _MAX_BEGINS:
+                raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
+            self._owe(header.body_bytes)
+        elif kind == "initial_weights":
+            self._owe(header.body_bytes)
+        elif kind == "taken":
+            self._lent_since = None
+
+    def _owe(self, num_bytes: int) -> None:
+        self._owed = num_bytes
+        self._allowance.renew()
+
+    def _take_piece(self, num_bytes: int) -> None:
+        self._owed = max(0, self._owed - num_bytes)
+        if self._reading_since is not None:
+            waited_s = self._time() - self._reading_since if self._is_pressing() else 0.0
+            self._reading_since = None
+            self._allowance.came(num_bytes, waited_s)
+
+    def _is_pressing(self) -> bool:
+        """Before its facts a body comes at the pace of a computation, which may be slow while it is in nobody's way."""
+        return not self._num_begins or self._is_memory_wanted()
+
+    async def read_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> bool:
+        """The body announced by `first`; False when the stream ended before it was whole."""
+        reader = BodyReader(num_bytes, write)
+        reader.feed(first)
+        while not reader.is_complete:
+            piece = await self.read("")
+            if piece is None:
+                return False
+            reader.feed(piece)
+        return True
+
+    # ---- out ------------------------------------------------------------------------------
+
+    async def write(self, raw: bytes) -> None:
+        """Send a message. Returns when the one before it has been taken by the connection, so that the
+        next read, or the making of the next message, does not wait for this one."""
+        self.num_sent += len(raw)
+        await self.flush()
+        self._writing_since = self._time()
+        self._writing = asyncio.ensure_future(self._context.write(raw))
+
+    async def write_placed(self, start: int, end: int) -> None:
+        """Say that these bytes of a body lie in shared memory; they count as sent."""
+        self.num_sent += end - start
+        await self.write(placed_frame(start, end - start))
+
+    def lend(self) -> None:
+        """All of an answer lies in shared memory: the worker owes a Taken."""
+        self._lent_since = self._time()
+
+    async def flush(self) -> None:
+        """Wait until everything written has been taken by the connection."""
+        if self._writing is not None:
+            try:
+                await self._writing
+            except Exception as error:  # as in `read`
+                raise StreamLost from error
+            self._writing = None
+
+    async def abort(self, code: Any, details: str, metadata: Any) -> None:
+        """End the call with a status: raises what gRPC does. What was written before goes first, if the peer takes
+        it: gRPC loses a status that overtakes the first message."""
+        if self._writing is not None and not self._writing.done():
+            # Whoever cancels this task now wants what is being done already.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({self._writing}, timeout=_SETTLE_S)
+        await self._context.abort(code, details, metadata)
+
+    def close(self) -> None:
+        """The call is over: nobody waits for the last message any more."""
+        self._watch.remove(self)
+        if self._writing is not None:
+            self._writing.add_done_callback(lambda writing: writing.cancelled() or writing.exception())
+            if self.too_slow is not None:
+                self._writing.cancel()
+
+    # ---- deadlines ------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """End the call of a peer that keeps the server waiting; see `limits.Watch`."""
+        if self._ended_at is not None:
+            if now - self._ended_at > _REFUSING_S:
+                self._end(now)
+        elif (what := self._overdue(now)) is not None:
+            limit_s = self._allowance.limit_s
+            self.too_slow = refusal(
+                Reason.TOO_SLOW,
+                f"{what} within {limit_s:g} s (limits.progress_s)",
+                fix="the worker joins again by itself; for a slower connection start ps-server with "
+                "--set limits.progress_s=...",
+            )
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        self._ended_at = now
+        if self._task is not None:
+            self._task.cancel()
+
+    def _overdue(self, now: float) -> str | None:
+        """What has not happened in time."""
+        limit_s = self._allowance.limit_s
+        if self._reading_since is not None:
+            waited_s = now - self._reading_since
+            if waited_s > self._allowance.left_s and self._is_pressing():
+                return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
+        is_writing = self._writing is not None and not self._writing.done()
+        if is_writing and now - self._writing_since > limit_s:
+            return "an answer was sent, and nothing of it was read"
+        if self._lent_since is not None and now - self._lent_since > limit_s:
+            return "an answer was placed in shared memory, and no Taken came"
+        return None
+
+    def stood_still(self, seconds: float) -> None:
+        """This process was frozen: see `limits.Watch`."""
+        if self._reading_since is not None:
+            self._reading_since += seconds
+        if self._lent_since is not None:
+            self._lent_since += seconds
+        self._writing_since += seconds
