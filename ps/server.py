@@ -16,10 +16,10 @@ from ..common.reporting.output import check_writable, write_weights
 from ..common.reporting.report import report_console, summary_table
 from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
+from .core.modes import make_policy
 from .core.run import Run
 from .observe import reports
 from .observe.metrics_http import MetricsEndpoint, open_metrics, server_history
-from .core.modes import make_policy
 from .shards.collect import collect
 from .shards.coordinator import Coordinator
 from .shards.orders import BeginRun, End

@@ -9,9 +9,9 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
+from ..core.modes import make_policy
 from ..core.run import Run
 from ..observe.metrics_http import MetricsEndpoint, open_metrics, server_history
-from ..core.modes import make_policy
 from ..snapshots.resharding import Available
 from ..snapshots.snapshots import Snapshots, resume_at
 from ..wire.listening import Listening
