@@ -1,6 +1,6 @@
 """The bare ping-pong a small exchange is compared with: a grpc.aio echo server, a synchronous stream.
 
-The server is a process of its own; the client is made as the worker's is (worker/client.py), so
+The server is a process of its own; the client is made as the worker's is (worker/conversation/client.py), so
 what lies between the two figures is ours.
 """
 

@@ -22,9 +22,9 @@ from ..common.errors import ParamServerError
 from ..common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
 from ..common.wire.frames import MAX_MESSAGE_BYTES, parse
 from ..common.wire.protocol import SERVICE
-from ..worker import messages
+from ..worker.conversation import messages
 from ..worker.session import Progress
-from ..worker.transfer import ModelTensors
+from ..worker.tensors.transfer import ModelTensors
 from .machine import cpu_seconds
 from .model import synthetic_model
 from .turns import Measured, Samples

@@ -29,12 +29,12 @@ class JoinedWorker:
 
     @property
     def moments(self) -> Any:
-        """When what happened in the last exchange (worker/exchange.py)."""
+        """When what happened in the last exchange (worker/conversation/exchange.py)."""
         return self.session._exchange.moments
 
     @property
     def is_shared(self) -> bool:
-        """The server has agreed to exchange tensors through shared memory (worker/sharing.py)."""
+        """The server has agreed to exchange tensors through shared memory (worker/lanes/shared.py)."""
         return self.session._exchange.lane == "shared memory"
 
     def renew_gradients(self) -> None:
@@ -56,7 +56,7 @@ def joined_worker(
 
     from ..common.registry import CODECS
     from ..common.tensors.optimizers import find_optimizer
-    from ..worker.transfer import ModelTensors
+    from ..worker.tensors.transfer import ModelTensors
     from .model import fill_gradients, synthetic_model
 
     model = synthetic_model(num_floats)

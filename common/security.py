@@ -1,6 +1,6 @@
 """Credentials: certificates and keys from PEM files, the token from a file or the environment.
 
-What each side does with them is in `ps/wire/security.py` and `worker/security.py`; what they mean:
+What each side does with them is in `ps/wire/security.py` and `worker/conversation/security.py`; what they mean:
 
 * A server with `security.cert` and `security.key` speaks TLS 1.2 or 1.3, a worker with `security.ca` too.
   With `security.mutual` the server also asks for the worker's certificate, signed by `security.ca`.

@@ -60,12 +60,12 @@ TENSOR_WORK = [
     "common/tensors/sharding.py",
     "common/tensors/optimizers.py",
     "worker/tasks/*",
-    "worker/task_loader.py",
+    "worker/training/task_loader.py",
     "worker/trainer.py",
-    "worker/transfer.py",
-    "worker/staged.py",
-    "worker/data.py",
-    "worker/optimizer.py",
+    "worker/tensors/transfer.py",
+    "worker/tensors/staged.py",
+    "worker/training/data.py",
+    "worker/training/optimizer.py",
 ]
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserver.proto"}
 
@@ -84,9 +84,9 @@ WIRE_USERS = {
     "ps/shards/link.py",
     "ps/shards/channel.py",
     "ps/shards/collect.py",
-    "worker/client.py",
-    "worker/security.py",
-    "worker/messages.py",
+    "worker/conversation/client.py",
+    "worker/conversation/security.py",
+    "worker/conversation/messages.py",
     "common/wire/frames.py",
     "common/wire/protocol.py",
 }
@@ -94,7 +94,7 @@ WIRE_USERS = {
 
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
-    "worker/messages.py",
+    "worker/conversation/messages.py",
     "common/wire/frames.py",
     "ps/wire/delivery.py",
     "ps/shards/messages.py",
@@ -203,7 +203,7 @@ def test_common_code_belongs_to_nobody(name: str) -> None:
     assert forbidden_in(name, roots) == []
 
 
-@pytest.mark.parametrize("name", ["ps/wire/service.py", "ps/wire/intake.py", "worker/client.py"])
+@pytest.mark.parametrize("name", ["ps/wire/service.py", "ps/wire/intake.py", "worker/conversation/client.py"])
 def test_translators_know_no_policy(name: str) -> None:
     """They may name the facts of a contribution, not look into a mode."""
     allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}

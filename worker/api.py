@@ -29,15 +29,15 @@ from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UnreachableError, UsageError
 from ..common.reporting.log import setup_logging
 from ..common.tensors.optimizers import describe_optimizer
-from .data import num_samples_of, sharded_batches, step_seed
-from .exchange import Exchange
-from .messages import Final, Settings
-from .optimizer import ExchangeOptimizer
-from .security import worker_security
+from .conversation.exchange import Exchange
+from .conversation.messages import Final, Settings
+from .conversation.security import worker_security
 from .session import Progress
-from .slowdown import Slowdown
-from .strategy import Strategy, make_strategy
-from .transfer import ModelTensors
+from .strategies.base import Strategy, make_strategy
+from .tensors.transfer import ModelTensors
+from .training.data import num_samples_of, sharded_batches, step_seed
+from .training.optimizer import ExchangeOptimizer
+from .training.slowdown import Slowdown
 
 
 class Session(Protocol):

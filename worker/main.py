@@ -24,7 +24,7 @@ from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
 from ..common.reporting.log import get_logger, setup_logging
-from . import interrupts
+from .conversation import interrupts
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +114,10 @@ def _work(resolved: Resolved) -> None:
 
     from ..common.reporting.output import check_writable
     from ..common.tensors.optimizers import without_compiler
-    from .alone import AloneReport
     from .api import AloneSession, open_session
-    from .task_loader import UserCodeError, format_user_traceback
     from .trainer import choose_device, train
+    from .training.alone import AloneReport
+    from .training.task_loader import UserCodeError, format_user_traceback
 
     config: Config = resolved.config
     without_compiler()
@@ -153,7 +153,7 @@ def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
 
 def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Task:
     """The worker's own task if it was given one, otherwise the built-in one the server names."""
-    from .task_loader import load_task
+    from .training.task_loader import load_task
 
     own, settings = resolved.config.task, session.settings
     if resolved.was_set("task.name"):

@@ -13,9 +13,9 @@ from torch import nn
 from ..common.errors import DivergedError, UsageError
 from ..common.tensors.optimizers import build_optimizer
 from .api import Session
-from .data import to_device
-from .task_loader import user_code
 from .tasks.base import Task
+from .training.data import to_device
+from .training.task_loader import user_code
 
 
 @dataclass

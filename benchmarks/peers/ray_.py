@@ -175,7 +175,7 @@ class XorWorker:
     """One rank: its share of the data, forward and backward, a call for every step."""
 
     def __init__(self, server: Any, rank: int, options: Any) -> None:
-        from ...worker.data import sharded_batches
+        from ...worker.training.data import sharded_batches
 
         self._server, self._options, self._task = server, options, options.task()
         self._model = self._task.model()

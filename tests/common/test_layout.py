@@ -16,7 +16,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
 from paramserver.common.wire.protocol import layout_from_proto, layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.transfer import ModelTensors
+from paramserver.worker.tensors.transfer import ModelTensors
 
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN

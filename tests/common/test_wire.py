@@ -33,7 +33,7 @@ from paramserver.common.wire.frames import (
     parse,
 )
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.transfer import DirectTransfer, ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [pb.WorkerMessage, pb.ServerMessage]

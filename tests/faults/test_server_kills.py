@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.worker.client import Client
+from paramserver.worker.conversation.client import Client
 
 PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
 STEPS = 60

@@ -26,8 +26,8 @@ from paramserver.launch.certs import app
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.ps.wire.security import check_security, insecurity
-from paramserver.worker.client import Client, Lost
-from paramserver.worker.security import PLAINTEXT, Security, open_channel, worker_security
+from paramserver.worker.conversation.client import Client, Lost
+from paramserver.worker.conversation.security import PLAINTEXT, Security, open_channel, worker_security
 
 TASK = ("--task", "xor", "--set", "task.args={num_samples: 1000}")
 AT_ONCE_S = 3.0

@@ -21,7 +21,7 @@ from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
 from paramserver.ps.policies.sync import SyncPolicy
 from paramserver.ps.tensors.sanity import Limits
 from paramserver.ps.tensors.store import Store
-from paramserver.worker.transfer import DirectTransfer, ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 NUM_WORKERS = 5
 NUM_STEPS = 150

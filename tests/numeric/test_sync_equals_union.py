@@ -18,7 +18,7 @@ from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
 from paramserver.ps.tensors.store import Store
-from paramserver.worker.transfer import DirectTransfer, ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 NUM_STEPS = 100
 UNION = 48  # samples of all workers in one step

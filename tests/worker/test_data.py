@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from paramserver.common.errors import ParamServerError
-from paramserver.worker.data import num_samples_of, sharded_batches, to_device
+from paramserver.worker.training.data import num_samples_of, sharded_batches, to_device
 
 
 def tensors_of(num_samples: int) -> TensorDataset:

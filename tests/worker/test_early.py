@@ -12,10 +12,10 @@ from torch import nn
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.frames import BodyReader, body_frames, parse, placed_frame
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker import early
-from paramserver.worker.early import EarlySender
-from paramserver.worker.staged import StagedTransfer, make_transfer
-from paramserver.worker.transfer import ModelTensors
+from paramserver.worker.strategies import early
+from paramserver.worker.strategies.early import EarlySender
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
 
 
 class Receiver:

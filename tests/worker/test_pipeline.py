@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 from paramserver.common.errors import UnreachableError
-from paramserver.worker import interrupts, pipeline
-from paramserver.worker.helper import Helper, Stopped
-from paramserver.worker.messages import Final
-from paramserver.worker.pipeline import Pipelined
+from paramserver.worker.conversation import interrupts
+from paramserver.worker.conversation.helper import Helper, Stopped
+from paramserver.worker.conversation.messages import Final
 from paramserver.worker.session import Progress
-from paramserver.worker.shadow import Shadow
-from paramserver.worker.staged import make_transfer
-from paramserver.worker.strategy import Direct, Work, make_strategy
-from paramserver.worker.transfer import ModelTensors
+from paramserver.worker.strategies import pipelined as pipeline
+from paramserver.worker.strategies.base import Direct, Work, make_strategy
+from paramserver.worker.strategies.pipelined import Pipelined
+from paramserver.worker.strategies.shadow import Shadow
+from paramserver.worker.tensors.staged import make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
 
 WORK = Work(num_samples=4, loss=0.5, compute_s=0.1, hyperparameters=[])
 DEADLINE_S = 10.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.config.schema import SlowdownConfig
-from paramserver.worker.slowdown import Slowdown
+from paramserver.worker.training.slowdown import Slowdown
 
 
 def delays(rank: int = 0, seed: int = 0, compute_s: float = 0.1, count: int = 200, **config: Any) -> list[float]:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from paramserver.common.errors import UsageError
-from paramserver.worker.task_loader import UserCodeError, format_user_traceback, load_task, user_code
 from paramserver.worker.tasks.linear import Linear
+from paramserver.worker.training.task_loader import UserCodeError, format_user_traceback, load_task, user_code
 
 CPU = torch.device("cpu")
 

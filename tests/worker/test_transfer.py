@@ -13,8 +13,8 @@ from torch import nn
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, as_bytes, new_body
-from paramserver.worker.staged import StagedTransfer, make_transfer
-from paramserver.worker.transfer import DirectTransfer, ModelTensors, Transfer
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors, Transfer
 
 TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import paramserver
-from paramserver.worker.transfer import DirectTransfer
+from paramserver.worker.tensors.transfer import DirectTransfer
 
 STEPS, WHERE, STEP = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 PADDING = 3_000_000  # 12 MB: it is made in more than one piece

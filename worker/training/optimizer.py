@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..common.tensors.optimizers import Hyperparameters, current_hyperparameters
-from .session import Progress
+from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters
+from ..session import Progress
+from ..strategies.base import Strategy, Work
 from .slowdown import Slowdown
-from .strategy import Strategy, Work
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):

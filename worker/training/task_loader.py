@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ..common.errors import ParamServerError, UsageError, did_you_mean
-from ..common.registry import TASKS
-from .tasks.base import Task
+from ...common.errors import ParamServerError, UsageError, did_you_mean
+from ...common.registry import TASKS
+from ..tasks.base import Task
 
 # The methods of a task, called with these arguments.
 _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate": ("model",)}

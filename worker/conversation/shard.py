@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 
-from ..common.codecs.base import Codec
-from ..common.config.schema import WorkerConfig
-from ..common.errors import Reason, refusal
-from ..common.registry import CODECS
-from ..common.reporting.log import get_logger
-from ..common.tensors.layout import Layout, as_bytes, new_body
-from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..common.wire.frames import body_frames, placed_frame
-from ..common.wire.segments import SegmentAddress, SegmentError
+from ...common.codecs.base import Codec
+from ...common.config.schema import WorkerConfig
+from ...common.errors import Reason, refusal
+from ...common.registry import CODECS
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.wire.frames import body_frames, placed_frame
+from ...common.wire.segments import SegmentAddress, SegmentError
+from ..lanes.shared import Sharing
+from ..session import Progress
+from ..tensors.staged import make_transfer
+from ..tensors.transfer import ModelTensors, Source, Transfer
 from .client import Client, Lost
 from .messages import (
     Answer,
@@ -40,10 +44,6 @@ from .messages import (
     taken_frame,
 )
 from .security import Security
-from .session import Progress
-from .sharing import Sharing
-from .staged import make_transfer
-from .transfer import ModelTensors, Source, Transfer
 
 log = get_logger()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..common.tensors.layout import Kind
-from ..common.tensors.sharding import Part, Share
+from ...common.tensors.layout import Kind
+from ...common.tensors.sharding import Part, Share
 from .transfer import ModelTensors, Source
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import grpc
 
-from ..common.config.schema import Config, SecurityConfig
-from ..common.errors import AuthError, UsageError
-from ..common.security import (
+from ...common.config.schema import Config, SecurityConfig
+from ...common.errors import AuthError, UsageError
+from ...common.security import (
     Pem,
     authorization,
     is_loopback,

@@ -22,7 +22,7 @@ class BeatCall(Protocol):
 
 
 class Heartbeat:
-    """Beats until `stop`. `call` opens the stream (`worker/client.py`)."""
+    """Beats until `stop`. `call` opens the stream (`worker/conversation/client.py`)."""
 
     def __init__(self, call: BeatCall) -> None:
         self._call = call

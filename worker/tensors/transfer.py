@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..common.errors import UsageError
-from ..common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
+from ...common.errors import UsageError
+from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 

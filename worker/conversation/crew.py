@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import TypeVar
 
-from ..common.errors import ParamServerError
+from ...common.errors import ParamServerError
 from .client import Lost
 from .helper import Helper, wait_for
 from .shard import Shard

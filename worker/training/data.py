@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from ..common.errors import UsageError
+from ...common.errors import UsageError
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..common.tensors.layout import Layout
-from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..common.version import PROGRAM_VERSION
-from ..common.wire.frames import frame, message_frames
-from ..common.wire.protocol import (
+from ...common.tensors.layout import Layout
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.version import PROGRAM_VERSION
+from ...common.wire.frames import frame, message_frames
+from ...common.wire.protocol import (
     from_struct,
     layout_to_proto,
     optimizer_to_proto,
@@ -18,9 +18,9 @@ from ..common.wire.protocol import (
     segment_to_proto,
     struct,
 )
-from ..common.wire.segments import SegmentAddress
-from ..proto import parameter_server_pb2 as pb
-from .session import Progress
+from ...common.wire.segments import SegmentAddress
+from ...proto import parameter_server_pb2 as pb
+from ..session import Progress
 
 
 @dataclass(frozen=True)

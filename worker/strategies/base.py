@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Final
+from ..session import Progress
+from ..tensors.transfer import ModelTensors, Source
 from .early import MIN_MODEL_BYTES, EarlySender
-from .exchange import Exchange
-from .messages import Final
-from .session import Progress
-from .transfer import ModelTensors, Source
 
 
 class Work(NamedTuple):
@@ -82,7 +82,7 @@ class Direct:
 def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Strategy:
     """The one the run's settings ask for; `may_send_early`: gradients may leave during backward."""
     if exchange.settings.pipelined:
-        from .pipeline import Pipelined
+        from .pipelined import Pipelined
 
         return Pipelined(exchange, model)
     return Direct(exchange, model, may_send_early)

@@ -14,21 +14,21 @@ import socket
 import time
 from typing import NamedTuple
 
-from ..common.config.schema import WorkerConfig
-from ..common.reporting.history import History
-from ..common.reporting.log import get_logger
-from ..common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..common.tensors.sharding import Share, divide
+from ...common.config.schema import WorkerConfig
+from ...common.reporting.history import History
+from ...common.reporting.log import get_logger
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.sharding import Share, divide
+from ..session import Progress, Retry
+from ..tensors.parts import PartTensors
+from ..tensors.transfer import ModelTensors, Source
 from .client import Lost
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
 from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_frames
-from .parts import PartTensors
 from .security import PLAINTEXT, Security
-from .session import Progress, Retry
 from .shard import Shard
-from .transfer import ModelTensors, Source
 
 log = get_logger()
 

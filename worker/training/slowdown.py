@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ..common.config.schema import SlowdownConfig
+from ...common.config.schema import SlowdownConfig
 
 
 class Slowdown:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..common.tensors.layout import DTYPES, Entry, Kind, new_body
-from .transfer import ModelTensors, Source
+from ...common.tensors.layout import DTYPES, Entry, Kind, new_body
+from ..tensors.transfer import ModelTensors, Source
 
 
 class Shadow(ModelTensors):

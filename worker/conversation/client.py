@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
-from ..common.errors import ParamServerError, Reason, refusal
-from ..common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
-from ..common.wire.protocol import SERVICE, refusal_from_status
-from ..proto import parameter_server_pb2 as pb
+from ...common.errors import ParamServerError, Reason, refusal
+from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
+from ...common.wire.protocol import SERVICE, refusal_from_status
+from ...proto import parameter_server_pb2 as pb
 from .interrupts import uninterrupted
 from .security import PLAINTEXT, Security, open_channel, wait_until_ready
 from .tls_probe import diagnose

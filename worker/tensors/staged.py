@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..common.tensors.layout import as_bytes, new_body
+from ...common.tensors.layout import as_bytes, new_body
 from .transfer import (
     DirectTransfer,
     Indices,

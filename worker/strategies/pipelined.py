@@ -31,14 +31,14 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from ..common.tensors.optimizers import OptimizerSpec
-from .exchange import Exchange
-from .helper import Helper, wait_for
-from .messages import Answer, Final
-from .session import Progress
+from ...common.tensors.optimizers import OptimizerSpec
+from ..conversation.exchange import Exchange
+from ..conversation.helper import Helper, wait_for
+from ..conversation.messages import Answer, Final
+from ..session import Progress
+from ..tensors.transfer import ModelTensors, Source
+from .base import Work
 from .shadow import Shadow
-from .strategy import Work
-from .transfer import ModelTensors, Source
 
 # An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
 # from its server every second.

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.reporting.log import get_logger
-from ..common.tensors.layout import Kind
-from .exchange import Exchange
-from .transfer import ModelTensors
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Kind
+from ..conversation.exchange import Exchange
+from ..tensors.transfer import ModelTensors
 
 log = get_logger()
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..common.config.schema import Config
-from ..common.errors import OutputError
-from ..common.reporting.log import get_logger
-from ..common.reporting.output import write_weights
-from ..common.reporting.report import report_console, summary_table
-from ..common.reporting.summary import Summary, WorkerSummary
-from .api import AloneSession
+from ...common.config.schema import Config
+from ...common.errors import OutputError
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_weights
+from ...common.reporting.report import report_console, summary_table
+from ...common.reporting.summary import Summary, WorkerSummary
+from ..api import AloneSession
 
 log = get_logger()
 

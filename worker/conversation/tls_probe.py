@@ -13,9 +13,9 @@ import time
 from datetime import UTC, datetime
 from typing import NoReturn
 
-from ..common.config.schema import SecurityConfig
-from ..common.errors import AuthError, UsageError
-from ..common.security import Facts, Pem, facts_of, split_address
+from ...common.config.schema import SecurityConfig
+from ...common.errors import AuthError, UsageError
+from ...common.security import Facts, Pem, facts_of, split_address
 
 _PROBE_S = 1.0  # for one connection by hand
 _SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice

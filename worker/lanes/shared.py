@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..common.reporting.log import get_logger
-from ..common.wire.frames import INLINE_BYTES
-from ..common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
+from ...common.reporting.log import get_logger
+from ...common.wire.frames import INLINE_BYTES
+from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 
 log = get_logger()
 

@@ -1,0 +1,1 @@
+"""How bodies travel between worker and server."""

@@ -1,0 +1,1 @@
+"""A model's tensors as bodies of bytes."""
