@@ -33,7 +33,8 @@ from .conversation.exchange import Exchange
 from .conversation.messages import Final, Settings
 from .conversation.security import worker_security
 from .session import Progress
-from .strategies.base import Strategy, make_strategy
+from .strategies.base import Strategy
+from .strategies.choice import make_strategy
 from .tensors.transfer import ModelTensors
 from .training.data import num_samples_of, sharded_batches, step_seed
 from .training.optimizer import ExchangeOptimizer

@@ -5,7 +5,7 @@ the goodbye could not be said any more. So the handlers of `ps-worker` raise at 
 no operation is under way, and otherwise at its end. A waiting worker hears from its server
 every second, so that end is near.
 
-Python runs signal handlers on the main thread only. An operation on another thread (`pipeline.py`)
+Python runs signal handlers on the main thread only. An operation on another thread (`strategies/pipelined.py`)
 holds nothing back there, and is itself ended in the same way, at its next safe place, by `stop`.
 """
 

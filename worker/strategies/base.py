@@ -1,19 +1,13 @@
-"""What a training step does with its contribution: exchange it and wait, or wait for it one step later.
-
-`make_strategy` chooses once, from the run's settings; the optimizer, the session and the trainer
-know only the protocol.
-"""
+"""What a training step does with its contribution: the protocol that optimizer, session and trainer know."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..conversation.exchange import Exchange
 from ..conversation.messages import Final
 from ..session import Progress
-from ..tensors.transfer import ModelTensors, Source
-from .early import MIN_MODEL_BYTES, EarlySender
+from ..tensors.transfer import Source
 
 
 class Work(NamedTuple):
@@ -46,43 +40,3 @@ class Strategy(Protocol):
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""
-
-
-class Direct:
-    """Every contribution is answered before the next step begins."""
-
-    def __init__(self, exchange: Exchange, model: ModelTensors, may_send_early: bool) -> None:
-        self._exchange = exchange
-        self._may_send_early = may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES
-        self._early: EarlySender | None = None
-        self._model = model
-        self.progress = exchange.progress
-        self.source: Source = exchange.settings.source
-
-    def start(self, optimizer: OptimizerSpec) -> None:
-        self._exchange.start(self._model, optimizer)
-        if self._may_send_early and self.source == "gradient" and self._exchange.codec_name == "raw":
-            self._early = EarlySender(self._exchange, self._model)
-
-    def contribute(self, work: Work) -> None:
-        if self._early is not None:
-            self._early.settle()
-        self._exchange.contribute(self.source, *work)
-
-    def finish(self, can_evaluate: bool) -> Final | None:
-        return self._exchange.finish(can_evaluate)
-
-    def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:
-        self._exchange.leave(figures)
-
-    def drop(self) -> None:
-        self._exchange.drop()
-
-
-def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Strategy:
-    """The one the run's settings ask for; `may_send_early`: gradients may leave during backward."""
-    if exchange.settings.pipelined:
-        from .pipelined import Pipelined
-
-        return Pipelined(exchange, model)
-    return Direct(exchange, model, may_send_early)

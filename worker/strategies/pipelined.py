@@ -46,7 +46,7 @@ _STOP_S = 5.0
 
 
 class Pipelined:
-    """The strategy (`strategy.py`) of a worker that computes while an exchange is in flight."""
+    """The strategy of a worker that computes while an exchange is in flight."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
         self._exchange = exchange
