@@ -6,30 +6,15 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ..registry import AGGREGATIONS, CODECS, TASKS, canonical_mode
+from .option import Section
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
-
-
-class Section(BaseModel):
-    """Keyword-only, immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`steps: yes` is a mistake, not one step."""
-        if isinstance(value, bool) and info.field_name is not None:
-            annotation = cls.model_fields[info.field_name].annotation
-            if bool not in (annotation, *get_args(annotation)):
-                raise ValueError(f"is no switch, got {value}")
-        return value
 
 
 class TaskConfig(Section):

@@ -1,0 +1,57 @@
+"""What the configuration and the options of a mode are made of: a section of settings, and their flags.
+
+    class Options(Section):
+        staleness: int = Field(3, ge=0, description="how far ahead of the slowest a worker may start a step")
+        pull_every: Annotated[int, Flag(metavar="N")] = Field(1, ge=1, description="fetch weights every Nth time")
+
+In the configuration a field is a flag where its `Annotated` says so. An option of a mode always is, of
+ps-server and ps-launch: `--staleness`, `--pull-every`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+SERVER, WORKER, LAUNCHER = "ps-server", "ps-worker", "ps-launch"
+
+# The groups of --help.
+RUN_PANEL = "Run"
+MODE_PANEL = "Synchronisation"
+OPTIMIZER_PANEL = "Optimizer"
+SNAPSHOTS_PANEL = "Snapshots and restarts"
+OUTPUT_PANEL = "Output"
+SECURITY_PANEL = "Security"
+HOSTS_PANEL = "Shards and hosts"
+OTHER_PANEL = "Launcher"
+
+
+class Section(BaseModel):
+    """Keyword-only, immutable, unknown keys refused. What it is like is found out when it is first used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps: yes` is a mistake, not one step."""
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if bool not in (annotation, *get_args(annotation)):
+                raise ValueError(f"is no switch, got {value}")
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The flag of a field, in its `Annotated`; the field's description is its help."""
+
+    panel: str = MODE_PANEL
+    programs: tuple[str, ...] = (SERVER, LAUNCHER)
+    name: str = ""  # "lr"; "": the key's last part, of `task.name` the first
+    short: str = ""  # "n", a second name of one letter
+    metavar: str = ""
+    help: Mapping[str, str] = field(default_factory=dict)  # of a program in which the description is not enough
