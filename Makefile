@@ -38,7 +38,7 @@ lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: .venv/installed  ## mypy
-	$(BIN)/mypy ps worker common launch benchmarks
+	$(BIN)/mypy ps worker common launch drills benchmarks
 
 # -Iparamserver/proto=proto gives the generated module its real import path.
 proto: .venv/installed  ## generate the protobuf code again

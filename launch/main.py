@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .plan import Machine, Plan, Request
 
 PROGRAM = "ps-launch"
-_COMMANDS = {"check": ".check_main", "chaos": ".chaos.main"}  # of their own, each with a main(arguments)
+_COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 app = make_app(opt.HELP)
 

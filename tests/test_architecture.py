@@ -16,7 +16,7 @@ import pytest
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "common", "ps", "worker", "launch", "benchmarks")
+PACKAGES = ("proto", "common", "ps", "worker", "launch", "drills", "benchmarks")
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
 FILES = [
@@ -174,20 +174,34 @@ def test_messages_are_independent_of_the_transport(name: str) -> None:
     assert forbidden_in(name, {"grpc", "asyncio", "threading", "time"}) == []
 
 
+# What starts and tries the programs; the programs know nothing of it.
+OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks"}
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
 def test_the_server_knows_no_worker_and_no_launcher(name: str) -> None:
-    assert forbidden_in(name, {"paramserver.worker", "paramserver.launch", "paramserver.benchmarks"}) == []
+    assert forbidden_in(name, {"paramserver.worker", *OUTSIDE}) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("worker/")])
 def test_the_worker_knows_no_server_and_no_launcher(name: str) -> None:
-    assert forbidden_in(name, {"paramserver.ps", "paramserver.launch", "paramserver.benchmarks"}) == []
+    assert forbidden_in(name, {"paramserver.ps", *OUTSIDE}) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("launch/")])
 def test_the_launcher_loads_nothing_heavy(name: str) -> None:
-    roots = {"torch", "numpy", "safetensors", "paramserver.ps", "paramserver.worker", "paramserver.benchmarks"}
-    assert forbidden_in(name, WIRE | roots) == []
+    """What it dispatches to (`ps-launch check`, `ps-launch chaos`) it knows by name only."""
+    heavy = {"torch", "numpy", "safetensors"}
+    others = {"paramserver.ps", "paramserver.worker", "paramserver.drills", "paramserver.benchmarks"}
+    assert forbidden_in(name, WIRE | heavy | others) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("drills/")])
+def test_drills_know_the_launcher_and_the_rules_of_a_mode(name: str) -> None:
+    """They look at a run from outside: its processes, its history, its weights."""
+    assert forbidden_in(name, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == []
+    ours = forbidden_in(name, {"paramserver.ps"})
+    assert [imported for imported in ours if not imported.startswith("paramserver.ps.policies")] == []
 
 
 def test_the_launcher_starts_without_torch_and_grpc() -> None:
@@ -200,8 +214,7 @@ def test_the_launcher_starts_without_torch_and_grpc() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("common/")])
 def test_common_code_belongs_to_nobody(name: str) -> None:
-    roots = {f"paramserver.{package}" for package in ("ps", "worker", "launch", "benchmarks")}
-    assert forbidden_in(name, roots) == []
+    assert forbidden_in(name, {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == []
 
 
 @pytest.mark.parametrize("name", ["ps/wire/service.py", "ps/wire/intake.py", "worker/conversation/client.py"])

@@ -1,7 +1,7 @@
 """What was applied when, as JSON lines: one object per line, written at once and never changed.
 
 Each line is one write to a file opened for appending, so what a killed process has said stays said,
-and a server that is started again goes on in the same file. `launch/check.py` reads it.
+and a server that is started again goes on in the same file. `drills/check.py` reads it.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
                       skipped [damaged snapshots], straggler_timeout_s and backup_workers if set

@@ -24,10 +24,10 @@ from collections import Counter
 from pathlib import Path
 
 from paramserver.common.registry import MODES
-from paramserver.launch.chaos.faults import Injector
-from paramserver.launch.chaos.job import Chaos, Setup
-from paramserver.launch.chaos.plan import Fault
-from paramserver.launch.chaos.trial import judge, make_trial
+from paramserver.drills.chaos.faults import Injector
+from paramserver.drills.chaos.job import Chaos, Setup
+from paramserver.drills.chaos.plan import Fault
+from paramserver.drills.chaos.trial import judge, make_trial
 
 NUM_WORKERS = 3
 STEPS = 700

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paramserver.launch.check import check
+from paramserver.drills.check import check
 
 Line = dict[str, Any]
 

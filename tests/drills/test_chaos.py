@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from paramserver.common.errors import OutputError
-from paramserver.launch.chaos.job import Ending
-from paramserver.launch.chaos.ledger import Epoch, audit, read_floats
-from paramserver.launch.chaos.processes import Handle, children_of, rank_of_port
-from paramserver.launch.chaos.proxy import DOWN, UP, Network
-from paramserver.launch.chaos.trial import judge, make_trial
-from paramserver.launch.lineage import Lineage
+from paramserver.drills.chaos.job import Ending
+from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
+from paramserver.drills.chaos.processes import Handle, children_of, rank_of_port
+from paramserver.drills.chaos.proxy import DOWN, UP, Network
+from paramserver.drills.chaos.trial import judge, make_trial
+from paramserver.drills.lineage import Lineage
 
 DEADLINE_S = 10.0
 

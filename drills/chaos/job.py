@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..backends.local import LocalBackend
-from ..events import Event, Status, parse_event, parse_status
-from ..plan import SERVER, Child, ProcessSpec
+from ...launch.backends.local import LocalBackend
+from ...launch.events import Event, Status, parse_event, parse_status
+from ...launch.plan import SERVER, Child, ProcessSpec
 from .faults import Injector, Say
 from .plan import Fault
 from .processes import children_of, job_processes, rank_of_port

@@ -1,6 +1,6 @@
 """Checks history files: was every contribution applied exactly once, and nothing durable lost? Pure.
 
-`launch/replay.py` has what must hold for the server. For workers, whose lines may be in the same file
+`drills/replay.py` has what must hold for the server. For workers, whose lines may be in the same file
 or in files of their own: what one was told was applied is in the server's history, it was sent before,
 and the versions one sees of one server never go down.
 """

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import UsageError
-from paramserver.launch.chaos.faults import Injector
-from paramserver.launch.chaos.plan import KINDS, check_kinds, make_plan
+from paramserver.drills.chaos.faults import Injector
+from paramserver.drills.chaos.plan import KINDS, check_kinds, make_plan
 
 SEEDS = st.integers(0, 2**31)
 

@@ -63,10 +63,6 @@ class Line:
     op: str
     fields: dict[str, Any]
 
-    @property
-    def place(self) -> str:
-        return f"line {self.number}"
-
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]
 

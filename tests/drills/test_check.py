@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.registry import MODES
-from paramserver.launch.check import Verdict, check
+from paramserver.drills.check import Verdict, check
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Options, Refuse
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
