@@ -34,6 +34,7 @@ PURE = [
     "common/config/option.py",
     "ps/policies/*",
     "ps/core/membership.py",
+    "ps/core/judgement.py",
     "worker/session.py",
     "launch/plan.py",
     "launch/placement.py",

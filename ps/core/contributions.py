@@ -20,10 +20,10 @@ from ...common.reporting.log import get_logger
 from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Policy, Refuse
 from ..shards.alone import StagedPart
 from ..tensors.model import Model
-from ..tensors.sanity import Judgement, halted, rejected_too_often
 from ..tensors.store import Store
 from ..tensors.thread import TensorThread
 from ..wire.connected import Go, Worker
+from .judgement import Judgement, halted, rejected_too_often
 from .membership import replaced
 from .roster import Roster
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..core.judgement import Judgement
 from ..policies.base import Contribution
-from ..tensors.sanity import Judgement
 from ..wire.connected import Measured, Worker
 from .orders import Event, ShardState
 

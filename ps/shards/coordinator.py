@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...common.errors import Reason, UsageError, refusal
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..tensors.sanity import judge_whole
+from ..core.judgement import judge_whole
 from ..wire.connected import Worker
 from . import orders
 from .alone import Alone, StagedPart

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...common.errors import Reason, refusal
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.sanity import Judgement
+from ..core.judgement import Judgement
 from . import orders
 from .orders import SnapshotName
 

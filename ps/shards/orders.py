@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..tensors.sanity import SOUND, Judgement
+from ..core.judgement import SOUND, Judgement
 
 # ---- a shard to the coordinator -------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, check_h
 from ...common.tensors.sharding import Share, divide
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
+from ..core.judgement import Limits
 from .publication import Publisher
-from .sanity import Limits
 from .staging import StagingPool
 from .store import Store
 from .thread import TensorThread

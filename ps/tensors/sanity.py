@@ -1,68 +1,22 @@
-"""What is done with a contribution that is not finite, or whose gradient is too large.
+"""Bodies measured as they arrive, window by window, and mended where the settings say so.
 
-    reject   answered with fresh weights, nothing folded, not a step of the worker's; too many of a worker
-             in a row end the run
-    skip     a step of the worker's, of which nothing is folded
-    clip     taken, with those values as 0, or scaled down to the cap as torch.nn.utils.clip_grad_norm_ does
-    halt     the end of the run
-
-A body is measured window by window as it arrives (`Findings`), in one pass that sees NaN, Inf and the norm;
-`decide` is what the settings say to that, and pure. Norms are of parameters alone: buffers are no gradient.
+`Findings` come of one pass that sees NaN, Inf and the norm; what is made of them is decided in
+`ps/core/judgement.py`. Norms are of parameters alone: buffers are no gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from ...common.errors import DivergedError, Reason
 from ...common.tensors.layout import Kind, Views
+from ..core.judgement import SOUND, Judgement, Limits, decide
+from .windows import Window
 
-if TYPE_CHECKING:
-    from .store import Window
-
-Action = Literal["reject", "skip", "clip", "halt"]
-
-# As clip_grad_norm_: a gradient of exactly the cap is scaled a little too.
-_EPSILON = 1e-6
-# From the mildest: what one shard cannot take, none takes.
-_SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
 # Below it a factor is no normal float32 any more; its root is.
 _LEAST_FACTOR = 1e-30
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The settings, as in the configuration's `store` section. `max_norm` None: any norm, and none is computed."""
-
-    on_nonfinite: Action = "reject"
-    max_norm: float | None = None
-    on_large: Action = "clip"
-
-
-class Judgement(NamedTuple):
-    """What becomes of a contribution: `take` it, clipped or not, or one of the other actions.
-
-    `what` was wrong, `limit` is the setting that says what to do about it; both empty for a sound one.
-    """
-
-    action: Literal["take", "reject", "skip", "halt"]
-    what: str = ""
-    limit: str = ""
-    is_clipped: bool = False
-    norm: float = 0.0  # of this shard's part of a gradient, where there are several and store.max_norm is set
-    scale: float = 1.0  # what all parts are multiplied with before they are folded
-
-    @property
-    def is_taken(self) -> bool:
-        return self.action == "take"
-
-
-SOUND = Judgement("take")
 
 
 @dataclass
@@ -75,16 +29,6 @@ class Findings:
     @property
     def norm(self) -> float:
         return math.hypot(*(self.norms[index] for index in sorted(self.norms)))
-
-
-def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Literal["take"], str, str]:
-    """(what to do, what was wrong, the setting that says so) for a contribution with a gradient of `norm`."""
-    if not is_finite:
-        return limits.on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {limits.on_nonfinite}"
-    if limits.max_norm is not None and norm > limits.max_norm:
-        what = f"a gradient of norm {norm:.4g}"
-        return limits.on_large, what, f"store.max_norm is {limits.max_norm:g}, store.on_large is {limits.on_large}"
-    return "take", "", ""
 
 
 class Sanity:
@@ -171,7 +115,7 @@ class Sanity:
             action, what, limit = decide(limits, findings.is_finite, findings.norm)
             wrong = f"{wrong}, and without them {what}" if what else wrong
         if action == "clip" and self.limits.max_norm is not None:
-            self.scale(body, self.limits.max_norm / (findings.norm + _EPSILON))
+            self.scale(body, self.limits.factor(findings.norm))
             action, is_clipped = "take", True
         if action == "take":
             norm = findings.norm if self._is_part else 0.0
@@ -211,43 +155,3 @@ def _large_norm(values: torch.Tensor) -> float:
     """2-norm of finite [n] whose squares overflow; Inf where even the norm does."""
     largest = values.abs().max().double().item()
     return largest * torch.linalg.vector_norm(values.double() / largest).item()
-
-
-def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
-    """What all shards do with a contribution: the most severe of what each would do with its part, or what is done
-    about the norm of the whole."""
-    worst = max(parts, key=lambda part: _SEVERITY[part.action])
-    if not worst.is_taken:
-        return worst
-    taken = next((part for part in parts if part.is_clipped), worst)
-    norm = math.hypot(*(part.norm for part in parts))
-    action, what, limit = decide(limits, True, norm)
-    if action == "take":
-        return taken
-    if action == "clip":
-        assert limits.max_norm is not None
-        return Judgement("take", what, limit, is_clipped=True, scale=limits.max_norm / (norm + _EPSILON))
-    return Judgement(action, what, limit)
-
-
-# ---- what the run says about it -------------------------------------------------------------
-
-
-def halted(rank: int, step: int, version: int, judgement: Judgement) -> DivergedError:
-    """The end of a run that is told to end at the first of these."""
-    return DivergedError(
-        f"rank {rank} sent {judgement.what} as its step {step} ({judgement.limit}); nothing of it was applied, the "
-        f"weights are at version {version}",
-        fix="lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these",
-        reason=Reason.DIVERGED,
-    )
-
-
-def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judgement: Judgement) -> DivergedError:
-    """The end of a run one of whose workers sends nothing else any more."""
-    return DivergedError(
-        f"rank {rank} sent {in_a_row} contributions with {judgement.what} in a row (store.max_nonfinite is {limit}; "
-        f"{judgement.limit}); the weights are still finite, at version {version}",
-        fix="lower --lr, clip gradients, or look at the rank's data",
-        reason=Reason.DIVERGED,
-    )

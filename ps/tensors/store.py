@@ -14,39 +14,18 @@ optimizer state, one mean (or, where all are kept, every body of the round), one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from ...common.tensors.layout import FlatRun, Kind, Layout, Views
+from ...common.tensors.layout import Kind, Layout, Views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ..core.judgement import Limits
 from .aggregation.base import Aggregator, Buffers
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer
-from .sanity import Limits, Sanity
+from .sanity import Sanity
 from .thread import INLINE_BYTES
-
-# Measured on 100 MB, SGD, one thread: windows of 256 KiB 8.8 ms, 1 MiB 6.1, 2 MiB 5.7, 4 MiB 5.5, one window 5.8.
-WINDOW_BYTES = 4 << 20
-
-
-class Window(NamedTuple):
-    """Bytes [start, end) of every body, and the flat pieces in them, of parameters first."""
-
-    start: int
-    end: int
-    pieces: tuple[FlatRun, ...]
-
-
-def windows_of(layout: Layout) -> list[Window]:
-    """All windows of a layout's contributions. Small models have one."""
-    windows = []
-    for start in range(0, max(1, layout.exchange_bytes), WINDOW_BYTES):
-        end = min(start + WINDOW_BYTES, layout.exchange_bytes)
-        runs = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER)
-        pieces = tuple(piece for run in runs if (piece := run.within(start, end)) is not None)
-        windows.append(Window(start, end, pieces))
-    return windows
+from .windows import windows_of
 
 
 class Store:
@@ -85,10 +64,6 @@ class Store:
             self.optimizer = FlatOptimizer(optimizer, layout, weights, borders)
 
     # ---- contributions ------------------------------------------------------------------
-
-    def is_finite(self, body: torch.Tensor, windows: slice = slice(None)) -> bool:
-        """True when no float of a contribution, or of some of its windows, is NaN or Inf."""
-        return self.sanity.is_finite(body, windows)
 
     def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool = False) -> list[torch.Tensor]:
         """Add a contribution to the round's; returns bodies that may be reused at once.

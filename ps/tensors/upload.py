@@ -15,9 +15,11 @@ import torch
 from ...common.codecs.base import Codec
 from ...common.tensors.layout import as_bytes, new_body
 from ...common.wire.frames import BodyReader, Frame
-from .sanity import Findings, Judgement
-from .store import WINDOW_BYTES, Store
+from ..core.judgement import Judgement
+from .sanity import Findings
+from .store import Store
 from .thread import TensorThread
+from .windows import WINDOW_BYTES
 
 # Looked through at once; less, and handing the work over costs more than the work.
 _WINDOWS_AT_ONCE = 2

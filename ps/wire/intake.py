@@ -16,10 +16,10 @@ from ...common.registry import CODECS
 from ...common.wire.frames import Frame, frame
 from ...common.wire.protocol import hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
+from ..core.judgement import Judgement
 from ..core.run import Run
 from ..policies.base import Contribution
 from ..shards.alone import StagedPart
-from ..tensors.sanity import Judgement
 from ..tensors.staging import Body
 from ..tensors.store import Store
 from ..tensors.upload import Upload, body_bytes, decode, new_encoded

@@ -17,9 +17,9 @@ from torch import nn
 from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
+from paramserver.ps.core.judgement import Limits
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
 from paramserver.ps.policies.sync import SyncPolicy
-from paramserver.ps.tensors.sanity import Limits
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 

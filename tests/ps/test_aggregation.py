@@ -20,7 +20,8 @@ from paramserver.ps.server import make_policy
 from paramserver.ps.tensors.aggregation import order
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.order import exchanges, sort_rows
-from paramserver.ps.tensors.store import Store, windows_of
+from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ROBUST = ["median", "trimmed_mean"]
@@ -199,7 +200,7 @@ def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> No
 def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int) -> None:
     bodies = [body_of(rank) for rank in range(5)]
     whole = aggregate(name, bodies)
-    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 192)
+    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
     monkeypatch.setattr(order, "_CHUNK_BYTES", chunk_bytes)
     assert len(windows_of(LAYOUT)) > 10
     parts = aggregate(name, bodies)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.tensors.sanity import SOUND, Findings, Limits, decide, halted, rejected_too_often
+from paramserver.ps.core.judgement import SOUND, Limits, decide, halted, rejected_too_often
+from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Store
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -119,7 +120,7 @@ def test_the_norm_is_that_of_all_parameters(sizes: list[tuple[str, int]], seed: 
 def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data: st.DataObject) -> None:
     """A sync run that clips is to be the same to the last bit too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 192)
+        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
         store = store_of(Limits(max_norm=1.0))
     assert len(store.windows) >= 8
     body, whole = body_of(3), measured(store, body_of(3))
@@ -188,7 +189,7 @@ def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | 
 def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, window_bytes: int) -> None:
     """The same values as clip_grad_norm_ gives, which rounds norms of half precision to half precision; buffers,
     integers and gaps stay to the last byte."""
-    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
     store, body = store_of(Limits(max_norm=max_norm)), body_of(5)
     before = body.clone()
     parameters = [torch.nn.Parameter(torch.zeros_like(views(body)[name])) for name in PARAMETERS]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
 from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
 from paramserver.ps.shards import orders
 from paramserver.ps.shards.attend import _reachable
 from paramserver.ps.shards.gather import Gather
 from paramserver.ps.shards.messages import order_from_proto, order_to_proto, report_from_proto, report_to_proto
-from paramserver.ps.tensors.sanity import SOUND, Judgement, Limits, judge_whole
 
 numbers = st.integers(0, 2**31)
 names = st.builds(orders.SnapshotName, numbers, numbers, st.text(max_size=9))

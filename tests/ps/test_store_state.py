@@ -130,7 +130,7 @@ OPTIMIZERS = [
 def test_training_goes_on_bit_identically(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str | None, values: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 4096)  # windows end inside tensors and groups
+    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 4096)  # windows end inside tensors and groups
     spec = optimizer(name, **values)
     straight = new_store(spec)
     train(straight, 0, 50)
@@ -163,11 +163,11 @@ def test_tensors_larger_than_a_window(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_other_windows_take_up_the_same_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     spec = optimizer(name)
-    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 192)
+    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
     store = new_store(spec)
     train(store, 0, 5)
     loaded = through_files(store, spec, tmp_path)
-    monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 1 << 20)
     other = restored(loaded)
     assert len(store.windows) > 20 and len(other.windows) == 1
     assert_same(store, other)
@@ -317,7 +317,7 @@ def test_any_layout(
     layout, groups = shape
     spec = optimizer(name, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", window_bytes)
+        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
         straight, interrupted = new_store(spec, layout), new_store(spec, layout)
         train(straight, 0, 4)
         train(interrupted, 0, 2)

@@ -11,7 +11,8 @@ import torch
 
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.tensors.store import Store, windows_of
+from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -60,7 +61,7 @@ class Twin:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, window_bytes: int, spec: OptimizerSpec | None, **options: Any
     ) -> None:
-        monkeypatch.setattr("paramserver.ps.tensors.store.WINDOW_BYTES", window_bytes)
+        monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
         self.store = Store(LAYOUT, body_of(999, is_contribution=False), spec, **options)
 
     def round(self, number: int, count: int, *, may_keep: bool = False, elsewhere: bool = False) -> list[int]:
@@ -204,11 +205,11 @@ def test_a_bad_value_is_found_in_its_window_alone(monkeypatch: pytest.MonkeyPatc
     entry = next(entry for entry in LAYOUT.entries if entry.spec.name == name)
     for at in {0, flat.numel() // 2, flat.numel() - 1}:
         kept, flat[at] = flat[at].clone(), bad
-        found = [i for i in range(len(store.windows)) if not store.is_finite(full, slice(i, i + 1))]
+        found = [i for i in range(len(store.windows)) if not store.sanity.is_finite(full, slice(i, i + 1))]
         assert found == [(entry.offset + at * flat.element_size()) // 192]
-        assert not store.is_finite(full)
+        assert not store.sanity.is_finite(full)
         flat[at] = kept
-    assert store.is_finite(full)
+    assert store.sanity.is_finite(full)
 
 
 def test_windows_cover_every_body_once() -> None:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ....common.tensors.layout import FlatRun, Kind, Views
-
-if TYPE_CHECKING:
-    from ..store import Window
+from ..windows import Window
 
 Buffers = Literal["average", "lowest_rank", "keep"]
 

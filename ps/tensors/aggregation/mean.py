@@ -5,14 +5,10 @@ At most one body waits to be taken in, so memory does not grow with the number o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from ..windows import Window
 from .base import Aggregator, Part
-
-if TYPE_CHECKING:
-    from ..store import Window
 
 
 class Mean(Aggregator):

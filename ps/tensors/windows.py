@@ -1,0 +1,29 @@
+"""Bodies cut into windows that stay in the cache: everything that passes over a model goes window by window."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...common.tensors.layout import FlatRun, Kind, Layout
+
+# Measured on 100 MB, SGD, one thread: windows of 256 KiB 8.8 ms, 1 MiB 6.1, 2 MiB 5.7, 4 MiB 5.5, one window 5.8.
+WINDOW_BYTES = 4 << 20
+
+
+class Window(NamedTuple):
+    """Bytes [start, end) of every body, and the flat pieces in them, of parameters first."""
+
+    start: int
+    end: int
+    pieces: tuple[FlatRun, ...]
+
+
+def windows_of(layout: Layout) -> list[Window]:
+    """All windows of a layout's contributions. Small models have one."""
+    windows = []
+    for start in range(0, max(1, layout.exchange_bytes), WINDOW_BYTES):
+        end = min(start + WINDOW_BYTES, layout.exchange_bytes)
+        runs = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER)
+        pieces = tuple(piece for run in runs if (piece := run.within(start, end)) is not None)
+        windows.append(Window(start, end, pieces))
+    return windows
