@@ -16,10 +16,11 @@ from ..common.reporting.output import check_writable, write_weights
 from ..common.reporting.report import report_console, summary_table
 from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
+from .core.facts import RunEnded, RunStarted
 from .core.modes import make_policy
 from .core.run import Run
 from .observe import reports
-from .observe.metrics_http import MetricsEndpoint, open_metrics, server_history
+from .observe.sinks import make_bus
 from .shards.collect import collect
 from .shards.coordinator import Coordinator
 from .shards.orders import BeginRun, End
@@ -59,14 +60,13 @@ class Server:
         self._config = config
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
-        self._history = server_history(config)
-        self.run = Run(config, make_policy(config), history=self._history)
+        self._bus = make_bus(config)
+        self.run = Run(config, make_policy(config), bus=self._bus)
         if before is not None:
             self.run.name, self.run.incarnation = before.run.name, before.run.incarnation + 1
             self.run.roster.membership.restore(before.run.roster.membership.num_joins)
         self._go_back = asyncio.Event()
         self._snapshots: Snapshots | None = None
-        self._metrics: MetricsEndpoint | None = None
         self._listening = Listening(config)
         self._coordinator: Coordinator | None = None
         if config.server.shards > 1:
@@ -94,7 +94,7 @@ class Server:
         self._listening.bind()
         if self._coordinator is None:
             self._note_start(loaded)
-        self._metrics = await open_metrics(self._config, self._history, self.run)
+        self._bus.begin(self.run)
         await self._listening.serve(service.handler())
         config = self._config
         of = {"shards": config.server.shards} if self._coordinator is not None else {}
@@ -157,19 +157,19 @@ class Server:
         config, run = self._config, self.run
         policy = config.policy
         rounds = {"straggler_timeout_s": policy.straggler_timeout_s, "backup_workers": policy.backup_workers}
-        self._history.write(
-            "start",
-            run=run.name,
-            server_incarnation=run.incarnation,
-            mode=config.run.mode,
-            staleness=run.policy.staleness_bound,
-            workers=config.run.workers,
-            version=run.policy.version,
-            steps=run.policy.committed_steps(),
+        started = RunStarted(
+            run.name,
+            run.incarnation,
+            config.run.mode,
+            run.policy.version,
+            run.policy.committed_steps(),
+            config.run.workers,
+            run.policy.staleness_bound,
             source=str(loaded.path) if loaded is not None else None,
-            skipped=run.skipped_snapshots,
-            **{name: value for name, value in rounds.items() if value},
+            skipped=tuple(run.skipped_snapshots),
+            options={name: value for name, value in rounds.items() if value},
         )
+        self._bus.publish(run.now(), started)
 
     async def serve(self) -> None:
         """Until every worker has finished, the run has failed, or a stop was requested."""
@@ -197,10 +197,8 @@ class Server:
         self.run.tensors.close()
         if self._snapshots is not None:
             self._snapshots.close()
-        self._history.write("end", version=self.run.policy.version, steps=self.run.policy.committed_steps())
-        self._history.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._bus.publish(self.run.now(), RunEnded(self.run.policy.version, self.run.policy.committed_steps()))
+        self._bus.close()
         if self.goes_back:
             return
         self._write_results(tensors)

@@ -1,7 +1,8 @@
-"""What was applied when, as JSON lines: one object per line, written at once and never changed.
+"""What was applied when, as JSON lines: one object per line, in the order it happened, never changed.
 
-Each line is one write to a file opened for appending, so what a killed process has said stays said,
-and a server that is started again goes on in the same file. `drills/check.py` reads it.
+A file opened for appending, so what a killed process has written stays, and a server that is started again goes on
+in the same file. A worker writes each line at once; a server's lines come from its bus a moment later, so one that is
+killed may leave out its last few. `drills/check.py` reads it.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
                       skipped [damaged snapshots], straggler_timeout_s and backup_workers if set
@@ -19,6 +20,9 @@ and a server that is started again goes on in the same file. `drills/check.py` r
             end       rank, step
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.
+
+A file that cannot be written any more (a full disk) ends there for that process: it goes on without, says so once,
+and counts what is missing in the log. A later process may go on in the file.
 """
 
 from __future__ import annotations
@@ -29,30 +33,57 @@ import time
 from typing import Any
 
 from ..errors import OutputError
+from .log import get_logger
+
+log = get_logger()
+
+
+class HistoryFile:
+    """Lines of one process; several may append to the same file."""
+
+    def __init__(self, path: str, role: str) -> None:
+        self._role = role
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OutputError(f"--history {path} cannot be written: {error.strerror}") from None
+
+    def line(self, op: str, at: float, fields: dict[str, Any]) -> bytes:
+        line = {"op": op, "role": self._role, "t": round(at, 6), **fields}
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+    def append(self, lines: bytes) -> None:
+        """Write whole lines; OSError when that cannot be, and half a line may stand in the file."""
+        while lines:
+            lines = lines[os.write(self._file, lines) :]
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 class History:
-    """Writes to `path`; without one, nothing."""
+    """A worker's: written at once. Without a path, nothing."""
 
-    def __init__(self, path: str | None, role: str) -> None:
-        self._role = role
-        self._file: int | None = None
-        if path is not None:
-            try:
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except OSError as error:
-                raise OutputError(f"--history {path} cannot be written: {error.strerror}") from None
-
-    @property
-    def is_kept(self) -> bool:
-        return self._file is not None
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._file = HistoryFile(path, "worker") if path is not None else None
+        self._num_missing = 0
 
     def write(self, op: str, **fields: Any) -> None:
-        if self._file is not None:
-            line = {"op": op, "role": self._role, "t": round(time.monotonic(), 6), **fields}
-            os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        if self._file is None:
+            return
+        if not self._num_missing:
+            try:
+                self._file.append(self._file.line(op, time.monotonic(), fields))
+                return
+            except OSError as error:
+                log.warning("history_off", path=self._path, reason=error.strerror)
+        self._num_missing += 1
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._file is None:
+            return
+        if self._num_missing:
+            log.warning("history_incomplete", path=self._path, missing=self._num_missing)
+        self._file.close()
+        self._file = None

@@ -15,7 +15,6 @@ import torch
 
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
-from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Policy, Refuse
 from ..shards.alone import StagedPart
@@ -23,12 +22,15 @@ from ..tensors.model import Model
 from ..tensors.store import Store
 from ..tensors.thread import TensorThread
 from ..wire.connected import Go, Worker
+from .facts import AnswerGiven, ContributionTaken, Fact, Identity, VersionCommitted
 from .judgement import Judgement, halted, rejected_too_often
 from .membership import replaced
 from .roster import Roster
 
 log = get_logger()
 
+# An exchange is over with one of these, and the worker has said how long it took with the next contribution.
+_ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 _FEW = "too few to leave out so many (policy.aggregation): fewer workers that lie are withstood"
 
 
@@ -36,7 +38,7 @@ class _Staged(NamedTuple):
     """An accepted contribution, not folded yet, and whose it is. Without a body there is nothing to fold."""
 
     body: torch.Tensor | None
-    identity: tuple[int, int, int]  # rank, incarnation, step
+    identity: Identity
 
 
 class Contributions:
@@ -50,7 +52,7 @@ class Contributions:
         model: Model,
         tensors: TensorThread,
         *,
-        history: History,
+        publish: Callable[[float, Fact], None],
         now: Callable[[], float],
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -59,7 +61,7 @@ class Contributions:
         self._roster = roster
         self._model = model
         self._tensors = tensors
-        self._history = history
+        self._publish = publish
         self.now = now
         self._fail = fail
         self.is_closed = False  # nothing more is applied
@@ -70,7 +72,7 @@ class Contributions:
         self._staged: dict[int, _Staged] = {}
         self._skipped: dict[int, str] = {}  # why nothing of a rank's last counted contribution is folded
         self._are_few = False  # contributions of the last round
-        self._in_mean: list[tuple[int, int, int]] = []  # folded since the last commit
+        self._in_mean: list[Identity] = []  # folded since the last commit
 
     # ---- taking ---------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class Contributions:
         if is_discarded or not judgement.is_taken:
             self._model.staging.give_back(body)
         if not is_discarded:
-            identity = (worker.rank, worker.seat.incarnation, contribution.step)
+            identity = Identity(worker.rank, worker.seat.incarnation, contribution.step)
             if judgement.is_taken and judgement.scale != 1.0:
                 self._tensors.submit(partial(self._model.store.sanity.scale, body, judgement.scale))
             self._staged[worker.rank] = _Staged(body if judgement.is_taken else None, identity)
@@ -145,16 +147,17 @@ class Contributions:
         self.perform(self._policy.contributed(worker.rank, repeated, now))
 
     def _note(self, worker: Worker, contribution: Contribution, outcome: str, version: int | None = None) -> None:
-        if self._history.is_kept:
-            self._history.write(
-                "accept",
-                rank=worker.rank,
-                incarnation=worker.seat.incarnation,
-                step=contribution.step,
-                base_version=contribution.base_version,
-                version=self._policy.version if version is None else version,
-                outcome=outcome,
-            )
+        rank, incarnation = worker.rank, worker.seat.incarnation
+        exchange_s = worker.stats.exchange_s(incarnation) if outcome in _ENDS_EXCHANGE else -1.0
+        taken = ContributionTaken(
+            Identity(rank, incarnation, contribution.step),
+            contribution.base_version,
+            self._policy.version if version is None else version,
+            outcome,
+            contribution.num_samples,
+            exchange_s,
+        )
+        self._publish(self.now(), taken)
 
     def _note_sanity(self, worker: Worker, contribution: Contribution, judgement: Judgement) -> None:
         """A contribution counts: remember what was not sound about it."""
@@ -244,8 +247,7 @@ class Contributions:
         lowest = live[0] if live else 0
         publication = publisher.next(publisher.latest.version + 1)
         self._warn_of_few(len(self._in_mean), store.aggregator.fewest)
-        if self._history.is_kept:
-            self._history.write("commit", version=publication.version, contributions=self._in_mean, members=live)
+        self._publish(self.now(), VersionCommitted(publication.version, tuple(self._in_mean), tuple(live)))
         self._in_mean = []
         target, made = publication.segment.body, publication.made
         self._tensors.submit(
@@ -271,12 +273,8 @@ class Contributions:
         version = self._model.publisher.latest.version
         worker.outbox.put_nowait(Go(outcome, version, worker.staleness, held_s, reason))
         worker.staleness = 0
-        if self._history.is_kept:
-            step = self._policy.last_step.get(worker.rank, 0)
-            incarnation = worker.seat.incarnation
-            self._history.write(
-                "answer", rank=worker.rank, incarnation=incarnation, step=step, version=version, outcome=outcome
-            )
+        number = self._policy.last_step.get(worker.rank, 0)
+        self._publish(now, AnswerGiven(worker.rank, worker.seat.incarnation, number, version, outcome))
 
 
 def _outcome(decisions: list[Decision], is_counted: bool, is_repeated: bool) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
-from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.segments import Segment
+from ..observe.bus import Bus
 from ..policies.base import Policy
 from ..shards import orders
 from ..shards.alone import Alone
@@ -27,6 +27,7 @@ from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from ..wire.connected import Done, SendWeights, Waiting, Worker
 from .contributions import Contributions
+from .facts import WorkerJoined, WorkerLeft
 from .membership import replaced
 from .roster import Asked, Roster
 
@@ -46,7 +47,7 @@ class Run:
         config: Config,
         policy: Policy,
         now: Callable[[], float] = time.monotonic,
-        history: History | None = None,
+        bus: Bus | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -54,7 +55,7 @@ class Run:
         self.incarnation = 1  # of this server, in the run
         self.saved_version = 0  # of the newest snapshot of this shard
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
-        self.history = history or History(None, "server")
+        self.bus = bus or Bus()
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.final: dict[str, float] = {}
         self.tensors = TensorThread(self.fail)
@@ -63,7 +64,7 @@ class Run:
         self.on_begin: Callable[[], object] = lambda: None
         self.before_final: Callable[[], Awaitable[None]] | None = None
         self.contributions = Contributions(
-            config, policy, self.roster, self.model, self.tensors, history=self.history, now=now, fail=self.fail
+            config, policy, self.roster, self.model, self.tensors, publish=self.bus.publish, now=now, fail=self.fail
         )
         self.shards: Alone = Alone(self)
         self._perform = self.contributions.perform
@@ -96,7 +97,7 @@ class Run:
             self._displace(old, worker)
         log.info("joined", rank=worker.rank, incarnation=worker.seat.incarnation, resumed=may_resume, **where)
         step = self.policy.last_step.get(worker.rank, 0)
-        self.history.write("join", rank=worker.rank, incarnation=worker.seat.incarnation, step=step, resumed=may_resume)
+        self.bus.publish(self.now(), WorkerJoined(worker.rank, worker.seat.incarnation, step, may_resume))
         return worker
 
     def _may_resume(self, asked: Asked) -> bool:
@@ -111,7 +112,9 @@ class Run:
             self.policy.disconnected(new.rank)
             new.staleness, new.hyperparameters = old.staleness, old.hyperparameters
             return
-        self.history.write("leave", rank=old.rank, incarnation=old.seat.incarnation, how="replaced")
+        self.bus.publish(
+            self.now(), WorkerLeft(old.rank, old.seat.incarnation, "replaced", "another process took its rank")
+        )
         now = self.shards.happens(orders.Left(old.rank, old.seat.incarnation))
         self._perform(self.policy.left(old.rank, now))
         log.warning("replaced", rank=old.rank, incarnation=old.seat.incarnation, by=new.seat.incarnation)
@@ -268,7 +271,7 @@ class Run:
             return
         event = log.info if how == "goodbye" else log.warning
         event("left", rank=worker.rank, incarnation=worker.seat.incarnation, reason=reason)
-        self.history.write("leave", rank=worker.rank, incarnation=worker.seat.incarnation, how=how)
+        self.bus.publish(self.now(), WorkerLeft(worker.rank, worker.seat.incarnation, how, reason))
         if self._bringer is worker and not self.model.has_weights:
             self._bringer = None
             heirs = [w for w in self.workers.values() if w.state == "waiting" and w.is_admitted]

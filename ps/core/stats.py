@@ -36,6 +36,7 @@ class WorkerStats:
     clipped: int = 0
     lane: str = "tcp"
     loss: float = math.nan
+    exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
     def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
@@ -46,6 +47,13 @@ class WorkerStats:
         self.lead_max = max(self.lead_max, lead)
         self.rejected_in_a_row = 0
         self.recent.append((now, num_samples))
+
+    def exchange_s(self, incarnation: int) -> float:
+        """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""
+        total_s = self.transfer_s + self.wait_s
+        before, before_s = self.exchanged
+        self.exchanged = incarnation, total_s
+        return total_s - before_s if before == incarnation else -1.0
 
     @property
     def samples_per_s(self) -> float:

@@ -1,38 +1,49 @@
-"""What a server tells Prometheus: counted as it happens, and read from the run when it is scraped.
-
-`Counters` is the server's history with counting: whatever the history would write down is counted, whether
-it is kept in a file or not. `RunCollector` reads the rest from the run. Both live on the event loop, and so
-does the scrape (`metrics_http.py`): prometheus-client's own server would read the run from another thread.
+"""What a server tells Prometheus: counted from the facts, and read from the run when it is scraped.
 
 A counter begins at zero with the process, also when the run goes on from a snapshot: Prometheus takes a
 counter that falls for one that began anew, and would add all of it once more.
+
+prometheus-client answers over plain HTTP at any path, to whoever reaches the address, also where workers need TLS and
+a token: there is nothing in it that could be kept secret, and it changes nothing. What callers can cost is bounded: a
+few connections at once, each silent for a few seconds at most, and the run is read a few times a second at most.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+import sys
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
+from socketserver import ThreadingTCPServer
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    MetricsHandler,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...common.reporting.history import History
+from ...common.errors import BindError
+from ...common.reporting.log import get_logger
+from ...common.security import is_loopback, split_address
 from ...common.version import PROGRAM_VERSION
+from ..core.facts import ContributionTaken, Fact, SnapshotTaken, VersionCommitted, WorkerJoined, WorkerLeft
 from ..core.run import Run
 from ..core.stats import WorkerStats
+from .bus import Sink
+
+log = get_logger()
 
 OUTCOMES = ("accepted", "dropped", "rejected", "repeated", "skipped", "refused")
 DEPARTURES = ("goodbye", "closed", "lease", "replaced")
@@ -42,119 +53,80 @@ STATES = ("joining", "waiting", "uploading", "computing", "away", "finished")
 _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _CONTRIBUTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-# An exchange is over with one of these, and the worker has said how long it took with the next.
-_ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
+
+_MAX_CONNECTIONS = 16
+_SILENT_S = 5.0  # on a connection, and on the event loop
+_FRESH_S = 0.2  # what was read is said again within this time
 
 disable_created_metrics()  # a second series beside every counter, for what process_start_time_seconds says
 
 
-class Counters(History):
-    """A server's history that counts its lines; `attach` comes before the first worker."""
+class MetricsSink(Sink):
+    """Counts, and answers on `address` (HOST:PORT) once the run stands where it begins."""
 
-    def __init__(self, path: str | None) -> None:
-        super().__init__(path, "server")
-        self.registry = CollectorRegistry()
+    name = "metrics"
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.server: _HttpServer | None = None  # while it listens
         self.snapshot_at: float | None = None  # Unix time of the newest snapshot, or of the start
-        self._run: Run | None = None
-        self._seen: dict[int, tuple[int, float]] = {}  # rank -> incarnation, seconds in exchanges so far
-        self._of: dict[str, Callable[[dict[str, Any]], None]] = {
-            "join": self._join, "leave": self._leave, "accept": self._accept,
-            "commit": self._commit, "snapshot": self._snapshot,
-        }  # fmt: skip
-        to = self.registry
-        self._joins = Counter("paramserver_joins", "Workers let in: at first, again, or resumed", ["kind"], registry=to)
-        self._departures = Counter("paramserver_departures", "Workers gone, and how", ["how"], registry=to)
-        self._contributions = Counter("paramserver_contributions", "What became of each", ["outcome"], registry=to)
-        self._updates = Counter(
-            "paramserver_updates", "Versions of the weights made; rounds, where there are", registry=to
+        self.registry = to = CollectorRegistry()  # read on the event loop only
+        self._joins = _counter(to, "joins", "Workers let in: at first, again, or resumed", kind=JOINS)
+        self._departures = _counter(to, "departures", "Workers gone, and how", how=DEPARTURES)
+        self._contributions = _counter(to, "contributions", "What became of each", outcome=OUTCOMES)
+        self._updates = _counter(to, "updates", "Versions of the weights made; rounds, where there are")
+        self._in_update = _histogram(to, "update_contributions", "Contributions in one update", _CONTRIBUTIONS)
+        self._staleness = _histogram(
+            to, "staleness_versions", "Versions an accepted contribution was behind", _VERSIONS
         )
-        self._in_update = Histogram(
-            "paramserver_update_contributions", "Contributions in one update", buckets=_CONTRIBUTIONS, registry=to
-        )
-        self._staleness = Histogram(
-            "paramserver_staleness_versions",
-            "Versions an accepted contribution was behind",
-            buckets=_VERSIONS,
-            registry=to,
-        )
-        self._exchanges = Histogram(
-            "paramserver_exchange_seconds",
-            "From a contribution's leaving until the answer was there, as the worker saw it",
-            buckets=_SECONDS,
-            registry=to,
-        )
-        for counter, values in (
-            (self._joins, JOINS),
-            (self._departures, DEPARTURES),
-            (self._contributions, OUTCOMES),
-        ):
-            for value in values:
-                counter.labels(value)  # 0 from the start: a series that begins at 1 has no increase
+        self._exchanges = _histogram(
+            to, "exchange_seconds", "From a contribution's leaving until the answer was there, as the worker saw it",
+            _SECONDS,
+        )  # fmt: skip
 
-    @property
-    def is_kept(self) -> bool:
-        return True
-
-    def attach(self, run: Run) -> None:
-        """The run that is told of, gone on from its snapshot if there is one."""
-        self._run = run
+    def begin(self, run: Run) -> None:
+        """Also listens: BindError when the address cannot be had."""
         if run.config.checkpoint.dir is not None:
             self.snapshot_at = time.time()
             with suppress(OSError):
                 self.snapshot_at = os.stat(run.model.source).st_mtime
         self.registry.register(RunCollector(run, self))
-        ProcessCollector(registry=self.registry)
+        shown = CollectorRegistry()
+        shown.register(_OnLoop(self.registry, asyncio.get_running_loop()))
+        ProcessCollector(registry=shown)
+        self.server = _listen(self._address, shown)
 
-    def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
-        return generate_latest(self.registry)
+    def take(self, at: float, fact: Fact) -> None:
+        match fact:
+            case ContributionTaken():
+                self._contributions.labels(fact.outcome).inc()
+                if fact.outcome == "accepted":
+                    self._staleness.observe(max(0, fact.version - fact.base_version))
+                if fact.exchange_s >= 0:
+                    self._exchanges.observe(fact.exchange_s)
+            case VersionCommitted():
+                self._updates.inc()
+                self._in_update.observe(len(fact.contributions))
+            case WorkerJoined():
+                kind = "resumed" if fact.is_resumed else "first" if fact.incarnation == 1 else "again"
+                self._joins.labels(kind).inc()
+            case WorkerLeft():
+                self._departures.labels(fact.how).inc()
+            case SnapshotTaken():
+                self.snapshot_at = time.time()
 
-    def write(self, op: str, **fields: Any) -> None:
-        super().write(op, **fields)
-        if (count := self._of.get(op)) is not None:
-            count(fields)
-
-    # ---- one for each line of the history -------------------------------------------------
-
-    def _join(self, line: dict[str, Any]) -> None:
-        kind = "resumed" if line["resumed"] else "first" if line["incarnation"] == 1 else "again"
-        self._joins.labels(kind).inc()
-
-    def _leave(self, line: dict[str, Any]) -> None:
-        self._departures.labels(line["how"]).inc()
-
-    def _accept(self, line: dict[str, Any]) -> None:
-        self._contributions.labels(line["outcome"]).inc()
-        if line["outcome"] == "accepted":
-            self._staleness.observe(max(0, line["version"] - line["base_version"]))
-        if line["outcome"] in _ENDS_EXCHANGE:
-            self._note_exchange(line["rank"], line["incarnation"])
-
-    def _note_exchange(self, rank: int, incarnation: int) -> None:
-        """With a contribution the worker says how long the exchange before it took."""
-        stats = self._run.roster.stats.get(rank) if self._run is not None else None
-        if stats is None:
-            return
-        total_s = stats.transfer_s + stats.wait_s
-        before, before_s = self._seen.get(rank, (0, 0.0))
-        if before == incarnation:
-            self._exchanges.observe(total_s - before_s)
-        self._seen[rank] = incarnation, total_s
-
-    def _commit(self, line: dict[str, Any]) -> None:
-        self._updates.inc()
-        self._in_update.observe(len(line["contributions"]))
-
-    def _snapshot(self, _: dict[str, Any]) -> None:
-        self.snapshot_at = time.time()
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
 
 
 class RunCollector(Collector):
     """The run as it is at the moment of the scrape."""
 
-    def __init__(self, run: Run, counters: Counters) -> None:
+    def __init__(self, run: Run, sink: MetricsSink) -> None:
         self._run = run
-        self._counters = counters
+        self._sink = sink
         self._at_start = {rank: _sums(stats) for rank, stats in run.roster.stats.items()}
 
     def collect(self) -> Iterator[Metric]:
@@ -175,8 +147,7 @@ class RunCollector(Collector):
         yield info
         yield _gauge("version", "Version of the weights: updates since the run began", run.policy.version)
         yield _gauge("durable_version", "Version of the newest snapshot; 0 without one", run.durable_version)
-        if self._counters.snapshot_at is not None:
-            at = self._counters.snapshot_at
+        if (at := self._sink.snapshot_at) is not None:
             yield _gauge(
                 "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
             )
@@ -227,6 +198,17 @@ class RunCollector(Collector):
         yield from (steps, samples, received, sent, seconds, loss)
 
 
+def _counter(registry: CollectorRegistry, name: str, what: str, **values: tuple[str, ...]) -> Counter:
+    counter = Counter(f"paramserver_{name}", what, list(values), registry=registry)
+    for value in sum(values.values(), ()):
+        counter.labels(value)  # 0 from the start: a series that begins at 1 has no increase
+    return counter
+
+
+def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"paramserver_{name}", what, buckets=buckets, registry=registry)
+
+
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"paramserver_{name}", what, value=value)
 
@@ -239,3 +221,73 @@ def _sums(stats: WorkerStats) -> dict[str, Any]:
     """The numbers of one rank; what is not there is 0."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return Tally({name: value for name, value in values.items() if type(value) in (int, float)})
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------
+
+
+class _OnLoop(Collector):
+    """All of `registry`, read in one moment between two events of the run, for threads that ask."""
+
+    def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+        self._registry = registry
+        self._loop = loop
+        self._lock = Lock()
+        self._families: list[Metric] = []
+        self._read_at = -_FRESH_S
+
+    def collect(self) -> list[Metric]:
+        """TimeoutError when the event loop stands still; RuntimeError when it has ended."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= _FRESH_S:
+                self._families = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
+                self._read_at = time.monotonic()
+            return self._families
+
+    async def _read(self) -> list[Metric]:
+        return list(self._registry.collect())
+
+
+class _HttpServer(ThreadingTCPServer):
+    """prometheus-client's own has no bounds. (And not HTTPServer: it asks DNS for the machine's name.)"""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
+        self.address_family = family
+        self._connections = BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("scrape_failed", peer=str(client_address[0]), reason=repr(sys.exception()))
+
+
+def _listen(address: str, registry: CollectorRegistry) -> _HttpServer:
+    host, port = split_address(address)
+    handler = type("Handler", (MetricsHandler.factory(registry),), {"timeout": _SILENT_S})
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = _HttpServer(family, where, handler)
+    except OSError:
+        raise BindError(
+            f"cannot listen on {address} for metrics: port in use, or not an address of this machine",
+            fix="choose --metrics HOST:PORT with another port (0 takes a free one)",
+        ) from None
+    Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
+    bound = server.server_address[1]
+    url = f"http://[{host}]:{bound}/metrics" if ":" in host else f"http://{host}:{bound}/metrics"
+    log.info("metrics", url=url, readable_by="this machine" if is_loopback(host) else "anyone who reaches this port")
+    return server

@@ -12,7 +12,6 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
-from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -21,6 +20,7 @@ from ..core.membership import Seat, replaced
 from ..core.roster import Asked
 from ..core.run import Run
 from ..core.stats import WorkerStats
+from ..observe.bus import Bus
 from ..policies.base import Policy
 from ..wire.connected import SendWeights, Worker
 from . import orders
@@ -85,9 +85,9 @@ class FollowerRun(Run):
         name: str,
         incarnation: int,
         report: Callable[[orders.Report], object],
-        history: History | None = None,
+        bus: Bus | None = None,
     ) -> None:
-        super().__init__(config, policy, history=history)
+        super().__init__(config, policy, bus=bus)
         self.name, self.incarnation = name, incarnation
         self.shards: Reporting = Reporting(self, report)
         self.take_snapshot: Callable[[], object] = lambda: None

@@ -11,7 +11,7 @@ from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..core.modes import make_policy
 from ..core.run import Run
-from ..observe.metrics_http import MetricsEndpoint, open_metrics, server_history
+from ..observe.sinks import make_bus
 from ..snapshots.resharding import Available
 from ..snapshots.snapshots import Snapshots, resume_at
 from ..wire.listening import Listening
@@ -50,7 +50,6 @@ class ShardServer:
         self._link = Link(config)
         self._run: FollowerRun | None = None
         self._snapshots: Snapshots | None = None
-        self._metrics: MetricsEndpoint | None = None
 
     def after(self, config: Config) -> ShardServer:
         """The server that goes on where this one went back."""
@@ -95,7 +94,7 @@ class ShardServer:
         )
         begin = await self._link.register(register)
         run = self._run = self._begin(begin, available)
-        self._metrics = await open_metrics(self._config, run.history, run)
+        run.bus.begin(run)
         service = ParameterServerService(run, run.config)
         await self._listening.serve(service.handler())
         log.info(
@@ -124,8 +123,8 @@ class ShardServer:
         """The run that the coordinator says this is, where it says that it stands."""
         config = with_shared(self._config, begin.config)
         policy = make_policy(config)
-        history = server_history(self._config, is_written=False)
-        run = FollowerRun(config, policy, begin.run, begin.server_incarnation, self._link.report, history)
+        bus = make_bus(self._config)
+        run = FollowerRun(config, policy, begin.run, begin.server_incarnation, self._link.report, bus)
         resume_at(run, config, available, begin.snapshot)
         run.name, run.incarnation = begin.run, begin.server_incarnation
         if config.checkpoint.dir is not None:
@@ -156,8 +155,8 @@ class ShardServer:
             self._run.tensors.close()
         if self._snapshots is not None:
             self._snapshots.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._run is not None:
+            self._run.bus.close()
 
 
 def state_of(run: Run) -> orders.ShardState:

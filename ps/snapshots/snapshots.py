@@ -27,6 +27,7 @@ from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
+from ..core.facts import SnapshotTaken
 from ..core.run import Run
 from ..core.stats import WorkerStats
 from ..shards.orders import SnapshotName, TakeSnapshot
@@ -135,7 +136,7 @@ class Snapshots:
             path, sha256, num_bytes = writing.result()
             assert self._captured is not None
             self._run.saved_version = version = self._captured.version
-            self._run.history.write("snapshot", version=version, steps=facts["steps"], path=str(path), sha256=sha256)
+            self._run.bus.publish(self._run.now(), SnapshotTaken(version, facts["steps"], str(path), sha256))
             took_s = round(self._now() - began, 3)
             log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
         self.on_attempt()

@@ -60,7 +60,7 @@ class Exchange:
         self._addresses: tuple[str, ...] = ()
         self._crew = Crew()
         self._heartbeat = Heartbeat(self._shards[0].client.beat)
-        self._history = History(history, "worker")
+        self._history = History(history)
         self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None

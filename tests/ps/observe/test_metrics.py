@@ -1,4 +1,4 @@
-"""What Prometheus gets: from a real server with real workers, and from the endpoint under bad callers."""
+"""What Prometheus gets: from a real server with real workers, and under bad callers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError, UsageError
-from paramserver.common.reporting.history import History
+from paramserver.ps.core.facts import ContributionTaken, Identity
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.stats import WorkerStats
-from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, Counters
-from paramserver.ps.observe.metrics_http import MetricsEndpoint, server_history
+from paramserver.ps.observe import metrics
+from paramserver.ps.observe.bus import Bus
+from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, MetricsSink
+from paramserver.ps.observe.sinks import make_bus
 from paramserver.ps.policies.async_ import AsyncPolicy
 from paramserver.ps.policies.base import Options
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Samples = dict[str, float]
 
 
@@ -162,7 +167,7 @@ def test_what_a_server_says_holds_together_and_is_all_that_alerts_and_docs_name(
     assert server.wait() == 143
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(server.event("metrics")["url"], timeout=5)
-    assert "metrics_http" not in server.output
+    assert "metrics.py" not in server.output  # in a traceback
 
 
 def test_a_port_in_use_is_said(cluster: Cluster) -> None:
@@ -176,194 +181,169 @@ def test_a_port_in_use_is_said(cluster: Cluster) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_none_unless_asked_for_and_a_wrong_address_is_said_at_once() -> None:
-    assert type(server_history(Config())) is History
+def test_a_wrong_address_is_said_at_once() -> None:
     for address in ("9464", "127.0.0.1:", "127.0.0.1:99999", "/metrics"):
         with pytest.raises(UsageError, match="is not HOST:PORT"):
-            server_history(Config.model_validate({"server": {"metrics": address}}))
+            make_bus(Config.model_validate({"server": {"metrics": address}}))
 
 
-# ---- the counters ------------------------------------------------------------------------------
+# ---- the sink by itself ------------------------------------------------------------------------
 
 
-def counters_of(config: Config, with_rank: WorkerStats | None = None) -> tuple[Run, Counters]:
-    counters = Counters(None)
-    run = Run(config, AsyncPolicy(Options()), history=counters)
-    if with_rank is not None:
-        run.roster.stats[with_rank.rank] = with_rank
-    counters.attach(run)
-    return run, counters
-
-
-def accept(counters: Counters, outcome: str, rank: int = 0, incarnation: int = 1, stale: int = 0) -> None:
-    counters.write(
-        "accept", rank=rank, incarnation=incarnation, step=1, base_version=5 - stale, version=5, outcome=outcome
-    )
-
-
-def test_outcomes_and_staleness_are_counted() -> None:
-    async def body() -> None:
-        run, counters = counters_of(Config(), WorkerStats(0))
-        for outcome in OUTCOMES:
-            accept(counters, outcome, stale=3)
-        accept(counters, "accepted", stale=-1)  # a worker that is ahead after a rollback
-        now = samples_of(counters.text().decode())
-        for outcome in OUTCOMES:
-            assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
-        assert now["paramserver_staleness_versions_count"] == 2
-        assert now["paramserver_staleness_versions_sum"] == 3
+@asynccontextmanager
+async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[Run, MetricsSink]]:
+    sink = MetricsSink(address)
+    run = Run(Config(), AsyncPolicy(Options()), bus=Bus([sink]))
+    run.roster.stats.update({stats.rank: stats for stats in ranks})
+    try:
+        run.bus.begin(run)
+        yield run, sink
+    finally:
+        run.bus.close()
         run.tensors.close()
+
+
+def read(sink: MetricsSink) -> Samples:
+    return samples_of(generate_latest(sink.registry).decode())
+
+
+def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> ContributionTaken:
+    return ContributionTaken(Identity(0, 1, 1), 5 - stale, 5, outcome, 32, exchange_s)
+
+
+def test_outcomes_staleness_and_times_are_counted() -> None:
+    async def body() -> None:
+        async with metrics_of() as (run, sink):
+            for outcome in OUTCOMES:
+                run.bus.publish(0.0, taken(outcome, stale=3))
+            run.bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
+            now = read(sink)
+            for outcome in OUTCOMES:
+                assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
+            assert now["paramserver_staleness_versions_count"] == 2
+            assert now["paramserver_staleness_versions_sum"] == 3
+            assert now["paramserver_exchange_seconds_count"] == 1
+            assert now["paramserver_exchange_seconds_sum"] == 0.75
 
     asyncio.run(body())
 
 
 def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
-    async def body() -> None:
-        stats = WorkerStats(0)
-        run, counters = counters_of(Config(), stats)
-        accept(counters, "accepted")  # nothing before it
-        stats.wait_s, stats.transfer_s = 0.25, 0.5
-        accept(counters, "accepted")
-        stats.wait_s = 100.0  # another process, whose first contribution this is
-        accept(counters, "accepted", incarnation=2)
-        stats.transfer_s += 2.0
-        accept(counters, "repeated", incarnation=2)
-        accept(counters, "dropped", incarnation=2)
-        now = samples_of(counters.text().decode())
-        assert now["paramserver_exchange_seconds_count"] == 2
-        assert now["paramserver_exchange_seconds_sum"] == pytest.approx(2.75)
-        run.tensors.close()
-
-    asyncio.run(body())
+    stats = WorkerStats(0)
+    assert stats.exchange_s(1) < 0  # nothing before it
+    stats.wait_s, stats.transfer_s = 0.25, 0.5
+    assert stats.exchange_s(1) == 0.75
+    stats.wait_s = 100.0  # another process, whose first contribution this is
+    assert stats.exchange_s(2) < 0
+    stats.transfer_s += 2.0
+    assert stats.exchange_s(2) == 2.0
 
 
 def test_what_a_snapshot_brought_is_not_counted_again() -> None:
     async def body() -> None:
         stats = WorkerStats(3, steps=500, samples=16_000, bytes_sent=10**9, wait_s=7.0)
-        run, counters = counters_of(Config(), stats)
-        stats.accepted(0, 32, 0, 1.0)
-        stats.wait_s += 0.5
-        now = samples_of(counters.text().decode())
-        assert now['paramserver_worker_steps_total{rank="3"}'] == 1
-        assert now['paramserver_worker_samples_total{rank="3"}'] == 32
-        assert now['paramserver_received_bytes_total{rank="3"}'] == 0
-        assert now['paramserver_worker_seconds_total{activity="wait",rank="3"}'] == 0.5
-        run.tensors.close()
+        async with metrics_of(stats) as (_, sink):
+            stats.accepted(0, 32, 0, 1.0)
+            stats.wait_s += 0.5
+            now = read(sink)
+            assert now['paramserver_worker_steps_total{rank="3"}'] == 1
+            assert now['paramserver_worker_samples_total{rank="3"}'] == 32
+            assert now['paramserver_received_bytes_total{rank="3"}'] == 0
+            assert now['paramserver_worker_seconds_total{activity="wait",rank="3"}'] == 0.5
 
     asyncio.run(body())
-
-
-def test_what_is_counted_is_still_written_down(tmp_path: Path) -> None:
-    path = tmp_path / "h.jsonl"
-    counters = Counters(str(path))
-    counters.write("join", rank=0, incarnation=1, step=0, resumed=False)
-    counters.write("leave", rank=0, incarnation=1, how="lease")
-    counters.close()
-    assert [line.split('"')[3] for line in path.read_text().splitlines()] == ["join", "leave"]
-    now = samples_of(counters.text().decode())
-    assert now['paramserver_joins_total{kind="first"}'] == now['paramserver_departures_total{how="lease"}'] == 1
 
 
 def test_a_thousand_workers_are_scraped_without_stopping_the_server_for_long() -> None:
     async def body() -> None:
-        run, counters = counters_of(Config())
-        for rank in range(1000):
-            run.roster.stats[rank] = WorkerStats(rank, steps=rank, bytes_sent=rank)
-        began = time.process_time()
-        text = counters.text().decode()
-        took_s = time.process_time() - began
-        assert len(samples_of(text)) > 8000
-        assert took_s < 1.0  # about 0.07 s; the loop stands still meanwhile
-        run.tensors.close()
+        async with metrics_of(*(WorkerStats(rank, steps=rank, bytes_sent=rank) for rank in range(1000))) as (_, sink):
+            began = time.process_time()
+            families = list(sink.registry.collect())
+            took_s = time.process_time() - began
+            assert sum(len(family.samples) for family in families) > 8000
+            assert took_s < 1.0  # about 0.03 s; the loop stands still meanwhile
 
     asyncio.run(body())
 
 
-# ---- the endpoint under bad callers --------------------------------------------------------------
+# ---- bad callers ---------------------------------------------------------------------------------
 
 
-async def ask(endpoint: MetricsEndpoint, request: bytes) -> bytes:
-    host, _, port = endpoint.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+def where(sink: MetricsSink) -> tuple[str, int]:
+    assert sink.server is not None
+    return sink.server.server_address[:2]  # type: ignore[return-value]
+
+
+async def ask(sink: MetricsSink, request: bytes = b"GET /metrics HTTP/1.1\r\n\r\n") -> bytes:
+    reader, writer = await asyncio.open_connection(*where(sink))
     writer.write(request)
     reply = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     return reply
 
 
-def with_endpoint(body: Callable[[MetricsEndpoint], object]) -> None:
-    async def run() -> None:
-        endpoint = MetricsEndpoint(Counters(None), request_s=0.5)
-        await endpoint.open("127.0.0.1:0")
-        await body(endpoint)  # type: ignore[misc]
-        assert (await ask(endpoint, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        endpoint.close()
+def test_a_caller_that_hangs_up_or_says_nothing_costs_little(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "_SILENT_S", 0.5)
 
-    asyncio.run(run())
+    async def body() -> None:
+        async with metrics_of() as (_, sink):
+            for part in (b"", b"GET", b"GET /metrics HTTP/1.1\r\n", b"\x16\x03\x01\x02", b"x" * 100_000):
+                _, writer = await asyncio.open_connection(*where(sink))
+                writer.write(part)
+                writer.close()
+            silent = [await asyncio.open_connection(*where(sink)) for _ in range(40)]
+            for reader, writer in silent:  # those that are too many at once, the others after a moment
+                with suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), 10) == b""
+                writer.close()
+            while not (reply := await ask(sink)):  # the last of them may not have ended yet
+                pass
+            assert b" 200 OK" in reply
+            assert b"paramserver_version 0.0" in reply
 
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
-        (b"GET /metrics?name=up HTTP/1.0\r\n\r\n", 200),
-        (b"HEAD /metrics HTTP/1.1\r\n\r\n", 200),
-        (b"GET / HTTP/1.1\r\n\r\n", 404),
-        (b"GET /metrics/../etc/passwd HTTP/1.1\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", 405),
-        (b"\x16\x03\x01\x02\x00 TLS to a port without\r\n\r\n", 404),
-        (b"\r\n\r\n", 404),
-    ],
-)
-def test_requests(request_bytes: bytes, status: int) -> None:
-    async def body(endpoint: MetricsEndpoint) -> None:
-        reply = await ask(endpoint, request_bytes)
-        head, _, text = reply.partition(b"\r\n\r\n")
-        assert head.split(b" ")[1] == str(status).encode()
-        length = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
-        assert len(text) == (0 if request_bytes.startswith(b"HEAD") else length)
-
-    with_endpoint(body)
+    asyncio.run(body())
+    assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_caller_that_hangs_up_or_says_nothing_costs_nothing() -> None:
-    async def body(endpoint: MetricsEndpoint) -> None:
-        host, _, port = endpoint.address.rpartition(":")
-        for part in (b"", b"GET", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 100_000):
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(part)
-            writer.close()
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(16)]
-        with pytest.raises(ConnectionError):  # one too many
-            await ask(endpoint, b"GET /metrics HTTP/1.1\r\n\r\n")
-        for reader, writer in silent:
-            with suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
-            writer.close()
+def test_scrapes_in_a_row_read_the_run_once() -> None:
+    class Reads(Collector):
+        num = 0
 
-    with_endpoint(body)
+        def collect(self) -> Iterator[Metric]:
+            self.num += 1
+            yield from ()
+
+    async def body() -> None:
+        async with metrics_of() as (_, sink):
+            reads = Reads()
+            sink.registry.register(reads)
+            reads.num = 0
+            began = time.monotonic()
+            replies = await asyncio.gather(*(ask(sink) for _ in range(10)))
+            assert sum(b" 200 OK" in reply for reply in replies) == 10
+            assert reads.num <= 1 + (time.monotonic() - began) / 0.2
+
+    asyncio.run(body())
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    async def body() -> None:
-        with pytest.raises(UsageError):
-            await MetricsEndpoint(Counters(None)).open("nowhere")
+    async def body(address: str) -> None:
         with pytest.raises(BindError):
-            await MetricsEndpoint(Counters(None)).open("host.invalid:1")
-        with pytest.raises(BindError):
-            await MetricsEndpoint(Counters(None)).open("192.0.2.1:1")
+            async with metrics_of(address=address):
+                pass
 
-    asyncio.run(body())
+    for address in ("host.invalid:1", "192.0.2.1:1"):
+        asyncio.run(body(address))
 
 
 def test_an_ipv6_address() -> None:
     async def body() -> None:
-        endpoint = MetricsEndpoint(Counters(None))
-        try:
-            await endpoint.open("[::1]:0")
-        except BindError:
-            pytest.skip("no IPv6 on this machine")
-        assert endpoint.address.startswith("[::1]:")
-        endpoint.close()
+        async with metrics_of(address="[::1]:0") as (_, sink):
+            assert b" 200 OK" in await ask(sink)
 
-    asyncio.run(body())
+    try:
+        asyncio.run(body())
+    except BindError:
+        pytest.skip("no IPv6 on this machine")

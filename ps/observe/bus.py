@@ -1,0 +1,149 @@
+"""The bus: what has happened in a run (`ps/core/facts.py`), told to every sink, in order.
+
+A sink can neither raise into the run nor slow it. One that raises is switched off, with one warning in the log. One
+that writes or sends has a thread of its own behind a bounded queue; when that is full, facts are dropped, counted and
+said once. A new sink is a file in this folder with a subclass of `Sink`, and a line in `sinks.py`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, ClassVar
+
+from ...common.reporting.log import get_logger
+from ..core.facts import Fact
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+
+log = get_logger()
+
+_CAPACITY = 20_000  # facts, of some hundred bytes
+_BATCH = 1_000
+_CLOSE_S = 5.0
+
+
+class Sink:
+    """Whoever looks at a run. `begin` comes first, `close` last, everything between from one thread."""
+
+    name: ClassVar[str]
+    does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
+    needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
+
+    def begin(self, run: Run) -> None:
+        """The run stands where it begins, on the event loop; what this raises ends the server's start."""
+
+    def take(self, at: float, fact: Fact) -> None:
+        """A fact, and when it happened: monotonic seconds."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Nothing more is there for the moment: what `take` has gathered may go out."""
+
+    def close(self) -> None:
+        """No fact comes any more."""
+
+
+class Bus:
+    """Of one server process; `publish` is for one thread, the event loop's."""
+
+    def __init__(self, sinks: Iterable[Sink] = (), capacity: int = _CAPACITY) -> None:
+        self._subscriptions = [_Subscription(sink, capacity) for sink in sinks]
+
+    def begin(self, run: Run) -> None:
+        for subscription in self._subscriptions:
+            subscription.sink.begin(run)
+
+    def publish(self, at: float, fact: Fact) -> None:
+        for subscription in self._subscriptions:
+            subscription.publish(at, fact)
+
+    def close(self, within_s: float = _CLOSE_S) -> None:
+        """Let every sink take what it has not taken yet; what is not done in time is dropped."""
+        for subscription in self._subscriptions:
+            subscription.close(within_s)
+        self._subscriptions = []
+
+
+class _Subscription:
+    """One sink, kept from harming the run."""
+
+    def __init__(self, sink: Sink, capacity: int) -> None:
+        self.sink = sink
+        self._capacity = capacity
+        self._is_open = True  # facts go to the sink
+        self._has_raised = False
+        self._num_dropped = 0  # that never came to the sink
+        self._num_lost = 0  # that it had when it raised, or after
+        self._is_gap_said = False
+        self._queue: SimpleQueue[tuple[float, Fact] | None] = SimpleQueue()  # None: there will be no more
+        self._thread: Thread | None = None
+        if sink.does_io:
+            run = contextvars.copy_context().run  # with what the log adds to every event
+            self._thread = Thread(target=run, args=(self._carry,), name=f"sink {sink.name}", daemon=True)
+            self._thread.start()
+
+    def publish(self, at: float, fact: Fact) -> None:
+        if self._thread is None:
+            self._give([(at, fact)])
+        elif not self._is_open or self._queue.qsize() >= self._capacity:
+            self._num_dropped += 1
+            self._is_open = self._is_open and not self.sink.needs_all
+        else:
+            self._queue.put((at, fact))
+
+    def close(self, within_s: float) -> None:
+        if self._thread is None:
+            self._end()
+        else:
+            self._queue.put(None)
+            self._thread.join(within_s)
+            if self._thread.is_alive():
+                self._num_dropped += self._queue.qsize()
+        if num_dropped := self._num_dropped + self._num_lost:
+            _warn("sink_incomplete", sink=self.sink.name, dropped=num_dropped)
+
+    def _carry(self) -> None:
+        """The sink's thread. It takes all that is there at once: each wait costs the event loop a switch."""
+        is_last = False
+        while not is_last:
+            batch = [self._queue.get()]
+            with suppress(Empty):
+                while batch[-1] is not None and len(batch) < _BATCH:
+                    batch.append(self._queue.get_nowait())
+            is_last = batch[-1] is None
+            self._give([item for item in batch if item is not None])
+            if self._num_dropped and not self._is_gap_said:
+                self._is_gap_said = True
+                _warn(
+                    "sink_slow", sink=self.sink.name, meaning="facts come faster than it takes them: some are dropped"
+                )
+        self._end()
+
+    def _give(self, batch: list[tuple[float, Fact]]) -> None:
+        if self._has_raised:
+            self._num_lost += len(batch)
+            return
+        try:
+            for at, fact in batch:
+                self.sink.take(at, fact)
+            self.sink.flush()
+        except Exception as error:  # its own bug, or its disk: the run goes on without it
+            self._num_lost += len(batch)
+            self._has_raised, self._is_open = True, False
+            _warn("sink_off", sink=self.sink.name, reason=f"{type(error).__name__}: {error}")
+
+    def _end(self) -> None:
+        try:
+            self.sink.close()
+        except Exception as error:
+            _warn("sink_off", sink=self.sink.name, reason=f"{type(error).__name__}: {error}")
+
+
+def _warn(event: str, **fields: object) -> None:
+    with suppress(OSError, ValueError):  # the log itself may be what does not work
+        log.warning(event, **fields)

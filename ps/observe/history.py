@@ -1,0 +1,74 @@
+"""The history file (`common/reporting/history.py` has its format), written down from the facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...common.reporting.history import HistoryFile
+from ..core.facts import (
+    AnswerGiven,
+    ContributionTaken,
+    Fact,
+    RunEnded,
+    RunStarted,
+    SnapshotTaken,
+    VersionCommitted,
+    WorkerJoined,
+    WorkerLeft,
+)
+from .bus import Sink
+
+
+class HistorySink(Sink):
+    """Writes to `path`; OutputError when that cannot be opened."""
+
+    name = "history"
+    does_io = True
+    needs_all = True
+
+    def __init__(self, path: str) -> None:
+        self._file = HistoryFile(path, "server")
+        self._lines: list[bytes] = []
+
+    def take(self, at: float, fact: Fact) -> None:
+        op, fields = line_of(fact)
+        if op:
+            self._lines.append(self._file.line(op, at, fields))
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        self._file.append(b"".join(lines))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def line_of(fact: Fact) -> tuple[str, dict[str, Any]]:
+    """The operation and the fields of a fact's line; ("", {}) for one that has none."""
+    match fact:
+        case ContributionTaken((rank, incarnation, number)):
+            return "accept", {
+                "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
+                "version": fact.version, "outcome": fact.outcome,
+            }  # fmt: skip
+        case VersionCommitted(version, contributions, members):
+            return "commit", {"version": version, "contributions": contributions, "members": members}
+        case AnswerGiven(rank, incarnation, number, version, outcome):
+            return "answer", {
+                "rank": rank, "incarnation": incarnation, "step": number, "version": version, "outcome": outcome
+            }  # fmt: skip
+        case WorkerJoined(rank, incarnation, number, is_resumed):
+            return "join", {"rank": rank, "incarnation": incarnation, "step": number, "resumed": is_resumed}
+        case WorkerLeft(rank, incarnation, how):
+            return "leave", {"rank": rank, "incarnation": incarnation, "how": how}
+        case SnapshotTaken(version, contributions, path, sha256):
+            return "snapshot", {"version": version, "steps": contributions, "path": path, "sha256": sha256}
+        case RunStarted():
+            return "start", {
+                "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
+                "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
+                "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, **fact.options,
+            }  # fmt: skip
+        case RunEnded(version, contributions):
+            return "end", {"version": version, "steps": contributions}
+    return "", {}

@@ -1,0 +1,172 @@
+"""The bus and what its sinks cannot do to a run; the history file on a full disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.reporting.history import History
+from paramserver.ps.core.facts import AnswerGiven, Fact, RunEnded, VersionCommitted, WorkerJoined, WorkerLeft
+from paramserver.ps.observe.bus import Bus, Sink
+from paramserver.ps.observe.history import HistorySink
+from paramserver.tests.loopback.conftest import Cluster
+
+
+class Gathering(Sink):
+    """Keeps what it is told. With I/O it may be held."""
+
+    name = "gathering"
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+        self.events: list[str] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def take(self, at: float, fact: Fact) -> None:
+        if self.does_io:
+            self.events.append("take")
+            self.may_go_on.wait(30)
+        if isinstance(fact, WorkerLeft):
+            raise ValueError("I do not like it")
+        self.facts.append(fact)
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+class Slow(Gathering):
+    does_io = True
+
+
+class Strict(Slow):
+    needs_all = True
+
+
+def committed(version: int) -> VersionCommitted:
+    return VersionCommitted(version, (), ())
+
+
+LEFT = WorkerLeft(0, 1, "closed", "connection lost")
+
+
+@pytest.mark.parametrize("kind", [Gathering, Slow])
+def test_a_sink_is_told_everything_in_order(kind: type[Gathering]) -> None:
+    sink = kind()
+    bus = Bus([sink])
+    facts = [committed(version) for version in range(5000)]
+    for fact in facts:
+        bus.publish(1.5, fact)
+    bus.close()
+    assert sink.facts == facts
+    assert sink.events[-1] == "close"
+
+
+@pytest.mark.parametrize("kind", [Gathering, Slow])
+def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
+    kind: type[Gathering], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink, other = kind(), Gathering()
+    bus = Bus([sink, other])
+    bus.publish(0.0, committed(1))
+    for _ in range(3):
+        bus.publish(0.0, LEFT)
+    bus.publish(0.0, committed(2))
+    bus.close()
+    assert sink.facts == [committed(1)]
+    assert other.facts == [committed(1)]  # its own exception
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert text.count("sink_off") == 2  # one each
+    assert "ValueError: I do not like it" in text
+
+
+def test_a_slow_sink_loses_facts_and_the_run_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, expected in ((Slow, [0, 1, 2, 3, 4, 100]), (Strict, [0, 1, 2, 3, 4])):
+        sink = kind()
+        sink.may_go_on.clear()
+        bus = Bus([sink], capacity=4)
+        bus.publish(0.0, committed(0))
+        while not sink.events:  # it has the first in its hands
+            pass
+        for version in range(1, 50):
+            bus.publish(0.0, committed(version))
+        sink.may_go_on.set()
+        while len(sink.facts) < 5:
+            pass
+        bus.publish(0.0, committed(100))
+        bus.close()
+        assert [fact.version for fact in sink.facts] == expected  # type: ignore[union-attr]
+        said = capsys.readouterr()
+        text = said.out + said.err
+        assert text.count("sink_slow") == 1
+        assert f"dropped={51 - len(expected)}" in text
+
+
+def test_closing_waits_for_a_sink_that_hangs_no_longer_than_it_is_told() -> None:
+    sink = Slow()
+    sink.may_go_on.clear()
+    bus = Bus([sink])
+    bus.publish(0.0, committed(1))
+    bus.close(within_s=0.1)
+    assert "close" not in sink.events
+    sink.may_go_on.set()
+
+
+# ---- the history ---------------------------------------------------------------------------------
+
+
+def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
+    path = tmp_path / "h.jsonl"
+    bus = Bus([HistorySink(str(path))])
+    bus.publish(1.25, WorkerJoined(0, 1, 0, False))
+    bus.publish(1.5, LEFT)
+    bus.publish(1.75, AnswerGiven(0, 1, 7, 9, "APPLIED"))
+    bus.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
+        {"op": "leave", "role": "server", "t": 1.5, "rank": 0, "incarnation": 1, "how": "closed"},
+        {"op": "answer", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "step": 7, "version": 9,
+         "outcome": "APPLIED"},
+    ]  # fmt: skip
+
+
+def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    bus = Bus([HistorySink("/dev/full")])
+    for version in range(100):
+        bus.publish(0.0, committed(version))
+    bus.publish(0.0, RunEnded(100, {}))
+    bus.close()
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert text.count("sink_off") == 1
+    assert "No space left on device" in text
+    assert "dropped=101" in text
+
+
+def test_a_full_disk_costs_a_worker_its_history_only(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History("/dev/full")
+    for step in range(10):
+        history.write("send", rank=0, step=step)
+    history.close()
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert text.count("history_off") == 1
+    assert "missing=10" in text
+
+
+def test_a_run_with_its_history_on_a_full_disk(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        server = cluster.server(
+            "--mode", "sync", "--workers", "2", "--steps", "20", "--task", "linear", "--history", "/dev/full"
+        )
+        workers = [cluster.worker(rank, "--history", "/dev/full") for rank in (0, 1)]
+        assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
+        assert server.event("sink_incomplete")["dropped"] > 60
+        assert "Traceback" not in server.output
+    finally:
+        cluster.stop()
