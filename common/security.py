@@ -4,8 +4,8 @@ What each side does with them is in `ps/wire/security.py` and `worker/conversati
 
 * A server with `security.cert` and `security.key` speaks TLS 1.2 or 1.3, a worker with `security.ca` too.
   With `security.mutual` the server also asks for the worker's certificate, signed by `security.ca`.
-* The common name of a worker's certificate says who may use it: `rank-3` is rank 3 and nobody else,
-  `worker` is any rank. Other names may read (Pull, Status), not join.
+* The common name of a certificate says who may use it: `rank-3` is rank 3 and nobody else, `worker` is any
+  rank, `shard-1` is shard 1 of the server. Other names may read (Pull, Status), and neither join nor attend.
 * The token is one for the whole run. It is never a flag and never a setting, so that it is in no process
   list, no log and no `--print-config`: `security.token_file`, or PS_TOKEN in the environment.
 """
@@ -38,6 +38,7 @@ TOKEN_VARIABLE = "PS_TOKEN"
 _MAX_TOKEN = 4096
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"
+SHARD_PREFIX = "shard-"
 
 
 # ---- addresses --------------------------------------------------------------------------------

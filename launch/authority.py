@@ -1,13 +1,14 @@
-"""A small certificate authority for a lab: one CA, a server certificate, certificates for workers.
+"""A small certificate authority for a lab: one CA, a server certificate, certificates for workers and shards.
 
 EC P-256 keys. Files: ca.crt, ca.key, server.crt, server.key, rank-N.crt, rank-N.key or worker.crt,
-worker.key, token. Nothing here writes them; `certs.py` does.
+worker.key, shard-N.crt, shard-N.key, token. Nothing here writes them; `certs.py` does.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -89,13 +90,17 @@ def make_ca(name: str, validity: Validity) -> Identity:
 
 def make_server(ca: Identity, hosts: list[str], validity: Validity) -> Identity:
     """A certificate for a server that is reached by these names and addresses."""
-    names = x509.SubjectAlternativeName([host_name(host) for host in hosts])
-    return _issue(ca, "ps-server", ExtendedKeyUsageOID.SERVER_AUTH, validity, names)
+    return _issue(ca, "ps-server", [ExtendedKeyUsageOID.SERVER_AUTH], validity, hosts)
 
 
 def make_worker(ca: Identity, name: str, validity: Validity) -> Identity:
     """A certificate for `rank-N`, or `worker` for any rank. Of no use to a server."""
-    return _issue(ca, name, ExtendedKeyUsageOID.CLIENT_AUTH, validity, None)
+    return _issue(ca, name, [ExtendedKeyUsageOID.CLIENT_AUTH], validity)
+
+
+def make_shard(ca: Identity, name: str, hosts: list[str], validity: Validity) -> Identity:
+    """A certificate for `shard-N`: a server to workers, and to the other shards a client too."""
+    return _issue(ca, name, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], validity, hosts)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
@@ -126,11 +131,7 @@ def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
 
 
 def _issue(
-    ca: Identity,
-    name: str,
-    usage: x509.ObjectIdentifier,
-    validity: Validity,
-    names: x509.SubjectAlternativeName | None,
+    ca: Identity, name: str, usages: list[x509.ObjectIdentifier], validity: Validity, hosts: Sequence[str] = ()
 ) -> Identity:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -139,11 +140,12 @@ def _issue(
         _builder(subject, ca.certificate.subject, key, validity.within(ca.certificate))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)
     )
-    if names is not None:
+    if hosts:
+        names = x509.SubjectAlternativeName([host_name(host) for host in hosts])
         builder = builder.add_extension(names, critical=False)
     return Identity(builder.sign(ca.key, hashes.SHA256()), key)
 

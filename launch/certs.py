@@ -31,6 +31,7 @@ _HELP = """Certificates and a token for a server and its workers.
 [bold]Examples[/bold]
 
   ps-certs init lab --host 10.0.0.5 --workers 4   a CA, the server's certificate, one for each rank, a token
+  ps-certs init lab --host 10.0.0.5 --shards 3    one for each shard of the server too, for security.mutual
   ps-certs init lab --renew                       new certificates of the same CA; running servers take them
   ps-certs show lab                               names, and until when they are valid
 """
@@ -48,6 +49,10 @@ WorkersOption = Annotated[
         "-n", "--workers", min=1, max=4096, help="a certificate for each rank; none: one that all workers share"
     ),
 ]
+ShardsOption = Annotated[
+    int | None,
+    typer.Option("--shards", min=1, max=256, help="a certificate for each shard of a server that has several"),
+]
 DaysOption = Annotated[int, typer.Option("--days", min=1, max=_MAX_DAYS, help="how long certificates are valid")]
 RenewOption = Annotated[bool, typer.Option("--renew", help="new certificates, with the CA and token that are there")]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace everything; what the old CA signed is void")]
@@ -58,11 +63,13 @@ def init(
     directory: DirArgument,
     host: HostOption = None,
     workers: WorkersOption = None,
+    shards: ShardsOption = None,
     days: DaysOption = _DAYS,
     renew: RenewOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Make a CA, a server certificate, worker certificates and a token; then say how to use them."""
+    """Make a CA, certificates for server, shards and workers, and a token; then say how to use them."""
+    from ..common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX
     from .authority import CA_DAYS, Validity, host_name, make_ca
 
     if renew and force:
@@ -72,17 +79,19 @@ def init(
     if renew:
         ca = _existing_ca(directory)
         hosts = [*_hosts_of(directory / "server.crt"), *(host or [])]
-        names = _worker_names(workers) if workers else _existing_workers(directory)
+        names = _worker_names(workers) if workers else _existing(directory, f"{RANK_PREFIX}*", ANY_RANK)
+        names = names or _worker_names(None)
+        shard_names = _shard_names(shards) if shards else _existing(directory, f"{SHARD_PREFIX}*")
     else:
         _check_free(directory, force)
         ca = make_ca(f"paramserver {socket.gethostname()}"[:64], Validity.days(CA_DAYS))
         hosts = [*_ANYWHERE, *_own_name(), *(host or [])]
-        names = _worker_names(workers)
-    files = _identities(ca, list(dict.fromkeys(hosts)), names, Validity.days(days))
+        names, shard_names = _worker_names(workers), _shard_names(shards)
+    files = _identities(ca, list(dict.fromkeys(hosts)), names, shard_names, Validity.days(days))
     if not renew:
         files |= _named("ca", ca) | {"token": (f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)}
     _write_all(directory, files, replaces_all=force)
-    _say_next(directory, names, host or [], renew)
+    _say_next(directory, names, shard_names, host or [], renew)
 
 
 @app.command("show")
@@ -132,7 +141,7 @@ def _check_free(directory: Path, force: bool) -> None:
 
 def _ours(directory: Path) -> list[Path]:
     """Files in the directory that this command makes."""
-    patterns = ("ca.*", "server.*", "worker.*", "rank-*.*")
+    patterns = ("ca.*", "server.*", "worker.*", "rank-*.*", "shard-*.*")
     found = [path for pattern in patterns for path in directory.glob(pattern) if path.suffix in (".crt", ".key")]
     return sorted(found) + [path for path in [directory / "token"] if path.exists()]
 
@@ -150,9 +159,9 @@ def _hosts_of(path: Path) -> tuple[str, ...]:
     return facts_of(_read(path)).names if path.exists() else (*_ANYWHERE, *_own_name())
 
 
-def _existing_workers(directory: Path) -> list[str]:
-    found = [*directory.glob("rank-*.crt"), *directory.glob("worker.crt")]
-    return [path.stem for path in sorted(found, key=_by_rank)] or _worker_names(None)
+def _existing(directory: Path, *patterns: str) -> list[str]:
+    found = [path for pattern in patterns for path in directory.glob(f"{pattern}.crt")]
+    return [path.stem for path in sorted(found, key=_by_rank)]
 
 
 def _by_rank(path: Path) -> tuple[str, int]:
@@ -178,6 +187,12 @@ def _worker_names(workers: int | None) -> list[str]:
     return [f"{RANK_PREFIX}{rank}" for rank in range(workers)] if workers else [ANY_RANK]
 
 
+def _shard_names(shards: int | None) -> list[str]:
+    from ..common.security import SHARD_PREFIX
+
+    return [f"{SHARD_PREFIX}{shard}" for shard in range(shards or 0)]
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -190,12 +205,14 @@ def _read(path: Path) -> bytes:
 Files = dict[str, tuple[bytes, int]]  # name -> what it holds, its mode
 
 
-def _identities(ca: Identity, hosts: list[str], names: list[str], validity: Validity) -> Files:
-    from .authority import make_server, make_worker
+def _identities(ca: Identity, hosts: list[str], names: list[str], shards: list[str], validity: Validity) -> Files:
+    from .authority import make_server, make_shard, make_worker
 
     files = _named("server", make_server(ca, hosts, validity))
     for name in names:
         files |= _named(name, make_worker(ca, name, validity))
+    for name in shards:
+        files |= _named(name, make_shard(ca, name, hosts, validity))
     return files
 
 
@@ -233,11 +250,11 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 # ---- what to do with it ---------------------------------------------------------------------------
 
 
-def _say_next(directory: Path, names: list[str], hosts: list[str], renewed: bool) -> None:
-    from ..common.security import facts_of
+def _say_next(directory: Path, names: list[str], shards: list[str], hosts: list[str], renewed: bool) -> None:
+    from ..common.security import SHARD_PREFIX, facts_of
 
     facts = facts_of(_read(directory / "server.crt"))
-    who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    who = ", ".join(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (shards, names) if group)
     kept = "; the CA and the token are the old ones" if renewed else ", and a token"
     print(f"{directory}: certificates for a server ({', '.join(facts.names)}) and for {who}{kept}")
     print(f"valid until {facts.not_after:%Y-%m-%d}; {PROGRAM} init {directory} --renew makes new ones\n")
@@ -249,9 +266,13 @@ def _say_next(directory: Path, names: list[str], hosts: list[str], renewed: bool
     address = f"[{address}]" if ":" in address and not address.startswith("[") else address
     first = names[0]
     mutual = ("--set", "security.mutual=true")
-    server = ("ps-server", "--listen", f"0.0.0.0:{_PORT}", *_flags(directory, "server"), *mutual)
+    places = ("--shards", str(len(shards))) if shards else ()
+    own = shards[0] if shards else "server"
+    server = ("ps-server", "--listen", f"0.0.0.0:{_PORT}", *places, *_flags(directory, own), *mutual)
     worker = ("ps-worker", "--server", f"{address}:{_PORT}", *_rank_flag(first), *_flags(directory, first))
     print(f"The server:\n  {shlex.join(server)}\n")
+    if shards:
+        print(f"Its other shards show {SHARD_PREFIX}N.crt, with --shard N --coordinator {address}:{_PORT}.\n")
     print(f"A worker (its machine needs ca.crt, {first}.crt, {first}.key and token):\n  {shlex.join(worker)}\n")
     print(f"{directory / 'ca.key'} signs new certificates: copy it nowhere.")
 

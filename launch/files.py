@@ -2,12 +2,12 @@
 
 Where several modes run, each has its own weights, history and snapshots. Of the certificates, the
 configured one is the server's. Workers have none, or with mutual TLS those that `ps-certs init` has
-put beside it: `rank-N.crt`, or `worker.crt` for all.
+put beside it: `rank-N.crt`, or `worker.crt` for all; each of several shards then has `shard-N.crt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -50,15 +50,33 @@ def worker_identity(security: SecurityConfig, rank: int, exists: Callable[[str],
         return {}
     if not security.mutual:
         return {"security.cert": None, "security.key": None}
-    folder = PurePath(security.cert).parent
-    for name in (f"rank-{rank}", "worker"):
+    return _beside(
+        security.cert, (f"rank-{rank}", "worker"), exists,
+        lacks=f"worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt",
+        option="--workers N makes one for each rank",
+    )  # fmt: skip
+
+
+def shard_identity(security: SecurityConfig, shard: int, exists: Callable[[str], bool]) -> dict[str, Any]:
+    """The settings in which the certificate of one of several shards differs from the server's. Raises UsageError."""
+    if security.cert is None or not security.mutual:
+        return {}
+    return _beside(
+        security.cert, (f"shard-{shard}",), exists,
+        lacks=f"shard {shard} needs a certificate of its own, and there is no shard-{shard}.crt",
+        option="--shards S makes one for each shard",
+    )  # fmt: skip
+
+
+def _beside(
+    cert: str, names: Sequence[str], exists: Callable[[str], bool], *, lacks: str, option: str
+) -> dict[str, Any]:
+    """The first pair of these names in the directory of `cert`, as settings. UsageError when there is none."""
+    folder = PurePath(cert).parent
+    for name in names:
         if exists(str(folder / f"{name}.crt")):
             return {"security.cert": str(folder / f"{name}.crt"), "security.key": str(folder / f"{name}.key")}
-    raise UsageError(
-        f"security.mutual: worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt "
-        f"beside {security.cert}",
-        fix=f"ps-certs init {folder} --renew --workers N makes one for each rank",
-    )
+    raise UsageError(f"security.mutual: {lacks} beside {cert}", fix=f"ps-certs init {folder} --renew {option}")
 
 
 def code_file(config: Config) -> str | None:
@@ -69,17 +87,23 @@ def code_file(config: Config) -> str | None:
     return f"{path}.py" if colon else None
 
 
-def read_by_server(security: SecurityConfig) -> tuple[str, ...]:
-    """Files that must be there where a server runs."""
-    files = (security.ca, security.cert, security.key, security.token_file)
-    return tuple(path for path in files if path is not None)
+def read_by_server(security: SecurityConfig, identity: Mapping[str, Any]) -> tuple[str, ...]:
+    """Files that must be there where a server with these settings of its own runs."""
+    return _present(security.ca, *_own_pair(security, identity), security.token_file)
 
 
 def read_by_worker(config: Config, identity: Mapping[str, Any]) -> tuple[str, ...]:
     """Files that must be there where a worker with these settings of its own runs."""
     security = config.security
-    own = (identity.get("security.cert", security.cert), identity.get("security.key", security.key))
-    return tuple(path for path in (code_file(config), security.ca, security.token_file, *own) if path is not None)
+    return _present(code_file(config), security.ca, security.token_file, *_own_pair(security, identity))
+
+
+def _own_pair(security: SecurityConfig, identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    return identity.get("security.cert", security.cert), identity.get("security.key", security.key)
+
+
+def _present(*paths: str | None) -> tuple[str, ...]:
+    return tuple(path for path in paths if path is not None)
 
 
 def is_flag(origin: str) -> bool:

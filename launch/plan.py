@@ -24,7 +24,16 @@ from typing import Any, NamedTuple
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved, scalar_text
 from ..common.errors import UsageError
-from .files import SINGLE, check_snapshots, is_flag, own_path, read_by_server, read_by_worker, worker_identity
+from .files import (
+    SINGLE,
+    check_snapshots,
+    is_flag,
+    own_path,
+    read_by_server,
+    read_by_worker,
+    shard_identity,
+    worker_identity,
+)
 from .placement import Place, Placement
 from .settings import arguments, check_one_for_all, listen_host, single_settings, told_settings, value_of, variable
 
@@ -109,6 +118,7 @@ class Plan:
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: tuple[Mapping[str, Any], ...] = ()  # of each worker, where they differ from the server's
+    shard_identities: tuple[Mapping[str, Any], ...] = ()  # of each shard, where there are several
     placement: Placement | None = None
 
     @property
@@ -154,7 +164,9 @@ class Plan:
         own: dict[str, Any] = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
         if self.placement is None and self.config.server.metrics is not None:
             own["server.metrics"] = None  # the coordinator has that port on this host
-        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)))
+        own |= self.shard_identities[rank]
+        needs = read_by_server(self.config.security, self.shard_identities[rank])
+        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)), needs=needs)
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
         identity = self.identities[child.rank] if self.identities else {}
@@ -235,11 +247,15 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
     identities: tuple[Mapping[str, Any], ...] = ()
+    shards: tuple[Mapping[str, Any], ...] = ({},)
     listen = listen_host(resolved, machine)
     if mode != SINGLE:
         server = _server(resolved, machine, common, env, num_shards)
         kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
-        server = dataclasses.replace(server, needs=read_by_server(config.security), leaves=kept)
+        if num_shards > 1:
+            shards = tuple(shard_identity(config.security, shard, machine.exists) for shard in range(num_shards))
+        argv, needs = (*server.argv, *arguments(None, shards[0])), read_by_server(config.security, shards[0])
+        server = dataclasses.replace(server, argv=argv, needs=needs, leaves=kept)
         identities = tuple(worker_identity(config.security, rank, machine.exists) for rank in range(num_workers))
     plan = Plan(
         mode=mode,
@@ -254,6 +270,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         server_listen=f"{listen}:0",
         worker_argv=(machine.python, *PROGRAMS["worker"], *common),
         identities=identities,
+        shard_identities=shards,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
         placement=machine.placement,
     )

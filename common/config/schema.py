@@ -181,7 +181,7 @@ class SecurityConfig(Section):
     ca: str | None = Field(None, description="PEM: certificates the other side's must be signed by")
     cert: str | None = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
     key: str | None = Field(None, description="PEM: the key of security.cert")
-    mutual: bool = Field(False, description="server: workers need a certificate signed by security.ca")
+    mutual: bool = Field(False, description="server: workers and other shards need a certificate signed by security.ca")
     token_file: str | None = Field(None, description="file with the token all share; or PS_TOKEN in the environment")
 
     @model_validator(mode="after")

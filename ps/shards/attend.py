@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 from urllib.parse import unquote
+
+import grpc.aio
 
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.security import split_address
 from ...common.wire.protocol import refusal_to_status
 from ...proto import parameter_server_pb2 as pb
+from ..wire.security import check_shard
 from . import orders
 from .coordinator import Attendant, Coordinator
 from .messages import order_to_proto, report_from_proto
@@ -22,7 +24,9 @@ log = get_logger()
 _ANY_HOST = ("0.0.0.0", "::")
 
 
-async def attend(coordinator: Coordinator, reports: AsyncIterator[pb.ShardReport], context: Any) -> None:
+async def attend(
+    coordinator: Coordinator, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
+) -> None:
     """One shard's whole life: it registers, reports, is told. Ends with its last order, or with the shard."""
     attendant: Attendant | None = None
     shard = -1
@@ -34,6 +38,7 @@ async def attend(coordinator: Coordinator, reports: AsyncIterator[pb.ShardReport
         if not isinstance(register, orders.Register):
             raise refusal(Reason.BAD_REQUEST, "the first report of a shard is not Register")
         shard = register.shard
+        check_shard(context, shard)
         attendant = coordinator.register(replace(register, address=_reachable(register.address, context.peer())))
         tasks = [
             asyncio.create_task(_hear(coordinator, shard, attendant, reports)),
@@ -60,7 +65,7 @@ async def _hear(
         coordinator.hear(shard, attendant, report_from_proto(message))
 
 
-async def _tell(attendant: Attendant, context: Any) -> None:
+async def _tell(attendant: Attendant, context: grpc.aio.ServicerContext) -> None:
     """Send what the shard is to be told, until None."""
     while (item := await attendant.outbox.get()) is not None:
         await context.write(order_to_proto(*item))

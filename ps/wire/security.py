@@ -1,8 +1,8 @@
 """The server's side of secure connections: TLS with certificates that may be renewed, token, identity.
 
 The token is asked of every call but gRPC's health checks, by an interceptor: it looks at the call's
-metadata once, before anything of its messages is read. Identity is a question of the join, because the
-rank is known only there: `check_rank`.
+metadata once, before anything of its messages is read. Identity is a question of the first message, because
+only that says which rank or shard the caller wants to be: `check_rank`, `check_shard`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...common.reporting.log import get_logger
 from ...common.security import (
     ANY_RANK,
     RANK_PREFIX,
+    SHARD_PREFIX,
     facts_of,
     is_loopback,
     read_pem,
@@ -47,7 +48,7 @@ _LOG_INTERVAL_S = 1.0
 def check_security(config: Config) -> None:
     """AuthError for files that cannot be used, settings that protect nothing, and an open address in the clear."""
     security = config.security
-    read_pem(security)
+    pem = read_pem(security)
     warn_of_readable_secrets(security)
     token = read_token(security, os.environ)
     if security.cert is None and (security.ca is not None or security.mutual):
@@ -61,6 +62,8 @@ def check_security(config: Config) -> None:
             "a server of several shards speaks TLS and has no security.ca: its shards would not trust each other",
             fix="add --ca: ca.crt of ps-certs init",
         )
+    if config.server.shards > 1 and security.mutual and pem.cert is not None:
+        _check_own_name(config, facts_of(pem.cert).name)
     if not is_loopback(split_address(config.server.listen)[0]) and not config.server.insecure:
         lacks = _missing(security, token)
         if lacks is not None:
@@ -69,6 +72,17 @@ def check_security(config: Config) -> None:
                 fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
                 "add --insecure; on one machine listen on 127.0.0.1",
             )
+
+
+def _check_own_name(config: Config, name: str) -> None:
+    """The other shards would turn away one that shows them another name, after a start that looks well."""
+    own = f"{SHARD_PREFIX}{config.server.shard}"
+    if name != own:
+        raise AuthError(
+            f"{config.security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
+            "security.mutual shards show each other who they are",
+            fix=f"use {own}.crt and {own}.key: ps-certs init DIR --renew --shards {config.server.shards} makes them",
+        )
 
 
 def _missing(security: SecurityConfig, token: str | None) -> str | None:
@@ -220,17 +234,22 @@ class _SeldomLog:
 # ---- identity -------------------------------------------------------------------------------------
 
 
-def allowed_rank(context: Any) -> int | None:
-    """The one rank the caller's certificate is for; None: any, also when no certificate was asked for.
-
-    PERMISSION_DENIED for a certificate whose common name is neither `rank-N` nor `worker`.
-    """
+def certificate_name(context: grpc.aio.ServicerContext) -> str | None:
+    """The common name of the caller's certificate; None when it was not asked for one."""
     facts = context.auth_context()
     if "x509_pem_cert" not in facts:
         return None
-    name = b"".join(facts.get("x509_common_name", ())).decode("utf-8", errors="replace")
-    if name == ANY_RANK:
-        return None
+    return b"".join(facts.get("x509_common_name", ())).decode("utf-8", errors="replace")
+
+
+def check_rank(context: grpc.aio.ServicerContext, asked: int | None) -> int | None:
+    """The rank to join as: the one of the certificate where none is asked for.
+
+    PERMISSION_DENIED for another rank's certificate, and for one that is neither `rank-N` nor `worker`.
+    """
+    name = certificate_name(context)
+    if name is None or name == ANY_RANK:
+        return asked
     found = _RANK_NAME.fullmatch(name)
     if found is None:
         raise refusal(
@@ -238,18 +257,26 @@ def allowed_rank(context: Any) -> int | None:
             f"the certificate's common name '{name[:100]}' may not join: it is neither {RANK_PREFIX}N nor {ANY_RANK}",
             fix="ps-certs init --workers N makes one for each rank",
         )
-    return int(found[1])
+    allowed = int(found[1])
+    if asked is not None and asked != allowed:
+        raise refusal(
+            Reason.PERMISSION_DENIED,
+            f"the certificate is for rank {allowed}, and the worker asks to be rank {asked}",
+            fix=f"use {RANK_PREFIX}{asked}.crt and {RANK_PREFIX}{asked}.key, or --rank {allowed}",
+        )
+    return allowed
 
 
-def check_rank(context: Any, asked: int | None) -> int | None:
-    """The rank to join as: the one of the certificate where none is asked for. PERMISSION_DENIED for another one's."""
-    allowed = allowed_rank(context)
-    if allowed is None or asked == allowed:
-        return asked
-    if asked is None:
-        return allowed
-    raise refusal(
-        Reason.PERMISSION_DENIED,
-        f"the certificate is for rank {allowed}, and the worker asks to be rank {asked}",
-        fix=f"use {RANK_PREFIX}{asked}.crt and {RANK_PREFIX}{asked}.key, or --rank {allowed}",
-    )
+def check_shard(context: grpc.aio.ServicerContext, shard: int) -> None:
+    """PERMISSION_DENIED unless the certificate, where one is asked for, is `shard-N` of this shard.
+
+    Before the coordinator says anything: what it tells a shard is the run's configuration, and a registered shard
+    is where workers send their gradients.
+    """
+    name = certificate_name(context)
+    if name is not None and name != f"{SHARD_PREFIX}{shard}":
+        raise refusal(
+            Reason.PERMISSION_DENIED,
+            f"the certificate is '{name[:100]}', and the process asks to be shard {shard}",
+            fix=f"start it with {SHARD_PREFIX}{shard}.crt and .key: ps-certs init DIR --renew --shards S makes them",
+        )

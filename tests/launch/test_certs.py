@@ -86,6 +86,18 @@ def test_certificates_are_good_for_nothing_else(made: Path, tmp_path: Path) -> N
     assert shake_hands((tmp_path / "other", "server"), (tmp_path / "other", "worker"), "127.0.0.1") == "worker"
 
 
+def test_a_shard_is_a_server_to_workers_and_a_client_to_shards(tmp_path: Path) -> None:
+    certs("init", tmp_path, "--host", "10.0.0.5", "--workers", "1", "--shards", "2")
+    assert shake_hands((tmp_path, "shard-0"), (tmp_path, "rank-0"), "10.0.0.5") == "rank-0"
+    assert shake_hands((tmp_path, "shard-0"), (tmp_path, "shard-1"), "10.0.0.5") == "shard-1"
+    before = contents(tmp_path)
+    certs("init", tmp_path, "--renew")
+    assert contents(tmp_path).keys() == before.keys()
+    assert all(contents(tmp_path)[f"shard-1.{kind}"] != before[f"shard-1.{kind}"] for kind in ("crt", "key"))
+    certs("init", tmp_path, "--force")
+    assert not list(tmp_path.glob("shard-*"))
+
+
 def test_keys_are_on_p256(made: Path) -> None:
     from cryptography import x509
 

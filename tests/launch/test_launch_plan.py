@@ -221,6 +221,22 @@ def test_a_worker_without_a_certificate_is_noticed_before_anything_starts() -> N
     assert "ps-certs init lab" in raised.value.fix
 
 
+def test_with_mutual_tls_each_shard_shows_its_own_certificate() -> None:
+    sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
+    resolved = resolve(*sets, "security.mutual=true", run__workers=1, server__shards=3)
+    there = {"lab/worker.crt", *(f"lab/shard-{shard}.crt" for shard in range(3))}
+    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
+    for number, shard in enumerate([plan.server, *plan.shards("h:1")]):
+        own = security_of(shard.argv)
+        assert (own["cert"], own["key"]) == (f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
+        assert shard.needs == ("lab/ca.crt", f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
+    there.remove("lab/shard-2.crt")
+    with pytest.raises(UsageError, match=r"shard 2 needs a .* no shard-2\.crt beside lab/server\.crt") as raised:
+        plan_runs(resolved, Request(modes=("sync",)), machine)
+    assert raised.value.fix == "ps-certs init lab --renew --shards S makes one for each shard"
+
+
 def test_a_script_is_told_where_history_and_certificates_are() -> None:
     plan = plan_of(resolve(security__ca="ca.pem", output__history="h.jsonl", launch__script="t.py"))
     assert plan.worker_env["PS_SECURITY__CA"] == "ca.pem"
