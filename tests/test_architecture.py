@@ -44,6 +44,7 @@ PURE = [
     "launch/files.py",
     "ps/core/leases.py",
     "ps/shards/gather.py",
+    "ps/snapshots/common.py",
     "ps/shards/orders.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}

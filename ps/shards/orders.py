@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.judgement import SOUND, Judgement
+from ..snapshots.common import SnapshotName
 
 # ---- a shard to the coordinator -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, order=True)
-class SnapshotName:
-    """A moment of a run; of two, the one made later is the greater, see `snapshot_files.candidates`."""
-
-    server_incarnation: int
-    version: int
-    run: str
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,16 @@ def prepare(directory: str | Path) -> None:
         probe.rmdir()
 
 
-def prune(directory: str | Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` snapshots; returns those removed. CheckpointError when that fails."""
+def prune(directory: str | Path, keep: int, least_common: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep` snapshots and those of version `least_common`, the newest on all shards of the
+    run (None: there are no others); returns those removed. CheckpointError when that fails.
+
+    An attempt at a snapshot begins when that of all shards before it has ended. So of what is newer than the newest
+    common one, only the newest can still become common, and the others are of no use to anybody.
+    """
     directory = Path(directory)
     with writing_to(directory):
-        old = candidates(directory)[keep:]
+        old = [path for path in candidates(directory)[keep:] if _age(path)[1] != least_common]
         for path in old:
             _remove(path)
     return old

@@ -21,8 +21,8 @@ from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.reporting.log import get_logger
 from ...common.tensors.sharding import Share, divide
-from ..shards.orders import SnapshotName
 from .checkpoint import Loaded, load
+from .common import SnapshotName
 from .files import candidates
 from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Manifest, tensor_entries
 

@@ -30,8 +30,9 @@ from ...common.version import PROGRAM_VERSION
 from ..core.facts import SnapshotTaken
 from ..core.run import Run
 from ..core.stats import WorkerStats
-from ..shards.orders import SnapshotName, TakeSnapshot
+from ..shards.orders import TakeSnapshot
 from .checkpoint import Loaded, Written, load_newest, write
+from .common import SnapshotName
 from .files import next_incarnation, prepare, prune, sync
 from .manifest import ShareEntry, optimizer_entry, tensor_entries
 from .resharding import Available, snapshot_dir

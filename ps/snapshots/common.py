@@ -1,0 +1,72 @@
+"""Which moment of a run all shards can go on from. Pure: the coordinator decides it from what every shard says it has.
+
+A run that has a snapshot anywhere never begins anew by itself: workers would bring weights that are trained already,
+and every sample in them would count twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...common.errors import CheckpointError, UsageError
+
+_MOST_NAMED = 5
+
+
+class SnapshotName(NamedTuple):
+    """A moment of a run. Of two, the greater was made later: a server that went on from version 900 because 1000 was
+    damaged writes 950 later than the other 1000 was written, and with a higher incarnation."""
+
+    server_incarnation: int
+    version: int
+    run: str  # empty where a damaged snapshot does not tell
+
+
+class Entry(NamedTuple):
+    """A snapshot as a shard finds it. `problem` says what keeps it from being used; empty: it is whole."""
+
+    name: SnapshotName
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problem
+
+
+def choose_common(held: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
+    """The newest moment that every shard has whole; `held` has the entries of each shard by its number.
+
+    None only where no shard has any snapshot, whole or damaged: then the run begins. Raises CheckpointError that says
+    what each shard has when there are some and none is common, UsageError when they are of different runs.
+    """
+    common = set.intersection(*({entry.name for entry in entries if entry.is_whole} for entries in held.values()))
+    if common:
+        return max(common)
+    if not any(held.values()):
+        return None
+    runs = {shard: {entry.name.run for entry in entries if entry.is_whole} for shard, entries in sorted(held.items())}
+    if all(runs.values()) and not set.intersection(*runs.values()):
+        kinds = "; ".join(f"shard {shard} of run {', '.join(sorted(of))}" for shard, of in runs.items())
+        raise UsageError(
+            f"the shards have snapshots of different runs: {kinds}",
+            fix="give each shard its own --checkpoint-dir of one run, or begin anew with --resume never",
+        )
+    raise CheckpointError(
+        "no snapshot is whole on all shards: "
+        + "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in sorted(held.items())),
+        fix="put back a copy of what is missing, or begin anew with --resume never",
+    )
+
+
+def _listed(entries: Sequence[Entry]) -> str:
+    """The newest snapshots of one shard as a phrase."""
+    newest = sorted(entries, key=lambda entry: entry.name, reverse=True)
+    named = [
+        f"version {entry.name.version} of server incarnation {entry.name.server_incarnation}"
+        + (f" (unusable: {entry.problem})" if entry.problem else "")
+        for entry in newest[:_MOST_NAMED]
+    ]
+    if len(newest) > _MOST_NAMED:
+        named.append(f"{len(newest) - _MOST_NAMED} older")
+    return ", ".join(named) or "none"

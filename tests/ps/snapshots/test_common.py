@@ -1,0 +1,70 @@
+"""Which moment all shards go on from: the newest that every one of them has whole, or a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.common.errors import CheckpointError, UsageError
+from paramserver.ps.snapshots.common import Entry, SnapshotName, choose_common
+
+
+def whole(version: int, incarnation: int = 1, run: str = "r") -> Entry:
+    return Entry(SnapshotName(incarnation, version, run))
+
+
+def damaged(version: int, incarnation: int = 1) -> Entry:
+    return Entry(SnapshotName(incarnation, version, ""), "weights.safetensors is not what was written")
+
+
+def test_the_newest_that_all_have_whole_is_taken():
+    held = {0: [whole(5), whole(10), whole(15)], 1: [whole(5), whole(10)], 2: [whole(10), damaged(15), whole(5)]}
+    assert choose_common(held) == SnapshotName(1, 10, "r")
+
+
+def test_a_later_incarnation_is_newer_than_a_higher_version():
+    held = {0: [whole(1000), whole(950, 2)], 1: [whole(950, 2), whole(1000)]}
+    assert choose_common(held) == SnapshotName(2, 950, "r")
+
+
+def test_only_a_run_without_any_snapshot_begins():
+    assert choose_common({0: [], 1: [], 2: []}) is None
+    for held in ({0: [], 1: [damaged(3)]}, {0: [whole(0)], 1: []}, {0: [damaged(3)]}):
+        with pytest.raises(CheckpointError):
+            choose_common(held)
+
+
+def test_what_is_missing_where_is_said():
+    held = {0: [whole(version) for version in range(10, 17)], 1: [damaged(8, 2)], 2: []}
+    with pytest.raises(CheckpointError) as caught:
+        choose_common(held)
+    assert caught.value.exit_code == 14
+    assert caught.value.message == (
+        "no snapshot is whole on all shards: shard 0 has version 16 of server incarnation 1, version 15 of server "
+        "incarnation 1, version 14 of server incarnation 1, version 13 of server incarnation 1, version 12 of server "
+        "incarnation 1, 2 older; shard 1 has version 8 of server incarnation 2 (unusable: weights.safetensors is not "
+        "what was written); shard 2 has none"
+    )
+    assert "--resume never" in caught.value.fix
+
+
+def test_snapshots_of_different_runs_are_a_mistake_of_the_command_line():
+    with pytest.raises(UsageError, match="different runs: shard 0 of run a; shard 1 of run b"):
+        choose_common({0: [whole(5, run="a")], 1: [whole(5, run="b")]})
+
+
+entries = st.lists(st.builds(Entry, st.builds(SnapshotName, st.integers(1, 3), st.integers(0, 4), st.just("r")),
+                             st.sampled_from(["", "damaged"])), max_size=5)  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(0, 3), entries, min_size=1))
+def test_what_is_chosen_is_whole_everywhere_and_nothing_newer_is(held):
+    try:
+        name = choose_common(held)
+    except CheckpointError:
+        name = None
+        assert any(held.values())
+    everywhere = [one for one in {e.name for of in held.values() for e in of}
+                  if all(Entry(one) in of for of in held.values())]  # fmt: skip
+    assert name == max(everywhere, default=None)
