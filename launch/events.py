@@ -1,4 +1,4 @@
-"""What children say: lines, the JSON events among them, and the two events with figures.
+"""What children say: lines, and the JSON events among them.
 
 Any line that is a JSON object with an "event" is an event; any other one is the user's own
 output or a traceback and stays as it is.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..common.reporting.status import Status
 
 _LEVELS = ("debug", "info", "warning", "error")
 _MAX_LINE_BYTES = 1 << 20  # a longer one is cut, so that no child fills the launcher's memory
@@ -67,87 +69,6 @@ def parse_event(line: str) -> Event | None:
     return Event(name, level, fields)
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
-    """One worker at one moment. Shares are parts (0..1) of its time."""
-
-    rank: int
-    state: str = ""
-    step: int = 0
-    lead: int = 0
-    loss: float | None = None
-    samples_per_s: float = 0.0
-    compute_share: float = 0.0
-    transfer_share: float = 0.0
-    wait_share: float = 0.0
-    waiting_for: str = ""
-
-
-@dataclass(frozen=True)
-class Status:
-    """The run at one moment. `step` is the smallest of the live workers."""
-
-    mode: str = ""
-    version: int = 0
-    elapsed_s: float = 0.0
-    step: int = 0
-    steps: int = 0
-    num_joined: int = 0
-    workers: tuple[WorkerStatus, ...] = ()
-    waiting: str = ""
-
-    @property
-    def loss(self) -> float | None:
-        """Mean over the workers that have one."""
-        losses = [worker.loss for worker in self.workers if worker.loss is not None]
-        return sum(losses) / len(losses) if losses else None
-
-    @property
-    def samples_per_s(self) -> float:
-        return sum(worker.samples_per_s for worker in self.workers)
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds left at the pace so far; None before the first step."""
-        if not self.step or not self.steps:
-            return None
-        return self.elapsed_s / self.step * max(0, self.steps - self.step)
-
-    def waiting_reason(self) -> str:
-        """What everyone, or else the first waiting worker, waits for; empty when nobody does."""
-        if self.waiting:
-            return self.waiting
-        held = [worker for worker in self.workers if worker.waiting_for]
-        if not held:
-            return ""
-        more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
-        return f"worker {held[0].rank}: {held[0].waiting_for}{more}"
-
-
 def parse_status(event: Event) -> Status | None:
     """The status in an event; None for other events and for fields that are not a status's."""
-    if event.name != "status":
-        return None
-    try:
-        rows = tuple(WorkerStatus(**_known(WorkerStatus, row)) for row in event.fields.get("workers", ()))
-        return Status(**{**_known(Status, event.fields), "workers": rows})
-    except (TypeError, ValueError, AttributeError):
-        return None
-
-
-def _known(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that `kind` has, None meaning its default."""
-    defaults = {name: info.default for name, info in kind.__dataclass_fields__.items()}  # type: ignore[attr-defined]
-    return {
-        name: _checked(name, value, defaults[name])
-        for name, value in fields.items()
-        if name in defaults and value is not None
-    }
-
-
-def _checked(name: str, value: Any, default: Any) -> Any:
-    """`value` if it has the type of the field's default; figures arrive as int or float."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, str) != isinstance(value, str) or (not isinstance(default, str | tuple) and not number):
-        raise TypeError(f"{name} is {value!r}")
-    return value
+    return Status.parse(event.fields) if event.name == "status" else None

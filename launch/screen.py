@@ -18,11 +18,12 @@ from rich.live import Live
 from rich.text import Text
 
 from ..common.config.schema import Config
-from ..common.reporting.report import PipeConsole
-from .events import Event, Status
+from ..common.reporting.report import PipeConsole, status_line
+from ..common.reporting.status import Status
+from .events import Event
 from .plan import Child
 from .supervise import Finish
-from .view import LastLines, child_line, status_line, status_panel
+from .view import LastLines, child_line, status_panel
 
 _MAX_LINES_HELD = 200
 

@@ -10,8 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..common.reporting.report import duration, figure, share
-from .events import Event, Status, WorkerStatus
+from ..common.reporting.report import figure, share, status_figures
+from ..common.reporting.status import Status, WorkerStatus
+from .events import Event
 from .plan import Child
 
 _CHILD_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
@@ -46,33 +47,14 @@ def _value_text(value: Any) -> str:
     return repr(text) if isinstance(value, str) and (" " in text or not text) else text
 
 
-def status_line(status: Status) -> str:
-    """`step 118/500  version 472  loss 0.310  3,250 samples/s  eta 12 s  waiting: ...`."""
-    parts = [f"step {status.step:,}/{status.steps:,}", f"version {status.version:,}", *_figures(status)]
-    waiting = status.waiting_reason()
-    return "  ".join([*parts, f"waiting: {waiting}"] if waiting else parts)
-
-
-def _figures(status: Status) -> list[str]:
-    parts = []
-    if status.loss is not None:
-        parts.append(f"loss {figure(status.loss)}")
-    if status.samples_per_s:
-        parts.append(f"{status.samples_per_s:,.0f} samples/s")
-    if status.eta_s is not None:
-        parts.append(f"eta {duration(status.eta_s)}")
-    return parts
-
-
 def status_panel(status: Status) -> RenderableType:
     """The live view. What must stay visible on a low terminal comes first."""
-    parts = [f"step {status.step:,}/{status.steps:,}", f"version {status.version:,}", *_figures(status)]
     bar = Table.grid()  # by itself a bar does not end its line
     bar.add_row(ProgressBar(total=max(1, status.steps), completed=status.step, width=60))
     waiting = status.waiting_reason()
     return Group(
         Text(""),
-        Text.assemble((status.mode, "bold"), "  ", "  ".join(parts)),
+        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_figures(status))),
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),

@@ -12,8 +12,8 @@ import torch
 from ..common.config.schema import Config
 from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
 from ..common.reporting.log import get_logger
-from ..common.reporting.output import check_writable, write_weights
-from ..common.reporting.report import report_console, summary_table
+from ..common.reporting.output import check_writable, write_results
+from ..common.reporting.report import status_line
 from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
 from .core.facts import RunEnded, RunStarted
@@ -217,15 +217,9 @@ class Server:
             await asyncio.sleep(interval_s)
             status = reports.status(self.run)
             if as_json:
-                log.info("status", **status)
-            elif status["workers"] or status["waiting"]:
-                losses = [row["loss"] for row in status["workers"] if row["loss"] is not None]
-                loss = f"  loss {sum(losses) / len(losses):.4f}" if losses else ""
-                waiting = f"  waiting: {status['waiting']}" if status["waiting"] else ""
-                print(
-                    f"step {status['step']}/{status['steps']}  version {status['version']}{loss}{waiting}",
-                    file=sys.stderr,
-                )
+                log.info("status", **status.fields())
+            elif status.workers or status.waiting:
+                print(status_line(status), file=sys.stderr)
 
     async def _final_tensors(self) -> dict[str, torch.Tensor]:
         """The weights to be saved, by name, of all shards."""
@@ -247,21 +241,7 @@ class Server:
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""
-        output = self._config.output
-        summary = reports.summary(self.run)
-        if not self.run.model.has_weights:
-            return
-        store = self.run.model.store
-        try:
-            if output.save is not None and tensors:
-                metadata = {"mode": summary.mode, "version": str(store.version), "run": self.run.name}
-                write_weights(output.save, tensors, metadata)
-                log.info("saved", path=output.save, version=store.version)
-            if output.summary is not None:
-                summary.write(output.summary)
-        except OSError as error:
-            raise OutputError(f"cannot write the results: {error}", fix="free some space and run again") from None
-        if self._config.log.format == "json":
-            log.info("summary", **summary.model_dump())
-        else:
-            report_console(sys.stdout).print(summary_table(summary))
+        if self.run.model.has_weights:
+            summary = reports.summary(self.run)
+            metadata = {"mode": summary.mode, "version": str(self.run.model.store.version), "run": self.run.name}
+            write_results(self._config, summary, tensors, metadata)

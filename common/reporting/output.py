@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config.schema import Config
 from ..errors import OutputError
+from .log import get_logger
+from .report import report_console, summary_table
+from .summary import Summary
 
 if TYPE_CHECKING:
     import torch
+
+log = get_logger()
 
 
 def check_writable(path: str) -> None:
@@ -45,3 +52,23 @@ def write_weights(path: str, tensors: dict[str, torch.Tensor], metadata: dict[st
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """The weights, if there are any, and the summary, where `config.output` says; the summary also to whoever looks.
+
+    `metadata` goes into the file of weights; its `version` is theirs. OutputError when something cannot be written.
+    """
+    output = config.output
+    try:
+        if output.save is not None and tensors:
+            write_weights(output.save, tensors, metadata)
+            log.info("saved", path=output.save, version=int(metadata["version"]))
+        if output.summary is not None:
+            summary.write(output.summary)
+    except OSError as error:
+        raise OutputError(f"cannot write the results: {error}", fix="free some space and run again") from None
+    if config.log.format == "json":
+        log.info("summary", **summary.model_dump())
+    else:
+        report_console(sys.stdout).print(summary_table(summary))

@@ -1,4 +1,4 @@
-"""Tables of results for people: one run, and several runs side by side.
+"""What people read of a run: its status in a line, tables of results of one run and of several side by side.
 
 The columns of `summary_table` that are zero for every worker (dropped, rejected, restarts) are
 left out, so that it fits 100 columns. Written to a file or a pipe, nothing is ever cut.
@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .status import Status
 from .summary import Summary, WorkerSummary
 
 # Without a terminal: wide enough that no table is cut; tables take only what they need.
@@ -99,6 +100,24 @@ def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
         figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
         table.add_row(mode, *figures, *(get(run) for _, get in _RUN_COLUMNS))
     return table
+
+
+def status_line(status: Status) -> str:
+    """`step 118/500  version 472  loss 0.310  3,250 samples/s  eta 12 s  waiting: ...`."""
+    waiting = status.waiting_reason()
+    return "  ".join([*status_figures(status), *([f"waiting: {waiting}"] if waiting else [])])
+
+
+def status_figures(status: Status) -> list[str]:
+    """As in `status_line`; what is not known yet is left out."""
+    parts = [f"step {status.step:,}/{status.steps:,}", f"version {status.version:,}"]
+    if status.loss is not None:
+        parts.append(f"loss {figure(status.loss)}")
+    if status.samples_per_s:
+        parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    if status.eta_s is not None:
+        parts.append(f"eta {duration(status.eta_s)}")
+    return parts
 
 
 def describe_mode(summary: Summary) -> str:

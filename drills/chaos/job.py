@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.reporting.status import Status
 from ...launch.backends.local import LocalBackend
-from ...launch.events import Event, Status, parse_event, parse_status
+from ...launch.events import Event, parse_event, parse_status
 from ...launch.plan import SERVER, Child, ProcessSpec
 from .faults import Injector, Say
 from .plan import Fault

@@ -3,58 +3,51 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
 from ..shards.orders import ShardState
 
 if TYPE_CHECKING:
     from ..core.run import Run
+    from ..core.stats import WorkerStats
 
 
-def status(run: Run) -> dict[str, Any]:
-    """Where the run stands, for the live view and the Status call."""
+def status(run: Run) -> Status:
+    """Where the run stands."""
     reasons = run.policy.waiting()
-    live = run.policy.members
-    rows = []
-    for rank, stats in sorted(run.roster.stats.items()):
-        worker = run.workers.get(rank)
-        compute, transfer, wait = stats.shares
-        rows.append({
-            "rank": rank,
-            "state": worker.state if worker else "gone",
-            "step": run.policy.steps_done(rank),
-            "lead": run.policy.lead(rank) if rank in live else 0,
-            "loss": stats.loss if math.isfinite(stats.loss) else None,
-            "samples_per_s": round(stats.samples_per_s, 1),
-            "compute_share": round(compute, 3),
-            "transfer_share": round(transfer, 3),
-            "wait_share": round(wait, 3),
-            "waiting_for": run.waiting_for(worker, reasons) if worker else "",
-            "lane": stats.lane,
-        })  # fmt: skip
-    return {
-        "mode": run.config.run.mode,
-        "version": run.policy.version,
-        "elapsed_s": round(run.elapsed_s, 2),
-        "step": min((run.policy.steps_done(rank) for rank in live or run.policy.last_step), default=0),
-        "steps": run.config.run.steps,
-        "num_joined": len(run.workers),
-        "waiting": _waiting_for_all(run),
-        "workers": rows,
-        **_versions(run),
-    }
+    is_one = run.config.server.shards == 1
+    return Status(
+        mode=run.config.run.mode,
+        version=run.policy.version,
+        elapsed_s=round(run.elapsed_s, 2),
+        step=run.min_step,
+        steps=run.config.run.steps,
+        num_joined=len(run.workers),
+        waiting=_waiting_for_all(run),
+        workers=[_worker(run, stats, reasons) for _, stats in sorted(run.roster.stats.items())],
+        versions=[] if is_one else [run.policy.version, *(state.version for state in run.shards.states.values())],
+        held_bytes=[shard.lasting_bytes for shard in _shards(run)],
+    )
 
 
-def _versions(run: Run) -> dict[str, Any]:
-    """The version every shard is at, as far as it is known here; nothing where there is one."""
-    if run.config.server.shards == 1:
-        return {}
-    states = run.shards.states.values()
-    return {
-        "versions": [run.policy.version, *(state.version for state in states)],
-        "held_bytes": [shard.lasting_bytes for shard in _shards(run)],
-    }
+def _worker(run: Run, stats: WorkerStats, reasons: dict[int, str]) -> WorkerStatus:
+    worker = run.workers.get(stats.rank)
+    compute, transfer, wait = stats.shares
+    return WorkerStatus(
+        rank=stats.rank,
+        state=worker.state if worker else "gone",
+        step=run.policy.steps_done(stats.rank),
+        lead=run.policy.lead(stats.rank) if stats.rank in run.policy.members else 0,
+        loss=stats.loss if math.isfinite(stats.loss) else None,
+        samples_per_s=round(stats.samples_per_s, 1),
+        compute_share=round(compute, 3),
+        transfer_share=round(transfer, 3),
+        wait_share=round(wait, 3),
+        waiting_for=run.waiting_for(worker, reasons) if worker else "",
+        lane=stats.lane,
+    )
 
 
 def _waiting_for_all(run: Run) -> str:

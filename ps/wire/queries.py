@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+from pydantic import BaseModel
 
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
@@ -102,11 +105,15 @@ class Queries:
 
     async def status(self, _: pb.StatusRequest, context: Any) -> pb.StatusReply:
         status = reports.status(self._run)
-        workers = [
-            pb.WorkerStatus(**{**row, "loss": row["loss"] if row["loss"] is not None else float("nan")})
-            for row in status.pop("workers")
-        ]
-        status.pop("num_joined")
-        for name in ("versions", "held_bytes"):
-            status.pop(name, None)
-        return pb.StatusReply(run=self._run.name, workers=workers, **status)
+        workers = [_message(pb.WorkerStatus, worker, loss=_or_nan(worker.loss)) for worker in status.workers]
+        return _message(pb.StatusReply, status, run=self._run.name, workers=workers)
+
+
+def _message(kind: type[Any], values: BaseModel, **others: Any) -> Any:
+    """A message with the fields of the same names; `others` have no such field, or one of another type."""
+    known = {name: value for name, value in values if name in kind.DESCRIPTOR.fields_by_name}
+    return kind(**known | others)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

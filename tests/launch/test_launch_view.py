@@ -9,11 +9,20 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from paramserver.common.reporting.report import comparison_table, duration, figure, report_console, size, summary_table
+from paramserver.common.reporting.report import (
+    comparison_table,
+    duration,
+    figure,
+    report_console,
+    size,
+    status_line,
+    summary_table,
+)
+from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary, WorkerSummary
-from paramserver.launch.events import LineSplitter, Status, parse_event, parse_status
+from paramserver.launch.events import LineSplitter, parse_event, parse_status
 from paramserver.launch.plan import SERVER, Child
-from paramserver.launch.view import LastLines, child_line, status_line, status_panel
+from paramserver.launch.view import LastLines, child_line, status_panel
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

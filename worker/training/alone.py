@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import threading
 import time
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ...common.config.schema import Config
-from ...common.errors import OutputError
 from ...common.reporting.log import get_logger
-from ...common.reporting.output import write_weights
-from ...common.reporting.report import report_console, summary_table
+from ...common.reporting.output import write_results
+from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
 from ..api import AloneSession
 
@@ -41,42 +40,39 @@ class AloneReport:
         # Reads counters only: a number read a step late is as good.
         while not self._stop.wait(self._config.server.status_interval_s):
             if self._config.log.format == "json":
-                log.info("status", **self._status())
+                log.info("status", **self._status().fields())
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> Status:
         session = self._session
         elapsed_s = time.perf_counter() - session.started_at
-        row = {
-            "rank": 0, "state": "computing", "step": session.num_steps, "lead": 0,
-            "loss": session.loss if session.loss == session.loss else None,
-            "samples_per_s": round(session.num_samples / elapsed_s, 1) if elapsed_s else 0.0,
-            "compute_share": 1.0, "transfer_share": 0.0, "wait_share": 0.0, "waiting_for": "",
-        }  # fmt: skip
-        return {
-            "mode": "single", "version": session.num_steps, "elapsed_s": round(elapsed_s, 2),
-            "step": session.num_steps, "steps": session.settings.steps, "num_joined": 1,
-            "waiting": "", "workers": [row],
-        }  # fmt: skip
+        worker = WorkerStatus(
+            rank=0,
+            state="computing",
+            step=session.num_steps,
+            loss=session.loss if math.isfinite(session.loss) else None,
+            samples_per_s=round(session.num_samples / elapsed_s, 1) if elapsed_s else 0.0,
+            compute_share=1.0,
+        )
+        return Status(
+            mode="single",
+            version=session.num_steps,
+            elapsed_s=round(elapsed_s, 2),
+            step=session.num_steps,
+            steps=session.settings.steps,
+            num_joined=1,
+            workers=[worker],
+        )
 
     def write(self, model_tensors: dict[str, torch.Tensor], wall_s: float) -> Summary:
         """Save weights and summary where the configuration says; show or log the summary."""
-        session, output = self._session, self._config.output
+        session = self._session
         worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
         summary = Summary(
             mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
             final=session.figures, workers=[worker],
         )  # fmt: skip
-        try:
-            if output.save is not None:
-                tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
-                write_weights(output.save, tensors, {"mode": "single"})
-                log.info("saved", path=output.save)
-            if output.summary is not None:
-                summary.write(output.summary)
-        except OSError as error:
-            raise OutputError(f"cannot write the results: {error}", fix="free some space and run again") from None
-        if self._config.log.format == "json":
-            log.info("summary", **summary.model_dump())
-        else:
-            report_console(sys.stdout).print(summary_table(summary))
+        tensors = {}
+        if self._config.output.save is not None:
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
+        write_results(self._config, summary, tensors, {"mode": "single", "version": str(session.num_steps)})
         return summary

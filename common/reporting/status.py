@@ -1,0 +1,81 @@
+"""Where a run stands at one moment: one type from the server, or a run without one, to the screen.
+
+As the log event `status`, the answer to the call Status (proto/parameter_server.proto), and what the launcher shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+
+class WorkerStatus(BaseModel):
+    """One rank at one moment. Shares are parts (0..1) of its time."""
+
+    rank: int
+    state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
+    step: int = 0
+    lead: int = 0  # steps ahead of the slowest live worker
+    loss: float | None = None  # mean training loss it said last
+    samples_per_s: float = 0.0
+    compute_share: float = 0.0
+    transfer_share: float = 0.0
+    wait_share: float = 0.0
+    waiting_for: str = ""  # a sentence; empty when it does not wait
+    lane: str = "tcp"  # how its tensors travel: "tcp" or "shared memory"
+
+
+class Status(BaseModel):
+    """The run at one moment. `step` is the smallest of the live workers, in training steps."""
+
+    mode: str = ""
+    version: int = 0
+    elapsed_s: float = 0.0
+    step: int = 0
+    steps: int = 0
+    num_joined: int = 0
+    waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
+    workers: list[WorkerStatus] = Field(default_factory=list)
+    versions: list[int] = Field(default_factory=list)  # of each shard, where there are several
+    held_bytes: list[int] = Field(default_factory=list)  # by each shard
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Status | None:
+        """From the fields of an event of the log; None when they are not a status's. Unknown fields are for others."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError:
+            return None
+
+    def fields(self) -> dict[str, Any]:
+        """For an event of the log."""
+        return self.model_dump(exclude={name for name in ("versions", "held_bytes") if not getattr(self, name)})
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the workers that have one."""
+        losses = [worker.loss for worker in self.workers if worker.loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(worker.samples_per_s for worker in self.workers)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left at the pace so far; None before the first step."""
+        if not self.step or not self.steps:
+            return None
+        return self.elapsed_s / self.step * max(0, self.steps - self.step)
+
+    def waiting_reason(self) -> str:
+        """What everyone, or else the first waiting worker, waits for; empty when nobody does."""
+        if self.waiting:
+            return self.waiting
+        held = [worker for worker in self.workers if worker.waiting_for]
+        if not held:
+            return ""
+        more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
+        return f"worker {held[0].rank}: {held[0].waiting_for}{more}"
