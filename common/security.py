@@ -17,7 +17,7 @@ import hmac
 import ipaddress
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,7 +159,13 @@ def facts_of(pem_or_der: bytes) -> Facts:
     return Facts(
         name=_common_name(certificate.subject),
         issuer=_common_name(certificate.issuer) or certificate.issuer.rfc4514_string(),
-        names=tuple(_host_names(certificate)),
+        names=tuple(
+            str(name.value)
+            for extension in certificate.extensions
+            if isinstance(extension.value, x509.SubjectAlternativeName)
+            for name in extension.value
+            if isinstance(name, x509.DNSName | x509.IPAddress)
+        ),
         not_before=certificate.not_valid_before_utc,
         not_after=certificate.not_valid_after_utc,
     )
@@ -172,30 +178,17 @@ def _common_name(name: x509.Name) -> str:
     return str(found[0].value) if found else ""
 
 
-def _host_names(certificate: x509.Certificate) -> Iterator[str]:
-    from cryptography import x509
-
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return
-    yield from names.get_values_for_type(x509.DNSName)
-    yield from (str(address) for address in names.get_values_for_type(x509.IPAddress))
-
-
 def read_pem(config: SecurityConfig) -> Pem:
     """Read and check the files: AuthError for one that is missing, no PEM, out of date, or not its key's."""
-    pem = Pem(
-        ca=_read(config.ca, "security.ca") if config.ca is not None else None,
-        cert=_read(config.cert, "security.cert") if config.cert is not None else None,
-        key=_read(config.key, "security.key") if config.key is not None else None,
-    )
-    if config.ca is not None and pem.ca is not None:
-        _check_certificate(config.ca, pem.ca, is_bundle=pem.ca.count(b"BEGIN CERTIFICATE") > 1)
-    if config.cert is not None and config.key is not None and pem.cert is not None and pem.key is not None:
-        _check_certificate(config.cert, pem.cert)
-        _check_key(config.key, pem.key, config.cert, pem.cert)
-    return pem
+    ca = cert = key = None
+    if config.ca is not None:
+        ca = _read(config.ca, "security.ca")
+        _check_certificate(config.ca, ca, is_bundle=ca.count(b"BEGIN CERTIFICATE") > 1)
+    if config.cert is not None and config.key is not None:
+        cert, key = _read(config.cert, "security.cert"), _read(config.key, "security.key")
+        _check_certificate(config.cert, cert)
+        _check_key(config.key, key, config.cert, cert)
+    return Pem(ca, cert, key)
 
 
 def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -185,7 +184,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._log = _SeldomLog()
+        self._next_log_s, self._num_left_out = 0.0, 0
         fix = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
         self._without = self._refusing("the server asks for a token, and the call has none", fix)
         self._wrong = self._refusing("the call's token is not the server's", fix)
@@ -208,27 +207,21 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         """A handler that reads nothing. Of streams, whatever the call is: for one message gRPC would read it first."""
         status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=fix))
 
-        async def refuse(_: Any, context: Any) -> None:
-            self._log.refused(context.peer(), message)
+        async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            self._report(context.peer(), message)
             await context.abort(*status)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-
-class _SeldomLog:
-    """At most one line in a second, with the number of those that were left out."""
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        self._left_out = 0
-
-    def refused(self, peer: str, message: str) -> None:
+    def _report(self, peer: str, message: str) -> None:
+        """At most one line in a second, with the number of those that were left out."""
         now = time.monotonic()
-        if now < self._next_s:
-            self._left_out += 1
+        if now < self._next_log_s:
+            self._num_left_out += 1
             return
-        log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=self._left_out)
-        self._next_s, self._left_out = now + _LOG_INTERVAL_S, 0
+        left_out, reason = self._num_left_out, Reason.UNAUTHENTICATED
+        log.warning("refused", peer=peer, reason=reason, message=message, left_out=left_out)
+        self._next_log_s, self._num_left_out = now + _LOG_INTERVAL_S, 0
 
 
 # ---- identity -------------------------------------------------------------------------------------

@@ -159,9 +159,11 @@ def test_every_call_without_the_token_is_refused(mutual: str, lab: Path, method:
 
 def test_with_the_token_calls_are_served_and_health_needs_none(mutual: str, lab: Path) -> None:
     token = (lab / "token").read_text().strip()
+    shown = secured(lab, "worker", token).metadata
     with open_channel(mutual, secured(lab, "worker", token), ()) as channel:
-        assert pb_grpc.ParameterServerStub(channel).Status(pb.StatusRequest(), timeout=10).mode == "async"
-        assert status_of(channel, "/no.Such/Method", "unary_unary").code() is grpc.StatusCode.UNIMPLEMENTED
+        status = pb_grpc.ParameterServerStub(channel).Status(pb.StatusRequest(), timeout=10, metadata=shown)
+        assert status.mode == "async"
+        assert status_of(channel, "/no.Such/Method", "unary_unary", shown).code() is grpc.StatusCode.UNIMPLEMENTED
     with open_channel(mutual, secured(lab, "worker", None), ()) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -190,7 +192,8 @@ def test_certificate_names_the_rank(mutual: str, lab: Path, tmp_path: Path) -> N
     def join(security: Security, rank: int) -> pb.ServerMessage:
         with open_channel(mutual, security, ()) as channel:
             stub = pb_grpc.ParameterServerStub(channel)
-            return next(stub.Exchange(iter([pb.WorkerMessage(join=pb.Join(rank=rank))]), timeout=10))
+            join = iter([pb.WorkerMessage(join=pb.Join(rank=rank))])
+            return next(stub.Exchange(join, timeout=10, metadata=security.metadata))
 
     assert join(secured(lab, "rank-1", token), -1).welcome.rank == 1
     assert join(secured(lab, "rank-1", token), 1).welcome.rank == 1

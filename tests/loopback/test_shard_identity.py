@@ -41,7 +41,9 @@ def secured(folder: Path, name: str) -> Security:
 def refused(address: str, security: Security, call: str, message: Any) -> tuple[grpc.StatusCode, str]:
     """How a stream of one message ends, which must not be well."""
     with open_channel(address, security, ()) as channel, pytest.raises(grpc.RpcError) as error:
-        next(getattr(pb_grpc.ParameterServerStub(channel), call)(iter([message]), timeout=5))
+        next(
+            getattr(pb_grpc.ParameterServerStub(channel), call)(iter([message]), timeout=5, metadata=security.metadata)
+        )
     return error.value.code(), error.value.details()
 
 

@@ -68,7 +68,7 @@ class Client:
             options = [option for option in _OPTIONS if not option[0].startswith(_KEEPALIVE)]
             self._hearts = open_channel(self.address, self._security.renewed(), options)
         try:
-            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats)
+            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats, metadata=self._security.metadata)
         except grpc.RpcError as error:
             if self._security.pem.ca is not None:  # the next one may need renewed certificates
                 self._hearts.close()
@@ -83,7 +83,7 @@ class Client:
             raise Lost("connection refused or no answer")
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
-        self._call = exchange(_drain(self._outgoing))
+        self._call = exchange(_drain(self._outgoing), metadata=self._security.metadata)
         self._is_reading = False
 
     def _explain(self) -> None:
@@ -136,7 +136,7 @@ class Client:
     def pull(self, averaged: bool, write_of: Callable[[Any], Callable[[int, memoryview], None]]) -> int:
         """Fetch weights beside the stream; `write_of(snapshot)` gives the writer. Returns their version."""
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            pb.PullRequest(averaged=averaged), timeout=300
+            pb.PullRequest(averaged=averaged), timeout=300, metadata=self._security.metadata
         )
         try:
             first = parse(pb.ServerMessage, next(call))

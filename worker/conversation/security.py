@@ -10,7 +10,6 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 
@@ -34,6 +33,11 @@ class Security:
     config: SecurityConfig = field(default_factory=SecurityConfig)
     pem: Pem = field(default_factory=Pem)
     token: str | None = field(default=None, repr=False)
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What every call shows the server."""
+        return [authorization(self.token)] if self.token is not None else []
 
     def renewed(self) -> Security:
         """With the files as they are now; itself while they cannot be used (half of them replaced)."""
@@ -74,48 +78,12 @@ def _is_here(address: str) -> bool:
 # ---- channels -----------------------------------------------------------------------------------
 
 
-def open_channel(address: str, security: Security, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to `address`, in TLS where there is a CA, that shows the token with every call."""
+def open_channel(address: str, security: Security, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+    """A channel to `address`, in TLS where there is a CA. Its calls show the token by `security.metadata`."""
     pem = security.pem
-    if pem.ca is not None:
-        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        channel = grpc.secure_channel(address, credentials, options=options)
-    else:
-        channel = grpc.insecure_channel(address, options=options)
-    if security.token is not None:
-        channel = grpc.intercept_channel(channel, _ShowToken(security.token))
-    return channel
-
-
-class _ShowToken(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    """Adds the token to a call's metadata; the call itself is gRPC's own."""
-
-    def __init__(self, token: str) -> None:
-        self._pair = authorization(token)
-
-    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = (*(details.metadata or ()), self._pair)
-        return continuation(_Details(details, metadata), request)
-
-    intercept_unary_unary = intercept_unary_stream = _call
-    intercept_stream_unary = intercept_stream_stream = _call
-
-
-class _Details(grpc.ClientCallDetails):
-    """The details of a call with other metadata."""
-
-    def __init__(self, details: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        self.method = details.method
-        self.timeout = details.timeout
-        self.metadata = metadata
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = details.compression
+    if pem.ca is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert), options=options)
 
 
 def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:
