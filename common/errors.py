@@ -22,7 +22,6 @@ import difflib
 from collections.abc import Iterable
 from enum import StrEnum
 
-EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 EXIT_DRAINED = 143

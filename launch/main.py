@@ -10,7 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..common.config.cli import make_app, run_app, show_config
+from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_command, show_config
+from ..common.config.option import LAUNCHER
 from ..common.errors import UsageError
 from . import options as opt
 
@@ -21,69 +22,24 @@ if TYPE_CHECKING:
     from .job import Outcome
     from .plan import Machine, Plan, Request
 
-PROGRAM = "ps-launch"
 _COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
-app = make_app(opt.HELP)
 
 
-@app.command(help=opt.HELP)
 def launch(
+    flags: Flags,
     config: opt.ConfigArgument = None,
-    workers: opt.WorkersOption = None,
-    task: opt.TaskOption = None,
-    script: opt.ScriptOption = None,
-    steps: opt.StepsOption = None,
-    batch_size: opt.BatchSizeOption = None,
-    seed: opt.SeedOption = None,
-    device: opt.DeviceOption = None,
-    mode: opt.ModeOption = None,
-    staleness: opt.StalenessOption = None,
-    local_steps: opt.LocalStepsOption = None,
-    pipelined: opt.PipelinedOption = None,
-    optimizer: opt.OptimizerOption = None,
-    lr: opt.LrOption = None,
-    checkpoint_dir: opt.CheckpointDirOption = None,
-    checkpoint_every: opt.CheckpointEveryOption = None,
-    resume: opt.ResumeOption = None,
-    max_restarts: opt.MaxRestartsOption = None,
-    save: opt.SaveOption = None,
-    summary: opt.SummaryOption = None,
-    history: opt.HistoryOption = None,
-    log_format: opt.LogFormatOption = None,
-    ca: opt.CaOption = None,
-    cert: opt.CertOption = None,
-    key: opt.KeyOption = None,
-    token_file: opt.TokenFileOption = None,
-    insecure: opt.InsecureOption = None,
-    shards: opt.ShardsOption = None,
-    hosts: opt.HostsOption = None,
-    backend: opt.BackendOption = None,
-    colocate: opt.ColocateOption = None,
-    sync_code: opt.SyncCodeOption = None,
-    port: opt.PortOption = None,
-    sets: opt.SetOption = None,
+    sets: SetOption = None,
     dry_run: opt.DryRunOption = False,
-    print_config: opt.PrintConfigOption = False,
+    print_config: PrintConfigOption = False,
     script_args: opt.ScriptArgOption = None,
 ) -> int:
+    """Start a server and N workers, watch them, and end them together."""
     from .files import SINGLE
     from .plan import Request
 
-    modes = _modes(mode)
-    flags = {
-        "run.workers": workers, "run.steps": steps, "run.batch_size": batch_size, "run.seed": seed,
-        "run.mode": next((name for name in modes if name != SINGLE), None), "task.name": task,
-        "policy.staleness": staleness, "policy.local_steps": local_steps, "policy.pipelined": pipelined or None,
-        "optimizer.name": optimizer,
-        "optimizer.lr": lr, "worker.device": device, "output.save": save, "output.summary": summary,
-        "log.format": log_format, "launch.script": script, "launch.port": port,
-        "checkpoint.dir": checkpoint_dir, "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume,
-        "launch.max_restarts": max_restarts, "output.history": history, "server.shards": shards,
-        "server.insecure": insecure or None, "launch.hosts": hosts, "launch.backend": backend,
-        "launch.colocate": colocate or None, "launch.sync_code": sync_code or None,
-        "security.ca": ca, "security.cert": cert, "security.key": key, "security.token_file": token_file,
-    }  # fmt: skip
+    modes = _modes(flags["run.mode"])
+    flags = {**flags, "run.mode": next((name for name in modes if name != SINGLE), None)}
     resolved = _resolve(config, flags, sets or [])
     request = Request(
         modes=modes or (resolved.config.run.mode,), config_path=config, script_args=tuple(script_args or ())
@@ -102,7 +58,7 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:  # all else is a run: `ps-launch CONFIG` needs no word for it
         importlib.import_module(_COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:])
     sys.argv[1:] = opt.fold_script_arguments(sys.argv[1:])
-    run_app(app, PROGRAM)
+    run_command(LAUNCHER, opt.HELP, launch)
 
 
 def _modes(text: str | None) -> tuple[str, ...]:
@@ -124,7 +80,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) -> Resolved:
+def _resolve(config_path: str | None, flags: Flags, sets: list[str]) -> Resolved:
     """The settings, with a number of workers. The launcher's own RANK and the like mean nothing here."""
     from ..common.config.sources import LAUNCHER_ENV_NAMES, load_config
     from .plan import DEFAULT_NUM_WORKERS
@@ -133,7 +89,7 @@ def _resolve(config_path: str | None, flags: dict[str, Any], sets: list[str]) ->
     resolved = load_config(config_path, flags, sets, environ)
     defaults: dict[str, tuple[Any, str]] = {}
     if resolved.config.run.workers is None:  # checked together with what depends on it
-        defaults["run.workers"] = (DEFAULT_NUM_WORKERS, f"default of {PROGRAM}")
+        defaults["run.workers"] = (DEFAULT_NUM_WORKERS, f"default of {LAUNCHER}")
     if resolved.config.launch.hosts is not None and not resolved.was_set("launch.backend"):
         defaults["launch.backend"] = ("ssh", "launch.hosts")
     if defaults:

@@ -9,20 +9,18 @@ import os
 import resource
 import signal
 import sys
-from typing import Annotated, Any
-
-import typer
 
 from ..common.config.cli import (
     ConfigOption,
     Drained,
+    Flags,
     PrintConfigOption,
     SetOption,
     before_torch,
-    make_app,
     resolve,
-    run_app,
+    run_command,
 )
+from ..common.config.option import SERVER
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.reporting.log import get_logger, setup_logging
@@ -39,78 +37,16 @@ _HELP = """Hold the weights and the optimizer; let workers train.
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
-app = make_app(_HELP)
 
-
-@app.command()
 def serve(
+    flags: Flags,
     config: ConfigOption = None,
-    mode: Annotated[str | None, typer.Option(help="sync, async, ssp or localsgd", rich_help_panel="Run")] = None,
-    staleness: Annotated[
-        int | None, typer.Option(help="ssp: steps ahead of the slowest", rich_help_panel="Run")
-    ] = None,
-    local_steps: Annotated[int | None, typer.Option(help="localsgd: steps per round", rich_help_panel="Run")] = None,
-    pipelined: Annotated[
-        bool | None, typer.Option("--pipelined", help="workers compute during exchanges", rich_help_panel="Run")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="wait for this many", rich_help_panel="Run")] = None,
-    steps: Annotated[int | None, typer.Option(help="training steps per worker", rich_help_panel="Run")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="samples per worker and step", rich_help_panel="Run")] = None,
-    seed: Annotated[int | None, typer.Option(help="initial weights, data order", rich_help_panel="Run")] = None,
-    task: Annotated[str | None, typer.Option(help="a built-in task for the workers", rich_help_panel="Run")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, ...", rich_help_panel="Run")] = None,
-    lr: Annotated[float | None, typer.Option(help="learning rate", rich_help_panel="Run")] = None,
-    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="port 0: a free one")] = None,
-    shard: Annotated[
-        int | None, typer.Option(metavar="I", help="which shard this is; 0 coordinates", rich_help_panel="Shards")
-    ] = None,
-    shards: Annotated[
-        int | None, typer.Option(metavar="S", help="servers the model is divided among", rich_help_panel="Shards")
-    ] = None,
-    coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="where shard 0 listens", rich_help_panel="Shards")
-    ] = None,
-    advertise: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="where workers reach this shard", rich_help_panel="Shards")
-    ] = None,
-    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="listen to other machines in the clear")] = None,
-    save: Annotated[str | None, typer.Option(help="final weights, .safetensors")] = None,
-    summary: Annotated[str | None, typer.Option(help="results as JSON")] = None,
-    history: Annotated[str | None, typer.Option(help="what was applied when, JSON lines")] = None,
-    checkpoint_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="keep snapshots here, and go on from them", rich_help_panel="Safety"),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="training steps between two snapshots", rich_help_panel="Safety")
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="latest|never|PATH", help="where to go on from", rich_help_panel="Safety")
-    ] = None,
-    ca: Annotated[str | None, typer.Option(help="trusted certificates, PEM", rich_help_panel="Safety")] = None,
-    cert: Annotated[str | None, typer.Option(help="the server's certificate, PEM", rich_help_panel="Safety")] = None,
-    key: Annotated[str | None, typer.Option(help="its key, PEM", rich_help_panel="Safety")] = None,
-    token_file: Annotated[
-        str | None, typer.Option(help="the token workers must have; or PS_TOKEN", rich_help_panel="Safety")
-    ] = None,
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
     """Hold the weights and the optimizer; let workers train."""
-    flags: dict[str, Any] = {
-        "run.mode": mode, "policy.staleness": staleness, "policy.local_steps": local_steps,
-        "policy.pipelined": pipelined or None, "run.workers": workers, "run.steps": steps,
-        "run.batch_size": batch_size, "run.seed": seed, "task.name": task, "optimizer.name": optimizer,
-        "optimizer.lr": lr, "server.listen": listen, "server.insecure": insecure or None, "server.shard": shard,
-        "server.metrics": metrics,
-        "server.shards": shards, "server.coordinator": coordinator, "server.advertise": advertise, "output.save": save,
-        "output.summary": summary, "output.history": history, "checkpoint.dir": checkpoint_dir,
-        "checkpoint.every_steps": checkpoint_every, "checkpoint.resume": resume, "security.ca": ca,
-        "security.cert": cert, "security.key": key, "security.token_file": token_file,
-    }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config)
-    setup_logging(resolved.config.log, "ps-server")
+    setup_logging(resolved.config.log, SERVER)
     asyncio.run(_serve(resolved))
 
 
@@ -178,7 +114,7 @@ async def _serve(resolved: Resolved) -> None:
 
 def main() -> None:
     """Entry point of `ps-server`."""
-    run_app(app, "ps-server")
+    run_command(SERVER, _HELP, serve)
 
 
 if __name__ == "__main__":

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..common.config.cli import (
     ConfigOption,
     Drained,
+    Flags,
     PrintConfigOption,
     SetOption,
     before_torch,
-    make_app,
     resolve,
-    run_app,
+    run_command,
 )
+from ..common.config.flags import flag_name, flags_of
 from ..common.config.launchers import find_place
+from ..common.config.option import WORKER
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
@@ -48,45 +48,22 @@ _HELP = """Train a task on this machine, as one worker of a run.
   mpirun -n 4 ps-worker
 """
 
-app = make_app(_HELP)
 
-
-@app.command()
 def work(
+    flags: Flags,
     config: ConfigOption = None,
-    rank: Annotated[int | None, typer.Option(help="0..N-1; a free one if not given")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="where ps-server listens; none: alone")
-    ] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME|FILE.py:NAME", help="what to train")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="samples per step; the server's if not given")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:I")] = None,
-    steps: Annotated[int | None, typer.Option(help="training steps; only without a server")] = None,
-    save: Annotated[str | None, typer.Option(help="final weights; only without a server")] = None,
-    summary: Annotated[str | None, typer.Option(help="results as JSON; only without a server")] = None,
-    history: Annotated[str | None, typer.Option(help="what was sent and answered, JSON lines")] = None,
-    ca: Annotated[str | None, typer.Option(help="trusted certificates, PEM: speak TLS")] = None,
-    cert: Annotated[str | None, typer.Option(help="this worker's certificate, PEM")] = None,
-    key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
-    token_file: Annotated[str | None, typer.Option(help="the server's token; or PS_TOKEN")] = None,
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
     """Train a task on this machine, as one worker of a run."""
-    flags: dict[str, Any] = {
-        "worker.rank": rank, "worker.server": server, "task.name": task, "run.batch_size": batch_size,
-        "worker.device": device, "run.steps": steps, "output.save": save, "output.summary": summary,
-        "output.history": history, "security.ca": ca, "security.cert": cert, "security.key": key,
-        "security.token_file": token_file,
-    }  # fmt: skip
     resolved = resolve(config, flags, sets, print_config, is_worker=True)
-    servers_own = [flag for flag, value in (("--steps", steps), ("--save", save), ("--summary", summary)) if value]
-    if servers_own and resolved.config.worker.server != "none":
+    alone = [flag_name(key, info) for key, (info, flag) in flags_of(WORKER).items() if flag.is_for_alone and flags[key]]
+    if alone and resolved.config.worker.server != "none":
         raise UsageError(
-            f"{', '.join(servers_own)}: with a server this is the server's",
-            fix=f"ps-server {servers_own[0]} ..., or train alone with --server none",
+            f"{', '.join(alone)}: with a server this is the server's",
+            fix=f"ps-server {alone[0]} ..., or train alone with --server none",
         )
-    setup_logging(resolved.config.log, "ps-worker")
+    setup_logging(resolved.config.log, WORKER)
     _say_place(resolved)
     interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
@@ -170,7 +147,7 @@ def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Ta
 
 def main() -> None:
     """Entry point of `ps-worker`."""
-    run_app(app, "ps-worker")
+    run_command(WORKER, _HELP, work)
 
 
 if __name__ == "__main__":

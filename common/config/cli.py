@@ -6,25 +6,36 @@ exit code of its class; only our own bugs show a traceback.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
 from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
 
-# pydantic, yaml and rich are imported where they are used: --help needs none of them at once.
+# pydantic, yaml and rich are imported where they are used: not every command needs them.
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from .option import Flag
     from .sources import Resolved
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="YAML file; flags win over it.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.", rich_help_panel="Other"),
 ]
 PrintConfigOption = Annotated[
-    bool, typer.Option("--print-config", help="Show every setting and where it comes from, then stop.")
+    bool,
+    typer.Option(
+        "--print-config", help="Show every setting and where it comes from, then stop.", rich_help_panel="Other"
+    ),
 ]
+# What a command gets for its parameter `flags`: by dotted key the value of each flag, None where it was not given.
+Flags = Mapping[str, Any]
 
 
 class Drained(BaseException):
@@ -41,6 +52,59 @@ def make_app(help_text: str) -> typer.Typer:
     )
 
 
+def run_command(program: str, help_text: str, command: Callable[..., int | None]) -> NoReturn:
+    """Run a program that is one command, and end the process with the exit code of what happened.
+
+    The command's first parameter is `Flags`: those of which the configuration's fields say that the program has
+    them. The second is the configuration file; the others, as Typer takes them, stand last in --help.
+    """
+    app = make_app(help_text)
+    app.command(help=help_text)(_with_flags(program, command))
+    run_app(app, program)
+
+
+def _with_flags(program: str, command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """`command` with one option for each of the program's flags in the place of its first parameter."""
+    from .flags import flags_of
+
+    flags = flags_of(program)
+    names = {key.replace(".", "__"): key for key in flags}
+    made = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(program, key, *flags[key])
+        )
+        for name, key in names.items()
+    ]
+    _, config, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    def with_flags(**given: Any) -> int | None:
+        return command({key: given.pop(name) for name, key in names.items()}, **given)
+
+    parameters = [config, *made, *own]
+    with_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    return with_flags
+
+
+def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
+    """The annotation of a Typer option. Its type is that of the field, whose bounds the schema checks."""
+    from .flags import flag_name
+    from .option import WORKER
+
+    names = [f"-{flag.short}"] if flag.short else []
+    kinds: list[type] = [kind for kind in (bool, int, float) if kind in (info.annotation, *get_args(info.annotation))]
+    only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
+    option = typer.Option(
+        *names,
+        flag_name(key, info),
+        metavar=flag.metavar or None,
+        help=f"{info.description}{only}",
+        rich_help_panel=flag.panel,
+    )
+    return Annotated[(*kinds, str)[0] | None, option]
+
+
 def before_torch() -> None:
     """Call before torch is imported.
 
@@ -54,7 +118,7 @@ def before_torch() -> None:
 
 def resolve(
     config_path: str | None,
-    flags: dict[str, Any],
+    flags: Flags,
     sets: list[str] | None,
     print_config: bool,
     *,
@@ -119,17 +183,3 @@ def _usage_exit(program: str, error: Exception) -> int:
         raise error
     report(program, UsageError(format_message(), fix=f"{program} --help lists every flag"))
     return UsageError.exit_code
-
-
-__all__ = [
-    "ConfigOption",
-    "Drained",
-    "PrintConfigOption",
-    "SetOption",
-    "before_torch",
-    "make_app",
-    "report",
-    "resolve",
-    "run_app",
-    "show_config",
-]

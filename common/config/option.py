@@ -10,23 +10,27 @@ ps-server and ps-launch: `--staleness`, `--pull-every`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-SERVER, WORKER, LAUNCHER = "ps-server", "ps-worker", "ps-launch"
+# The programs that have flags.
+SERVER, WORKER, LAUNCHER = EVERY = ("ps-server", "ps-worker", "ps-launch")
 
-# The groups of --help.
-RUN_PANEL = "Run"
-MODE_PANEL = "Synchronisation"
-OPTIMIZER_PANEL = "Optimizer"
-SNAPSHOTS_PANEL = "Snapshots and restarts"
-OUTPUT_PANEL = "Output"
-SECURITY_PANEL = "Security"
-HOSTS_PANEL = "Shards and hosts"
-OTHER_PANEL = "Launcher"
+
+class Panel(StrEnum):
+    """The groups of --help, in their order."""
+
+    RUN = "Run"
+    MODE = "Synchronisation"
+    OPTIMIZER = "Optimizer"
+    SNAPSHOTS = "Snapshots and restarts"
+    OUTPUT = "Output"
+    SECURITY = "Security"
+    HOSTS = "Shards and hosts"
+    OTHER = "Other"
 
 
 class Section(BaseModel):
@@ -49,9 +53,9 @@ class Section(BaseModel):
 class Flag:
     """The flag of a field, in its `Annotated`; the field's description is its help."""
 
-    panel: str = MODE_PANEL
+    panel: Panel = Panel.MODE
     programs: tuple[str, ...] = (SERVER, LAUNCHER)
     name: str = ""  # "lr"; "": the key's last part, of `task.name` the first
     short: str = ""  # "n", a second name of one letter
     metavar: str = ""
-    help: Mapping[str, str] = field(default_factory=dict)  # of a program in which the description is not enough
+    is_for_alone: bool = False  # ps-worker takes it without a server only

@@ -6,19 +6,21 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ..registry import AGGREGATIONS, CODECS, TASKS, canonical_mode
-from .option import Section
+from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 class TaskConfig(Section):
-    name: str = Field("digits", description="a built-in task, or FILE.py:NAME (never taken from the server)")
+    name: Annotated[str, Flag(Panel.RUN, EVERY, metavar="NAME|FILE.py:NAME")] = Field(
+        "digits", description="a built-in task, or FILE.py:NAME (never taken from the server)"
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
 
     @field_validator("name")
@@ -30,11 +32,21 @@ class TaskConfig(Section):
 
 
 class RunConfig(Section):
-    mode: str = Field("sync", description="sync, async, ssp or localsgd, or an alias")
-    steps: int = Field(500, ge=1, description="training steps (batches) per worker")
-    workers: int | None = Field(None, ge=1, le=4096, description="workers of the run; none: any number")
-    batch_size: int = Field(32, ge=1, description="samples per worker and step")
-    seed: int = Field(0, ge=0, lt=2**31, description="initial weights and data order")
+    mode: Annotated[str, Flag(metavar="MODE")] = Field(
+        "sync",
+        description="sync, async, ssp, localsgd or an alias; ps-launch runs several, MODE,MODE, one after another "
+        "and compares them, among them single: one worker alone on the union batch",
+    )
+    steps: Annotated[int, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
+        500, ge=1, description="training steps (batches) per worker"
+    )
+    workers: Annotated[int | None, Flag(Panel.RUN, short="n")] = Field(
+        None, ge=1, le=4096, description="workers of the run; none: any number, or 2 of ps-launch"
+    )
+    batch_size: Annotated[int, Flag(Panel.RUN, EVERY)] = Field(
+        32, ge=1, description="samples per worker and step; a worker takes the server's unless told"
+    )
+    seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
 
     @field_validator("mode")
     @classmethod
@@ -45,11 +57,15 @@ class RunConfig(Section):
 class PolicyConfig(Section):
     """How contributions are synchronised. A mode reads the fields it knows and ignores the others."""
 
-    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
-    local_steps: int = Field(8, ge=1, description="localsgd: local optimizer steps between two averages")
+    staleness: Annotated[int, Flag()] = Field(
+        3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step"
+    )
+    local_steps: Annotated[int, Flag()] = Field(
+        8, ge=1, description="localsgd: local optimizer steps between two averages"
+    )
     pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
-    pipelined: bool = Field(
-        False, description="async, ssp, localsgd: compute the next step while the exchange is in flight"
+    pipelined: Annotated[bool, Flag()] = Field(
+        False, description="async, ssp, localsgd: workers compute the next step while the exchange is in flight"
     )
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     straggler_timeout_s: float | None = Field(
@@ -97,8 +113,10 @@ class OptimizerConfig(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: str = Field("sgd", description="sgd, adam, adamw, rmsprop, ...")
-    lr: float = Field(0.1, gt=0, description="learning rate")
+    name: Annotated[str, Flag(Panel.OPTIMIZER, metavar="NAME")] = Field(
+        "sgd", description="sgd, adam, adamw, rmsprop, ... of torch.optim"
+    )
+    lr: Annotated[float, Flag(Panel.OPTIMIZER)] = Field(0.1, gt=0, description="learning rate")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the torch class: `lr` and every extra key."""
@@ -106,15 +124,27 @@ class OptimizerConfig(Section):
 
 
 class ServerConfig(Section):
-    listen: str = Field(DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one")
-    insecure: bool = Field(False, description="allow an address other machines can reach, in the clear")
-    shards: int = Field(1, ge=1, le=256, description="server processes the model is divided among, by bytes")
-    shard: int = Field(0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told")
-    coordinator: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards")
-    advertise: str | None = Field(
+    listen: Annotated[str, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
+        DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one"
+    )
+    insecure: Annotated[bool, Flag(Panel.SECURITY)] = Field(
+        False, description="allow an address other machines can reach, in the clear"
+    )
+    shards: Annotated[int, Flag(Panel.HOSTS, metavar="S")] = Field(
+        1, ge=1, le=256, description="server processes the model is divided among, by bytes"
+    )
+    shard: Annotated[int, Flag(Panel.HOSTS, (SERVER,), metavar="I")] = Field(
+        0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told"
+    )
+    coordinator: Annotated[str, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
+        DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards"
+    )
+    advertise: Annotated[str | None, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
         None, description="HOST:PORT at which workers reach this shard; none: where the coordinator sees it"
     )
-    metrics: str | None = Field(None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere")
+    metrics: Annotated[str | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere"
+    )
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
@@ -134,12 +164,18 @@ class ServerConfig(Section):
 
 
 class WorkerConfig(Section):
-    server: str = Field(DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone")
-    rank: int | None = Field(None, ge=0, description="0..N-1; none: the server gives a free one")
+    server: Annotated[str, Flag(Panel.RUN, (WORKER,), metavar="HOST:PORT")] = Field(
+        DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone"
+    )
+    rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(
+        None, ge=0, description="0..N-1; none: the server gives a free one"
+    )
     local_rank: int | None = Field(
         None, ge=0, description="which of its host's workers this one is: the cuda device that `auto` takes"
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I")
+    device: Annotated[str, Flag(Panel.RUN, (WORKER, LAUNCHER), metavar="auto|cpu|cuda[:I]")] = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
+    )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: str = Field("raw", description="how contributions are encoded")
     shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
@@ -157,11 +193,15 @@ class WorkerConfig(Section):
 class CheckpointConfig(Section):
     """Snapshots of the whole run, from which a server that was killed goes on."""
 
-    dir: str | None = Field(None, description="directory of the snapshots; none: none are taken")
-    every_steps: int | None = Field(None, ge=1, description="training steps between two snapshots")
+    dir: Annotated[str | None, Flag(Panel.SNAPSHOTS, name="checkpoint-dir", metavar="DIR")] = Field(
+        None, description="keep snapshots there, and go on from the newest; of several modes in DIR-MODE each"
+    )
+    every_steps: Annotated[int | None, Flag(Panel.SNAPSHOTS, name="checkpoint-every", metavar="STEPS")] = Field(
+        None, ge=1, description="training steps between two snapshots"
+    )
     every_s: float | None = Field(None, gt=0, description="seconds between two; 30 when neither is given")
     keep: int = Field(3, ge=1, description="how many are kept; older ones are removed")
-    resume: str | None = Field(
+    resume: Annotated[str | None, Flag(Panel.SNAPSHOTS, metavar="latest|never|PATH")] = Field(
         None,
         description="a snapshot, a directory of them, 'latest' or 'never'; none: the newest in checkpoint.dir, if any",
     )
@@ -178,11 +218,19 @@ class CheckpointConfig(Section):
 class SecurityConfig(Section):
     """Encryption and identity; `ps-certs init` makes the files. The token itself is never a setting."""
 
-    ca: str | None = Field(None, description="PEM: certificates the other side's must be signed by")
-    cert: str | None = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
-    key: str | None = Field(None, description="PEM: the key of security.cert")
+    ca: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
+        None, description="PEM: certificates the other side's must be signed by"
+    )
+    cert: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
+        None, description="PEM: this program's own certificate; a server with one speaks TLS"
+    )
+    key: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
+        None, description="PEM: the key of security.cert"
+    )
     mutual: bool = Field(False, description="server: workers and other shards need a certificate signed by security.ca")
-    token_file: str | None = Field(None, description="file with the token all share; or PS_TOKEN in the environment")
+    token_file: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE")] = Field(
+        None, description="file with the token all share; or PS_TOKEN in the environment"
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> SecurityConfig:
@@ -221,10 +269,18 @@ class SlowdownConfig(Section):
 
 
 class OutputConfig(Section):
-    save: str | None = Field(None, description="final weights, safetensors")
+    save: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.safetensors", is_for_alone=True)] = Field(
+        None, description="final weights; of several modes FILE-MODE.safetensors each"
+    )
     save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
-    summary: str | None = Field(None, description="results as JSON")
-    history: str | None = Field(None, description="what was applied when, JSON lines; checked by ps-launch check")
+    summary: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.json", is_for_alone=True)] = Field(
+        None, description="results as JSON"
+    )
+    history: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.jsonl")] = Field(
+        None,
+        description="what was applied when (a worker: sent and answered), for ps-launch check; "
+        "of several modes FILE-MODE.jsonl each",
+    )
 
     @field_validator("save")
     @classmethod
@@ -236,44 +292,60 @@ class OutputConfig(Section):
 
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level shown")
-    format: Literal["text", "json"] = Field("text", description="text for people, json for programs")
+    format: Annotated[
+        Literal["text", "json"], Flag(Panel.OUTPUT, (LAUNCHER,), name="log-format", metavar="text|json")
+    ] = Field("text", description="text for people, json for programs")
 
 
 class LaunchConfig(Section):
-    backend: str = Field("local", description="where processes start: local, ssh (with launch.hosts) or slurm")
-    hosts: str | None = Field(None, description="YAML file of the machines to use, see docs/remote.md")
-    colocate: bool = Field(False, description="each host that has workers carries one server shard")
-    sync_code: bool = Field(False, description="copy the task file or script to every host that has workers")
+    backend: Annotated[str, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
+        "local", description="where processes start: local, slurm, or ssh, which launch.hosts means"
+    )
+    hosts: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="FILE.yaml")] = Field(
+        None, description="YAML file of the machines to use, see docs/remote.md"
+    )
+    colocate: Annotated[bool, Flag(Panel.HOSTS, (LAUNCHER,))] = Field(
+        False, description="each host that has workers carries one server shard"
+    )
+    sync_code: Annotated[bool, Flag(Panel.HOSTS, (LAUNCHER,))] = Field(
+        False, description="copy the task file or script to every host that has workers"
+    )
     ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
     connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
     lost_after_s: float = Field(
         20.0, ge=5, description="a host not heard of for so long is lost, and ends what runs there by itself"
     )
-    script: str | None = Field(None, description="your own training script instead of ps-worker")
-    port: int | None = Field(None, ge=0, le=65535, description="server port; none: a free one")
+    script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
+        None, description="your own training script as each worker; its arguments follow --"
+    )
+    port: Annotated[int | None, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
+        None, ge=0, le=65535, description="server port; none: a free one"
+    )
     status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
     grace_s: float = Field(10.0, gt=0, description="seconds from Ctrl-C until children are killed")
-    max_restarts: int = Field(3, ge=0, description="of each process, before the job ends with exit code 17")
+    max_restarts: Annotated[int, Flag(Panel.SNAPSHOTS, (LAUNCHER,), metavar="N")] = Field(
+        3, ge=0, description="of each process, before the job ends with exit code 17; 0: its first failure ends the job"
+    )
     backoff_s: float = Field(0.5, ge=0, description="before a first restart; doubles up to 10 s")
 
 
 class Config(Section):
     """Everything a program can be told; each program reads its own sections."""
 
-    task: TaskConfig = TaskConfig()
-    run: RunConfig = RunConfig()
-    policy: PolicyConfig = PolicyConfig()
-    store: StoreConfig = StoreConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    server: ServerConfig = ServerConfig()
-    worker: WorkerConfig = WorkerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    security: SecurityConfig = SecurityConfig()
-    limits: LimitsConfig = LimitsConfig()
-    slowdown: SlowdownConfig = SlowdownConfig()
-    output: OutputConfig = OutputConfig()
-    log: LogConfig = LogConfig()
-    launch: LaunchConfig = LaunchConfig()
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    slowdown: SlowdownConfig = Field(default_factory=SlowdownConfig)
+    output: OutputConfig = Field(default_factory=OutputConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

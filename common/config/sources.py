@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError, did_you_mean
+from .flags import flag_name, sections, settings
 from .launchers import PLACE_NAMES, find_place
 from .schema import Config
 
@@ -101,9 +102,10 @@ def load_config(
         if not equals or "." not in key:
             raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
         put(key.strip(), _scalar(value), f"--set {key.strip()}")
+    known = settings()
     for key, value in flags.items():
         if value is not None:
-            put(key, value, f"flag --{_flag_of(key)}")
+            put(key, value, f"flag {flag_name(key, known[key])}")
     try:
         return Resolved(Config.model_validate(values), origins)
     except ValidationError as error:
@@ -118,23 +120,6 @@ def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, s
         if error.message.startswith(f"unknown {family} ") and key in origins:
             return UsageError(f"{origins[key]}: {error.message}", fix=error.fix)
     return error
-
-
-# Flags that are not called as their key's last word.
-_FLAGS = {
-    "log.format": "log-format",
-    "checkpoint.dir": "checkpoint-dir",
-    "checkpoint.every_steps": "checkpoint-every",
-}
-
-
-def _flag_of(key: str) -> str:
-    if key in _FLAGS:
-        return _FLAGS[key]
-    section, _, name = key.rpartition(".")
-    if name == "name":
-        return section  # task.name is --task
-    return name.replace("_", "-")
 
 
 def scalar_text(value: Any) -> str:
@@ -226,23 +211,17 @@ def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
 def _check_key(key: str, origin: str) -> None:
     """Refuse an unknown section or key with the nearest known one, looked for in every section."""
     section, _, rest = key.partition(".")
-    fields = Config.model_fields
-    all_keys = [f"{name}.{leaf}" for name, model in _sections().items() for leaf in model.model_fields]
-    if section not in fields:
-        same_leaf = [known for known in all_keys if known.endswith(f".{section}")]
-        fix = f"did you mean '{same_leaf[0]}'?" if same_leaf else did_you_mean(section, fields)
+    known = settings()
+    if section not in sections():
+        same_leaf = [key for key in known if key.endswith(f".{section}")]
+        fix = f"did you mean '{same_leaf[0]}'?" if same_leaf else did_you_mean(section, sections())
         raise UsageError(f"{origin}: unknown section '{section}'", fix=fix)
-    model = _sections()[section]
     name = rest.partition(".")[0]
-    if name and name not in model.model_fields and model.model_config.get("extra") != "allow":
-        elsewhere = [known for known in all_keys if known.endswith(f".{name}")]
-        known = elsewhere or [f"{section}.{leaf}" for leaf in model.model_fields]
-        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", known)
+    if name and f"{section}.{name}" not in known and sections()[section].model_config.get("extra") != "allow":
+        elsewhere = [key for key in known if key.endswith(f".{name}")]
+        near = [key for key in known if key.startswith(f"{section}.")]
+        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", near)
         raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)
-
-
-def _sections() -> dict[str, type[BaseModel]]:
-    return {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
 
 
 def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
