@@ -169,8 +169,8 @@ def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
 
 
 def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) -> OptimizerSpec:
-    """With a layout, also checks that every tensor is a parameter and in one group only. Refuses as
-    `hyperparameters_from_proto`."""
+    """With a layout, also checks that every tensor is a parameter and in one group only, and that there is one at all.
+    Refuses BAD_REQUEST, as `hyperparameters_from_proto` does."""
     _check_text("an optimizer's name", message.name)
     num_groups = len(message.groups)
     if num_groups > _MAX_NAMES or num_groups + sum(len(group.tensors) for group in message.groups) > _MAX_NAMES:
@@ -188,6 +188,12 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
                     f"the optimizer's tensor '{name}' is no parameter of the model, or in two groups",
                 )
             trained.remove(name)
+        if not any(group.tensors for group in groups):
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"there is nothing to train: the optimizer holds none of the model's {len(trained)} parameters",
+                fix="give it at least one parameter that requires a gradient; buffers and frozen tensors are none",
+            )
     return OptimizerSpec(message.name, groups)
 
 

@@ -9,6 +9,7 @@ waits for the new weights can read a window while the next one is stepped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +82,18 @@ class FlatOptimizer:
     def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
+
+    @contextmanager
+    def lr_times(self, scale: float) -> Iterator[None]:
+        """Steps taken inside are with every group's learning rate times `scale`, 0 or more."""
+        rates = [group["lr"] for group in self.torch.param_groups]
+        for group, rate in zip(self.torch.param_groups, rates, strict=True):
+            group["lr"] = rate * scale
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.torch.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in other memory from now on, which must hold the same weights."""

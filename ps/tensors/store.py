@@ -14,6 +14,7 @@ optimizer state, one mean (or, where all are kept, every body of the round), one
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -79,13 +80,14 @@ class Store:
         hyperparameters: list[Hyperparameters] | None,
         target: torch.Tensor | None = None,
         progress: Callable[[int], None] = lambda _: None,
+        lr_scale: float = 1.0,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
         `hyperparameters`, one per group, are those the contribution was computed under. Buffers
         move by the share of the `num_live` workers that was folded. The new version is made
         in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is told
-        that the first n bytes are done.
+        that the first n bytes are done. The learning rate of this one step is multiplied by `lr_scale`.
 
         Where nothing was folded, the new version has the old weights, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
@@ -96,15 +98,16 @@ class Store:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
-        for index, window in enumerate(self.windows):
-            if new is not old:
-                new[window.start : window.end].copy_(old[window.start : window.end])
-                if self.optimizer is not None:
-                    self.optimizer.move(index, new)
-            if round_.result is not None:
-                round_.complete(window)
-                self._move_window(index, round_.result, new, share, takes_integers)
-            progress(window.end)
+        with self.optimizer.lr_times(lr_scale) if self.optimizer is not None else nullcontext():
+            for index, window in enumerate(self.windows):
+                if new is not old:
+                    new[window.start : window.end].copy_(old[window.start : window.end])
+                    if self.optimizer is not None:
+                        self.optimizer.move(index, new)
+                if round_.result is not None:
+                    round_.complete(window)
+                    self._move_window(index, round_.result, new, share, takes_integers)
+                progress(window.end)
         self.weights = new
         self.version += 1
         return round_.close() if round_.result is not None else []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from ...common.errors import ParamServerError
 
 Result = TypeVar("Result")
 
@@ -19,17 +21,27 @@ Result = TypeVar("Result")
 INLINE_BYTES = 256 << 10
 
 
+class TensorsBroken(ParamServerError):
+    """Earlier tensor work failed half way: what the tensors hold is no version, and nothing more is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__("earlier work on the weights failed half way: they are in no known state")
+
+
 class TensorThread:
     """`submit` work and `then` callbacks run in the order they were given.
 
-    `on_error` is called on the loop with the exception of failed work: a bug, since all
-    contributions were checked before.
+    Work is of two kinds. What changes the weights has nobody to answer to: when it fails, `is_broken`, nothing that
+    was or is submitted runs any more, and `on_error` is called on the loop, once, with the exception: a bug, since
+    all contributions were checked before. What only reads, or changes a body that is not taken yet, has somebody
+    who is told when it fails (`failed`, or the awaiter of `run`), and all else goes on.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
         self._executor: ThreadPoolExecutor | None = None
         self._num_pending = 0
+        self.is_broken = False
 
     def size_for(self, num_bytes: int) -> None:
         """Choose by the size of a contribution whether work runs inline; call before any work."""
@@ -42,28 +54,58 @@ class TensorThread:
             # A fused optimizer wakes every OpenMP thread, however small the model.
             torch.set_num_threads(1)
 
-    def submit(self, work: Callable[[], Result], done: Callable[[Result], Any] | None = None) -> None:
-        """Run `work` after all earlier work, then `done(result)` on the loop."""
+    def submit(
+        self,
+        work: Callable[[], Result],
+        done: Callable[[Result], Any] | None = None,
+        failed: Callable[[Exception], Any] | None = None,
+    ) -> None:
+        """Run `work` after all earlier work, then `done(result)` on the loop.
+
+        With `failed` an error is told there and ends nothing; TensorsBroken when the work was not run at all.
+        """
         if self._executor is None:
-            try:
-                result = work()
-            except Exception as error:
-                self._on_error(error)
-                return
-            if done is not None:
-                done(result)
+            self._finish(self._carry_out(work, failed is None), done, failed)
             return
         loop = asyncio.get_running_loop()
         self._num_pending += 1
-        future = self._executor.submit(work)
-        future.add_done_callback(lambda f: loop.call_soon_threadsafe(self._finish, f, done))
+        future = self._executor.submit(self._carry_out, work, failed is None)
+        future.add_done_callback(lambda f: loop.call_soon_threadsafe(self._finish_pending, f.result(), done, failed))
+
+    def _carry_out(self, work: Callable[[], Result], changes_weights: bool) -> Result | _Failure:
+        """On the thread: at the moment of a failure, nothing later may run."""
+        if self.is_broken:
+            return _Failure(TensorsBroken())
+        try:
+            return work()
+        except Exception as error:
+            self.is_broken = changes_weights
+            return _Failure(error)
+
+    def _finish_pending(self, outcome: Result | _Failure, done: Any, failed: Any) -> None:
+        self._num_pending -= 1
+        self._finish(outcome, done, failed)
+
+    def _finish(
+        self,
+        outcome: Result | _Failure,
+        done: Callable[[Result], Any] | None,
+        failed: Callable[[Exception], Any] | None,
+    ) -> None:
+        if not isinstance(outcome, _Failure):
+            if done is not None:
+                done(outcome)
+        elif failed is not None:
+            failed(outcome.error)
+        elif not isinstance(outcome.error, TensorsBroken):
+            self._on_error(outcome.error)
 
     def then(self, callback: Callable[[], Any]) -> None:
-        """Call `callback` on the loop after all work given before."""
+        """Call `callback` on the loop after all work given before, whatever came of it."""
         if self._num_pending == 0:
             callback()
         else:
-            self.submit(lambda: None, lambda _: callback())
+            self.submit(lambda: None, lambda _: callback(), lambda _: callback())
 
     def notify(self, callback: Callable[[], Any]) -> None:
         """From inside work: call `callback` on the loop."""
@@ -73,21 +115,23 @@ class TensorThread:
             self._loop.call_soon_threadsafe(callback)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, run after all earlier work."""
-        if self._executor is None:
+        """The result of `work`, run after all earlier work; its exception is raised here."""
+        if self._executor is None and not self.is_broken:
             return work()
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self.submit(work, lambda result: None if done.done() else done.set_result(result))
+        self.submit(
+            work,
+            lambda result: None if done.done() else done.set_result(result),
+            lambda error: None if done.done() else done.set_exception(error),
+        )
         return await done
-
-    def _finish(self, future: Future[Result], done: Callable[[Result], Any] | None) -> None:
-        self._num_pending -= 1
-        error = future.exception()
-        if error is not None:
-            self._on_error(error)
-        elif done is not None:
-            done(future.result())
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+
+
+class _Failure(NamedTuple):
+    """In place of a result."""
+
+    error: Exception

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from ...common.codecs.base import Codec
+from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, new_body
 from ...common.wire.frames import BodyReader, Frame
 from ..core.judgement import Judgement
@@ -58,6 +59,7 @@ class Upload:
     def restart(self) -> None:
         """Forget what has come."""
         self._findings = Findings()  # what is still being looked through adds to the old ones
+        self._error: Exception | None = None  # of looking through a part
         self._reader = BodyReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
         self._left = [_PART_BYTES] * self._num_parts
         if self._num_parts:
@@ -87,7 +89,11 @@ class Upload:
                 whole.append(part)
         if whole:  # all between the first and the last, which one piece made whole
             windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
-            self._tensors.submit(partial(self._store.sanity.look, self._body, windows, self._findings))
+            look = partial(self._store.sanity.look, self._body, windows, self._findings)
+            self._tensors.submit(look, failed=self._look_failed)
+
+    def _look_failed(self, error: Exception) -> None:
+        self._error = error
 
     def take(self) -> torch.Tensor:
         """The body; whoever takes it gives it back."""
@@ -103,8 +109,12 @@ class Upload:
             self._tensors.then(lambda: self._give_back(self._body))
 
     async def judge(self) -> Judgement:
-        """What becomes of the whole body; one that is clipped is changed. Decodes it first."""
-        return await self._tensors.run(self._judge)
+        """What becomes of the whole body; one that is clipped is changed. Decodes it first, and refuses BAD_REQUEST
+        what the codec cannot decode."""
+        judgement = await self._tensors.run(self._judge)
+        if self._error is not None:
+            raise self._error
+        return judgement
 
     def _judge(self) -> Judgement:
         store = self._store
@@ -114,10 +124,13 @@ class Upload:
 
 
 def decode(store: Store, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
-    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it."""
+    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. Refuses BAD_REQUEST what cannot be decoded."""
     layout = store.layout
     encoded_bytes = codec.encoded_bytes(layout)
-    codec.decode(layout, encoded[:encoded_bytes], body)
+    try:
+        codec.decode(layout, encoded[:encoded_bytes], body)
+    except Exception as error:  # a codec fails in its own ways on bytes that it did not write
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode the contribution: {error}") from error
     body[layout.parameter_bytes :].copy_(encoded[encoded_bytes:])
     return store.sanity.examine(body, store.weights)
 

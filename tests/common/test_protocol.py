@@ -106,6 +106,16 @@ def test_an_optimizers_tensors_are_parameters_in_one_group(groups: list[list[str
     assert f"the optimizer's tensor '{wrong}'" in refused(lambda: optimizer_from_proto(optimizer(*groups), LAYOUT))
 
 
+@pytest.mark.parametrize("groups", [[], [[]], [[], []]])
+@pytest.mark.parametrize(
+    ("kinds", "num"), [([Kind.PARAMETER, Kind.BUFFER], 1), ([Kind.BUFFER], 0), ([Kind.FROZEN], 0), ([], 0)]
+)
+def test_an_optimizer_without_a_parameter_is_refused_in_a_sentence(groups, kinds, num) -> None:
+    """A parameter in no group, only buffers, only frozen tensors: torch's optimizers take no empty list."""
+    layout = Layout([TensorSpec(kind.name, kind, "float32", (3,)) for kind in kinds])
+    assert f"none of the model's {num} parameters" in refused(lambda: optimizer_from_proto(optimizer(*groups), layout))
+
+
 def test_an_optimizer_may_leave_parameters_out() -> None:
     assert [group.tensors for group in optimizer_from_proto(optimizer(["b"], []), LAYOUT).groups] == [("b",), ()]
 

@@ -426,3 +426,27 @@ def test_tensors_carry_aliases() -> None:
     tensors = store_of(random_values(0)).tensors()
     assert torch.equal(tensors["tied.conv"], tensors["conv"])
     assert set(tensors) == {spec.name for spec in SPECS} | {"tied.conv"}
+
+
+# ---- the learning rate of one commit ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "extra"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {})])
+@pytest.mark.parametrize("lr_scale", [0.25, 1.0, 0.0])
+def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_scale):
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (64,))])
+    spec = OptimizerSpec(name, (GroupSpec(("w",), {"lr": 0.1, **extra}),))
+    start = torch.linspace(-1, 1, 64)
+    weights = start.clone().view(torch.uint8)
+    store = Store(layout, weights, spec)
+    parameter = torch.nn.Parameter(start.clone())
+    plain = getattr(torch.optim, name)([parameter], lr=0.1, **extra)
+    for scale in (1.0, lr_scale, 1.0):
+        gradient = torch.randn(64)
+        parameter.grad = gradient
+        plain.param_groups[0]["lr"] = 0.1 * scale
+        plain.step()
+        store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
+        store.commit(1, 0, None, lr_scale=scale)
+    torch.testing.assert_close(store.weights.view(torch.float32), parameter.data, rtol=1e-6, atol=1e-7)
+    assert store.optimizer.torch.param_groups[0]["lr"] == 0.1

@@ -1,0 +1,68 @@
+"""Tensor work in order: whose error it is, and what runs after one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paramserver.ps.tensors.thread import INLINE_BYTES, TensorsBroken, TensorThread
+
+SIZES = [pytest.param(1, id="inline"), pytest.param(INLINE_BYTES + 1, id="thread")]
+
+
+def fail() -> None:
+    raise RuntimeError("no such tensor")
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_an_error_reaches_who_awaits_the_work_and_nobody_else(num_bytes):
+    async def scenario() -> None:
+        ends: list[BaseException] = []
+        tensors = TensorThread(ends.append)
+        tensors.size_for(num_bytes)
+        with pytest.raises(RuntimeError, match="no such tensor"):
+            await tensors.run(fail)
+        told: list[Exception] = []
+        tensors.submit(fail, failed=told.append)
+        assert await tensors.run(lambda: 7) == 7
+        assert len(told) == 1 and ends == [] and not tensors.is_broken
+        tensors.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_after_work_on_the_weights_has_failed_nothing_is_done_with_them(num_bytes):
+    async def scenario() -> None:
+        ends: list[BaseException] = []
+        found: list[object] = []
+        tensors = TensorThread(ends.append)
+        tensors.size_for(num_bytes)
+        tensors.submit(fail)
+        tensors.submit(lambda: found.append("a later commit"))
+        tensors.submit(lambda: found.append("a capture"), failed=lambda error: found.append(type(error)))
+        tensors.then(lambda: found.append("then"))
+        with pytest.raises(TensorsBroken):
+            await tensors.run(lambda: found.append("a look"))
+        assert found == [TensorsBroken, "then"] and tensors.is_broken
+        assert [str(error) for error in ends] == ["no such tensor"]
+        tensors.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_work_and_callbacks_keep_their_order(num_bytes):
+    async def scenario() -> None:
+        found: list[int] = []
+        tensors = TensorThread(lambda error: None)
+        tensors.size_for(num_bytes)
+        tensors.submit(lambda: 1, found.append)
+        tensors.then(lambda: found.append(2))
+        tensors.submit(lambda: 3, found.append)
+        assert await tensors.run(lambda: 4) == 4
+        assert found == [1, 2, 3]
+        tensors.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
