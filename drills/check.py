@@ -57,7 +57,7 @@ def check(files: Mapping[str, Iterable[bytes]]) -> Verdict:
         problems.append(Problem(", ".join(files), 0, "no server has written here: give the server's history"))
     tally = replay.finish()
     if server_file is not None:
-        problems += replay.problems + _check_workers(told, replay.ever_committed)
+        problems += replay.problems + _check_workers(told, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
     return Verdict(problems, tally, num_lines, replay.lineage)
@@ -66,41 +66,51 @@ def check(files: Mapping[str, Iterable[bytes]]) -> Verdict:
 class _WorkerReplay:
     """One rank of one run, over all its processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Replay) -> None:
         self.problems: list[Problem] = []
+        self.run: str | None = None  # from its start line on
+        self._committed = {(rank, step) for _, rank, step in server.ever_committed}
+        self._cut = server.cut
         self._server: dict[int, int] = {}  # incarnation to the server's
         self._seen: dict[int, int] = {}  # incarnation to the version it saw last
         self._highest: dict[int, int] = {}  # server incarnation to the highest version seen of it
         self._sent: set[int] = set()
 
-    def feed(self, line: Line, committed: set[tuple[int, int]]) -> None:
-        getattr(self, f"_on_{line.op}")(line, committed)
+    def feed(self, line: Line) -> None:
+        getattr(self, f"_on_{line.op}")(line)
 
     def _say(self, line: Line, message: str) -> None:
         self.problems.append(Problem(line.file, line.number, message))
 
-    def _on_start(self, line: Line, committed: set[tuple[int, int]]) -> None:
+    def _on_start(self, line: Line) -> None:
         rank, incarnation, server, version = (
             line[key] for key in ("rank", "incarnation", "server_incarnation", "version")
         )
+        self.run = line["run"]
         if server < max(self._server.values(), default=0):
             self._say(line, f"rank {rank} joins server incarnation {server} after a later one")
         self._server[incarnation] = server
         self._saw(line, rank, incarnation, version, self._highest.get(server, 0))
 
-    def _on_send(self, line: Line, committed: set[tuple[int, int]]) -> None:
+    def _on_send(self, line: Line) -> None:
         self._sent.add(line["step"])
 
-    def _on_answered(self, line: Line, committed: set[tuple[int, int]]) -> None:
+    def _on_answered(self, line: Line) -> None:
         rank, incarnation, step = line["rank"], line["incarnation"], line["step"]
         if line["outcome"].lower() in ("applied", "repeated"):
             if step not in self._sent:
                 self._say(line, f"rank {rank} is told that step {step} was applied, and never sent it")
-            if (rank, step) not in committed:
+            if (rank, step) not in self._committed and not self._may_be_cut(rank, step, incarnation):
                 self._say(line, f"rank {rank} is told that step {step} was applied: the server never committed it")
         self._saw(line, rank, incarnation, line["version"], self._version_before(line))
 
-    def _on_end(self, line: Line, committed: set[tuple[int, int]]) -> None:
+    def _may_be_cut(self, rank: int, step: int, incarnation: int) -> bool:
+        """The server that said so was killed, or its disk was full, before the line of this commit was written."""
+        server = self._server.get(incarnation, max(self._server.values(), default=0))
+        steps = self._cut.get((self.run or "", server))
+        return steps is not None and step > steps.get(rank, 0)
+
+    def _on_end(self, line: Line) -> None:
         pass
 
     def _version_before(self, line: Line) -> int:
@@ -120,17 +130,15 @@ class _WorkerReplay:
         self._highest[server] = max(version, self._highest.get(server, 0))
 
 
-def _check_workers(lines: list[Line], ever_committed: set[tuple[str, int, int]]) -> list[Problem]:
-    """Problems of the workers' lines, given every (run, rank, step) that was ever committed."""
+def _check_workers(lines: list[Line], server: Replay) -> list[Problem]:
+    """Problems of the workers' lines, given what the server's say."""
     replays: dict[int, _WorkerReplay] = {}
-    committed = {(rank, step) for _, rank, step in ever_committed}
     problems: list[Problem] = []
-    runs: dict[int, str] = {}
     for line in lines:
         rank = line["rank"]
-        if line.op == "start" and runs.setdefault(rank, line["run"]) != line["run"]:
-            problems += replays.pop(rank).problems
-            runs[rank] = line["run"]
-        replay = replays.setdefault(rank, _WorkerReplay())
-        replay.feed(line, committed)
+        replay = replays.get(rank)
+        if replay is None or (line.op == "start" and replay.run not in (None, line["run"])):
+            problems += replay.problems if replay is not None else []
+            replay = replays[rank] = _WorkerReplay(server)
+        replay.feed(line)
     return problems + [problem for replay in replays.values() for problem in replay.problems]

@@ -10,6 +10,9 @@ What must hold (I1 to I9 are the invariants of docs/robustness.md):
 - versions grow by one per commit, and nobody is given weights older than those they had (I9);
 - a round is made of the live workers, in ssp nobody runs ahead of the bound (I7).
 
+The lines of a server that was killed, or whose disk was full, may lack their end (`_is_cut`): what stands in the
+snapshot that the next start goes on from is then believed, and nothing is said of what only workers know.
+
 After a problem the replay takes the history's word for it, so that one mistake is told once.
 """
 
@@ -54,6 +57,7 @@ class Replay:
         self.run: str | None = None
         self.server_incarnation = 0
         self.lineage = Lineage({})
+        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: steps by then
         self.version = 0
         self._mode = ""
         self._bound: int | None = None
@@ -65,6 +69,7 @@ class Replay:
         self._skipped: set[int] = set()  # ranks whose open step counts, with nothing folded
         self._durable: int | None = None  # version of the newest snapshot
         self._voided: set[tuple[int, int]] = set()
+        self._is_cut = False  # the lines of this server may go on: it has not ended
         self._line: Line
 
     def feed(self, line: Line) -> None:
@@ -76,6 +81,7 @@ class Replay:
 
     def finish(self) -> Tally:
         """The counts; the run in progress is counted as it stands."""
+        self._note_cut()
         if self.run is not None:
             self._close_run()
         return self.tally
@@ -87,6 +93,7 @@ class Replay:
 
     def _on_start(self, line: Line) -> None:
         version, steps = line["version"], line.steps
+        self._note_cut()
         if line["run"] == self.run:
             self._restarted(line, version, steps)
         else:
@@ -98,6 +105,11 @@ class Replay:
         self._bound = line.fields.get("staleness") if self._mode in _BOUNDED_MODES else None
         self._is_strict = not line.fields.get("straggler_timeout_s") and not line.fields.get("backup_workers")
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
+        self._is_cut = True
+
+    def _note_cut(self) -> None:
+        if self._is_cut:
+            self.cut[self.run or "", self.server_incarnation] = self.lineage.steps()
 
     def _begin_run(self, line: Line, version: int, steps: dict[int, int]) -> None:
         has_source = line.fields.get("source") is not None
@@ -111,6 +123,10 @@ class Replay:
         told = line["server_incarnation"]
         if told <= self.server_incarnation:
             self._say(f"server incarnation {told} after {self.server_incarnation}: it must grow at every start")
+        newcomers = self._ranks
+        if self._is_cut and line.fields.get("source") is not None:
+            newcomers = newcomers | set(steps)
+            self._believe(line, version, steps)
         if version > self.version:
             self._say(f"the server starts at version {version}, and only {self.version} versions were committed")
         elif self._durable is not None and version < self._durable and not line.fields.get("skipped"):
@@ -119,12 +135,25 @@ class Replay:
                 f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
                 f"{lost} durable contributions are lost"
             )
-        for difference in self.lineage.differences(version, steps, self._ranks):
+        for difference in self.lineage.differences(version, steps, newcomers):
             self._say(f"the server starts at version {version} with {difference}")
         voided = self.lineage.roll_back(version, steps)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
         self._durable = version if line.fields.get("source") is not None else None
+
+    def _believe(self, line: Line, version: int, steps: dict[int, int]) -> None:
+        """Commits whose lines are missing, which the snapshot of `version` holds: one contribution each or rounds."""
+        if version <= self.version:
+            return
+        known = self.lineage.steps()
+        missing = [(rank, step) for rank in known for step in range(known[rank] + 1, steps.get(rank, 0) + 1)]
+        are_single = len(missing) == version - self.version
+        for index, (rank, step) in enumerate(missing, 1):
+            made = self.version + (index if are_single else step - known[rank])
+            self.lineage.add(rank, step, min(made, version), line.number)
+            self.ever_committed.add((self.run or "", rank, step))
+        self.version = version
 
     def _on_snapshot(self, line: Line) -> None:
         version = line["version"]
@@ -137,6 +166,7 @@ class Replay:
         self._durable = max(version, self._durable or 0)
 
     def _on_end(self, line: Line) -> None:
+        self._is_cut = False
         if line["version"] != self.version:
             self._say(f"the run ends at version {line['version']}, and version {self.version} was committed last")
         for difference in self.lineage.differences(self.version, line.steps, self._ranks):

@@ -210,6 +210,19 @@ def test_what_a_server_may_do_is_accepted(mode: str, seed: int) -> None:
     assert tally.repeated == sum(line.get("outcome") == "repeated" for line in lines)
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
+@SETTINGS
+@given(seed=st.integers(0, 2**32))
+def test_what_a_killed_server_could_not_write_any_more_is_no_loss(mode: str, seed: int) -> None:
+    chance = random.Random(seed)
+    lines = [line for line in simulate(mode, chance) if line["op"] != "end"]
+    kept: list[Line] = []
+    for segment in server_segments(lines):
+        last = chance.randint(max(segment.start, segment.stop - 8), segment.stop)
+        kept += [lines[i] for i in segment if i <= last or lines[i]["role"] == "worker"]
+    assert messages(kept) == ""
+
+
 # ---- mutations ------------------------------------------------------------------------------------
 
 
@@ -490,6 +503,34 @@ def test_a_snapshot_that_the_server_could_not_mention_is_no_loss() -> None:
     assert messages(lines) == ""
 
 
+def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
+    lines = [start("async"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
+    lines.append(start("async", incarnation=2, version=3, steps={"0": 2, "1": 1}))
+    assert messages(lines) == ""
+    verdict = verdict_of(lines)
+    assert (verdict.tally.applied, verdict.lineage.sizes()) == (3, {1: 1, 2: 1, 3: 1})
+    lines.insert(-1, op("end", version=1, steps={"0": 1, "1": 0}))  # nothing was cut
+    assert "the server starts at version 3, and only 1 versions were committed" in messages(lines)
+    del lines[-2]
+    lines[-1]["steps"]["0"] = 0
+    assert "rank 0 at step 0, committed were 1" in messages(lines)
+
+
+def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> None:
+    told = {"role": "worker", "rank": 0, "incarnation": 1}
+    lines = [
+        start("async"),
+        *joined(0),
+        {"op": "start", **told, "run": "r", "server_incarnation": 1, "step": 0, "version": 0},
+        *applied(0, 1, 1, 0),
+        {"op": "send", **told, "step": 2, "base_version": 1},
+        {"op": "answered", **told, "step": 2, "version": 2, "outcome": "APPLIED"},
+    ]
+    assert messages(lines) == ""
+    lines.append(op("end", version=1, steps={"0": 1}))
+    assert "rank 0 is told that step 2 was applied: the server never committed it" in messages(lines)
+
+
 def test_a_new_run_in_the_same_file_begins_anew() -> None:
     lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", run="other"), *joined(0)]
     assert messages(lines) == ""
@@ -513,6 +554,8 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert [str(problem) for problem in later.problems] == [
         "h:4: half a line, and then accept: only a start may follow what a killed process left"
     ]
+    shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "step": 1, "base_version": 0}
+    assert check({"h": [*encoded(*first), half + encoded(shared)[0]]}).is_good
     middle = check({"h": [*encoded(*first), half + b"\n", *encoded(*applied(0, 1, 1, 0))]})
     assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]
 
