@@ -53,7 +53,7 @@ class Family:
         return module.ENTRY
 
 
-MODES = Family("paramserver.ps.policies", "mode", frozenset({"base", "rounds"}))
+MODES = Family("paramserver.ps.policies", "mode", frozenset({"base", "decisions", "rounds", "single", "standing"}))
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base"}))

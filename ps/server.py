@@ -162,7 +162,7 @@ class Server:
             run.incarnation,
             config.run.mode,
             run.policy.version,
-            run.policy.committed_steps(),
+            run.policy.num_committed(),
             config.run.workers,
             run.policy.staleness_bound,
             source=str(loaded.path) if loaded is not None else None,
@@ -197,7 +197,7 @@ class Server:
         self.run.tensors.close()
         if self._snapshots is not None:
             self._snapshots.close()
-        self._bus.publish(self.run.now(), RunEnded(self.run.policy.version, self.run.policy.committed_steps()))
+        self._bus.publish(self.run.now(), RunEnded(self.run.policy.version, self.run.policy.num_committed()))
         self._bus.close()
         if self.goes_back:
             return

@@ -81,7 +81,6 @@ class PolicyConfig(Section):
         "that lie and hold every worker's gradient in memory",
     )
     trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
-    extra: dict[str, Any] = Field(default_factory=dict, description="options of a mode of your own")
 
     @field_validator("aggregation")
     @classmethod

@@ -111,19 +111,19 @@ class Contributions:
             worker.stats.loss = told.loss
         worker.state = "waiting"
         worker.staleness = self._policy.staleness(worker.rank, contribution)
-        num_counted = self._policy.last_step.get(worker.rank, 0)
+        num_counted = self._policy.num_counted.get(worker.rank, 0)
         version = self._policy.version
         decisions = self._policy.contributed(worker.rank, contribution, now)
-        is_counted = self._policy.last_step.get(worker.rank, 0) > num_counted
+        is_counted = self._policy.num_counted.get(worker.rank, 0) > num_counted
         is_discarded = any(isinstance(decision, Discard) for decision in decisions)
         if is_discarded or not judgement.is_taken:
             self._model.staging.give_back(body)
         if not is_discarded:
-            identity = Identity(worker.rank, worker.seat.incarnation, contribution.step)
+            identity = Identity(worker.rank, worker.seat.incarnation, contribution.number)
             if judgement.is_taken and judgement.scale != 1.0:
                 self._tensors.submit(partial(self._model.store.sanity.scale, body, judgement.scale))
             self._staged[worker.rank] = _Staged(body if judgement.is_taken else None, identity)
-        outcome = _outcome(decisions, is_counted, contribution.step == num_counted)
+        outcome = _outcome(decisions, is_counted, contribution.number == num_counted)
         self._note(worker, contribution, "skipped" if is_counted and not judgement.is_taken else outcome, version)
         if is_counted:
             self._note_sanity(worker, contribution, judgement)
@@ -135,14 +135,14 @@ class Contributions:
     def check_repeat(self, worker: Worker, step: int) -> None:
         """The worker asks again for the answer to this contribution; refuses one that does not count already."""
         self.check(worker)
-        counted = self._policy.last_step.get(worker.rank, 0)
+        counted = self._policy.num_counted.get(worker.rank, 0)
         if step != counted:
             raise refusal(Reason.STEP_GAP, f"rank {worker.rank} repeats step {step}; the last that counts is {counted}")
 
     def repeat(self, worker: Worker, now: float) -> None:
         """It has asked all shards: answer it again."""
         worker.state, worker.waiting_since = "waiting", self.now()
-        repeated = Contribution(self._policy.last_step.get(worker.rank, 0), self._policy.version)
+        repeated = Contribution(self._policy.num_counted.get(worker.rank, 0), self._policy.version)
         self._note(worker, repeated, "repeated")
         self.perform(self._policy.contributed(worker.rank, repeated, now))
 
@@ -150,7 +150,7 @@ class Contributions:
         rank, incarnation = worker.rank, worker.seat.incarnation
         exchange_s = worker.stats.exchange_s(incarnation) if outcome in _ENDS_EXCHANGE else -1.0
         taken = ContributionTaken(
-            Identity(rank, incarnation, contribution.step),
+            Identity(rank, incarnation, contribution.number),
             contribution.base_version,
             self._policy.version if version is None else version,
             outcome,
@@ -164,11 +164,11 @@ class Contributions:
         self._skipped.pop(worker.rank, None)
         if judgement.is_clipped:
             worker.stats.clipped += 1
-            log.debug("clipped", rank=worker.rank, step=contribution.step, reason=judgement.what)
+            log.debug("clipped", rank=worker.rank, step=contribution.number, reason=judgement.what)
         elif not judgement.is_taken:
             worker.stats.skipped += 1
             self._skipped[worker.rank] = f"{judgement.what} ({judgement.limit}): counted as a step, nothing folded"
-            log.warning("skipped", rank=worker.rank, step=contribution.step, reason=judgement.what)
+            log.warning("skipped", rank=worker.rank, step=contribution.number, reason=judgement.what)
 
     def _reject(self, worker: Worker, contribution: Contribution, judgement: Judgement) -> None:
         """Count it, answer with fresh weights, and end the run when it goes on, or at once."""
@@ -178,7 +178,7 @@ class Contributions:
         row = worker.stats.rejected_in_a_row
         log.warning("rejected", rank=worker.rank, reason=judgement.what, in_a_row=row, limit=limit)
         if judgement.action == "halt":
-            self._fail(halted(worker.rank, contribution.step, version, judgement))
+            self._fail(halted(worker.rank, contribution.number, version, judgement))
         elif row >= limit:
             self._fail(rejected_too_often(worker.rank, row, limit, version, judgement))
         else:
@@ -273,7 +273,7 @@ class Contributions:
         version = self._model.publisher.latest.version
         worker.outbox.put_nowait(Go(outcome, version, worker.staleness, held_s, reason))
         worker.staleness = 0
-        number = self._policy.last_step.get(worker.rank, 0)
+        number = self._policy.num_counted.get(worker.rank, 0)
         self._publish(now, AnswerGiven(worker.rank, worker.seat.incarnation, number, version, outcome))
 
 

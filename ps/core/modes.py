@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
 from ...common.config.schema import Config
 from ...common.registry import MODES, check_contributions, check_pipelined
-from ..policies.base import Options, Policy
+from ..policies.base import Common, Policy
 
 
 def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
-    policy = config.policy
+    policy, run = config.policy, config.run
     if policy.pipelined:
-        check_pipelined(config.run.mode, policy.staleness)
-    check_contributions(config.run.mode, policy.aggregation, config.store.max_norm)
-    options = Options(
-        steps=config.run.steps,
-        num_workers=config.run.workers,
-        min_workers=policy.min_workers,
-        staleness=policy.staleness,
-        local_steps=policy.local_steps,
-        straggler_timeout_s=policy.straggler_timeout_s,
-        backup_workers=policy.backup_workers,
-        weighting=policy.weighting,
-        pipelined=policy.pipelined,
-        extra=policy.extra,
+        check_pipelined(run.mode, policy.staleness)
+    check_contributions(run.mode, policy.aggregation, config.store.max_norm)
+    settings = {name: getattr(policy, name) for name in type(policy).model_fields}
+    return policy_of(run.mode, {**settings, "training_steps": run.steps, "num_workers": run.workers})
+
+
+def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
+    """The mode's state machine, told those of the settings that are fields of `Common` or of its own options."""
+    kind: type[Policy] = MODES.load(mode)
+    common = Common(**{field.name: settings[field.name] for field in fields(Common) if field.name in settings})
+    return kind(
+        common, kind.Options(**{name: settings[name] for name in kind.Options.model_fields if name in settings})
     )
-    made: Policy = MODES.load(config.run.mode)(options)
-    return made

@@ -96,7 +96,7 @@ class Run:
         if old is not None:
             self._displace(old, worker)
         log.info("joined", rank=worker.rank, incarnation=worker.seat.incarnation, resumed=may_resume, **where)
-        step = self.policy.last_step.get(worker.rank, 0)
+        step = self.policy.num_counted.get(worker.rank, 0)
         self.bus.publish(self.now(), WorkerJoined(worker.rank, worker.seat.incarnation, step, may_resume))
         return worker
 
@@ -127,7 +127,7 @@ class Run:
         if worker.resumes:
             self.shards.happens(orders.Resumed(worker.rank, worker.seat.incarnation))
             worker.state, worker.is_away = "computing", False
-            log.info("resumed", rank=worker.rank, step=self.policy.last_step[worker.rank], tensors=worker.stats.lane)
+            log.info("resumed", rank=worker.rank, step=self.policy.num_counted[worker.rank], tensors=worker.stats.lane)
             return
         worker.state = "waiting"
         self.shards.offered(worker)
@@ -181,13 +181,13 @@ class Run:
         worker.state = "waiting"
         worker.waiting_since = self.now()
         decisions = self.policy.joined(worker.rank, now)
-        log.info("admitted", rank=worker.rank, step=self.policy.last_step[worker.rank], tensors=worker.stats.lane)
+        log.info("admitted", rank=worker.rank, step=self.policy.num_counted[worker.rank], tensors=worker.stats.lane)
         self._perform(decisions)
 
     @property
     def min_step(self) -> int:
         """Training steps (batches) behind the slowest live rank."""
-        return min((self.policy.steps_done(rank) for rank in self.policy.members or self.policy.last_step), default=0)
+        return min((self.policy.steps_done(rank) for rank in self.policy.members or self.policy.num_counted), default=0)
 
     @property
     def durable_version(self) -> int:
@@ -295,7 +295,7 @@ class Run:
 
     def is_any_rank_through(self) -> bool:
         """Some rank has taken all its steps: a script may leave then without a word."""
-        return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.last_step)
+        return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.num_counted)
 
     def fail(self, error: BaseException) -> None:
         """End the run with an error; every worker is told, and nothing more is applied."""
@@ -340,7 +340,7 @@ class Run:
         if now - self._said_waiting_at < _SAY_WAITING_S:
             return
         self._said_waiting_at = now
-        reasons = self.policy.waiting()
+        reasons = self.policy.waiting(now)
         for worker in self.workers.values():
             if worker.state in ("waiting", "finished") and worker.outbox.empty():
                 worker.outbox.put_nowait(Waiting(self.waiting_for(worker, reasons)))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def status(run: Run) -> Status:
     """Where the run stands."""
-    reasons = run.policy.waiting()
+    reasons = run.policy.waiting(run.now())
     is_one = run.config.server.shards == 1
     return Status(
         mode=run.config.run.mode,
@@ -56,7 +56,7 @@ def _waiting_for_all(run: Run) -> str:
         return missing
     if not run.workers:
         return "" if run.is_any_rank_through() else "a worker to join"
-    return run.policy.waiting_reason() if run.model.has_weights else "the initial weights"
+    return run.policy.waiting_reason(run.now()) if run.model.has_weights else "the initial weights"
 
 
 def summary(run: Run) -> Summary:

@@ -6,19 +6,23 @@ Downpour SGD, Dean et al. 2012). Pipelined, a worker's own last contribution is 
 
 from __future__ import annotations
 
-from .base import Contribution, Decision, Fold, Member, Policy
+from pydantic import Field
+
+from .base import ModeOptions
+from .single import SinglePolicy
 
 
-class AsyncPolicy(Policy):
-    may_skip_pulls = True
-    may_pipeline = True
+class AsyncOptions(ModeOptions):
+    pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
 
-    def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        self._count(member)
-        return [
-            Fold(member.rank, self._weight(contribution)),
-            self._commit((member.rank,), f"rank {member.rank} contributed step {member.step}"),
-        ]
+
+class AsyncPolicy(SinglePolicy):
+    Options = AsyncOptions
+    options: AsyncOptions
+
+    @property
+    def pull_every(self) -> int:
+        return self.options.pull_every
 
 
 ENTRY = AsyncPolicy

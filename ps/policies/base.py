@@ -1,195 +1,186 @@
-"""What every mode shares: members, steps, repeated contributions, admission, and who waits for what.
+"""What every mode shares: members, counting, repeated contributions, admission, and who waits for what.
 
-A policy is a pure state machine. Events come in, each with the time; decisions come out,
-each with its reason as a sentence. Waiting is the absence of a decision. Same state and
-event, same decisions: no clock, no input or output, no randomness.
+A policy is a pure state machine. Events come in, each with the time; decisions come out (`decisions.py`),
+each with its reason as a sentence. Waiting is the absence of a decision. Same state and event, same
+decisions: no clock, no input or output, no randomness.
 
     joined(rank)         a worker has the model and asks for weights to start from
     contributed(rank)    a whole, finite contribution lies staged
+    rejected(rank)       one came that cannot be used (NaN); it lies nowhere and counts for nothing
+    disconnected(rank)   a member's connection is lost, and answers do not reach it
     left(rank)           the worker is gone, for whatever reason
     tick(now)            time has passed
 
-A mode says two things (see `async_.py`, `ssp.py`, `rounds.py`): what a contribution does
-(`_take`), and why a worker must wait before its next step (`_gate`).
+A mode says two things (see `single.py`, `ssp.py`, `rounds.py`): what a contribution does (`_take`), and why a
+worker must wait before it computes the next one (`_gate`).
+
+Contributions are numbered from 1, per rank. A *training step* is a batch: in localsgd a contribution covers
+several. Every event costs the same however many workers there are: what all members would have to be asked
+is kept up to date instead.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
+from pydantic import BaseModel, ConfigDict
 
-class Outcome(Enum):
-    """What became of a contribution; names are those of Answer.Outcome in the proto."""
+from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Refuse
+from .standing import Standing
 
-    START = "start"
-    APPLIED = "applied"
-    REPEATED = "repeated"
-    DROPPED = "dropped"
+__all__ = [
+    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "ModeOptions", "Outcome",
+    "Policy", "Refuse", "names",
+]  # fmt: skip
 
-
-_WHY_GO = {
-    Outcome.START: "start from these weights",
-    Outcome.APPLIED: "applied",
-    Outcome.REPEATED: "repeated: nothing folded",
-    Outcome.DROPPED: "came after its round had closed: nothing folded",
-}
+_NUM_NAMED = 8  # ranks in a sentence
 
 
 @dataclass(frozen=True)
-class Fold:
-    """Add the staged contribution of `rank` to the mean being formed, with this weight."""
+class Common:
+    """What every mode is told of the run."""
 
-    rank: int
-    weight: float
-
-
-@dataclass(frozen=True)
-class Discard:
-    """Forget the staged contribution of `rank`."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Make the mean of what was folded, from `ranks`, the next version."""
-
-    ranks: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Let `rank` go on, with the newest weights."""
-
-    rank: int
-    outcome: Outcome
-    reason: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """End this worker's call: `kind` is NOT_JOINED or STEP_GAP."""
-
-    rank: int
-    kind: Literal["NOT_JOINED", "STEP_GAP"]
-    reason: str
-
-
-Decision = Fold | Discard | Commit | Answer | Refuse
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a mode may be told; the configuration's `policy` section documents each."""
-
-    steps: int = 1_000_000
+    training_steps: int = 1_000_000  # of each worker
     num_workers: int | None = None  # training starts when all of them have joined
-    min_workers: int = 1
-    staleness: int = 0
-    local_steps: int = 1
-    straggler_timeout_s: float | None = None
-    backup_workers: int = 0
+    min_workers: int = 1  # with fewer, training holds
     weighting: Literal["samples", "equal"] = "samples"
-    pipelined: bool = False  # workers compute their next step while an exchange is in flight
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """The facts of one staged contribution."""
+class ModeOptions(BaseModel):
+    """A mode's own options: fields with bounds and a description, which `--help` and the configuration show.
+    A mode that has some subclasses this beside its policy, and names the subclass in `Policy.Options`."""
 
-    step: int
-    base_version: int
-    num_samples: int = 1
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass
 class Member:
-    """A live worker. `pending` is the outcome it will be answered with; None while it computes."""
+    """A live worker.
+
+    It computes while `pending` is None; otherwise that is the outcome it will be answered with. `is_away`:
+    its connection is lost, and what is pending stays so until it asks again.
+    """
 
     rank: int
-    step: int
-    pending: Outcome | None = Outcome.START
+    pending: Outcome | None = None
+    is_away: bool = False
     is_fresh: bool = True  # nothing contributed since it was let in
 
 
 class Policy(ABC):
-    """One mode. Subclasses set `contribution` and implement `_take` and `_gate`."""
+    """One mode. Subclasses implement `_take` and, where somebody may have to wait, `_gate`."""
 
+    Options: ClassVar[type[ModeOptions]] = ModeOptions
     # What workers send: the server runs the optimizer on gradients and averages weights.
     contribution: ClassVar[Literal["gradient", "weights"]] = "gradient"
-    # Whether a worker may contribute without fetching weights (policy.pull_every).
-    may_skip_pulls: ClassVar[bool] = False
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
-    # Whether workers may compute their next step while an exchange is in flight (policy.pipelined),
+    # Whether workers may compute their next contribution while an exchange is in flight (policy.pipelined),
     # and the least policy.staleness with which they may.
     may_pipeline: ClassVar[bool] = False
     least_pipelined_staleness: ClassVar[int] = 0
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, common: Common, options: ModeOptions) -> None:
+        self.common = common
         self.options = options
         self.version = 0  # commits decided
         self.members: dict[int, Member] = {}
-        # Contributions counted per rank, kept after it leaves: what makes a repeated one harmless.
-        self.last_step: dict[int, int] = {}
+        # Number of each rank's newest contribution that counts, kept after it leaves: what makes a repeated
+        # one harmless. A rank that came to a running job began at the slowest's.
+        self.num_counted: dict[int, int] = {}
         self.has_started = False
-        self._first_step = 0  # of a rank that is new while nobody is live
+        self._first_number = 0  # of a rank that is new while nobody is live
+        self._standing = Standing()  # of the live ranks, by those numbers
+        self._waiting: set[int] = set()  # ranks with an answer pending that would reach them
+        self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
+        self._gates_asked_at: Hashable = None
 
     # ---- what a snapshot keeps -----------------------------------------------------------
 
-    def committed_steps(self) -> dict[int, int]:
-        """Contributions per rank that the newest version holds, with those that came to nothing."""
-        return dict(self.last_step)
+    def num_committed(self) -> dict[int, int]:
+        """Like `num_counted`, as far as the newest version holds it."""
+        return dict(self.num_counted)
 
-    def restore(self, version: int, steps: Mapping[int, int]) -> None:
-        """Go on from a snapshot, with whichever workers join. Before any event."""
+    def saved_state(self) -> dict[str, Any]:
+        """What else this mode has to know to go on from the newest version, as JSON; nothing of later events."""
+        return {}
+
+    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
+        """Go on from a snapshot, with whichever workers join. Before any event.
+
+        `contributions` and `state` are what `num_committed` and `saved_state` said at that version.
+        """
         self.version = version
-        self.last_step = dict(steps)
-        self._first_step = min(steps.values(), default=0)
+        self.num_counted = dict(contributions)
+        self._first_number = min(contributions.values(), default=0)
+
+    def full_state(self) -> dict[str, Any]:
+        """Everything that decides, as JSON, the same for policies that will decide the same: for comparing
+        two that were given the same events. Takes time in proportion to the members."""
+        told = ("common", "options")
+        return {name: _canonical(value) for name, value in sorted(vars(self).items()) if name not in told}
 
     # ---- events ------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
-        """A worker is ready for weights. A rank that was here before goes on at its own step; one that is
-        new to a running job starts at the slowest live step, so that it neither stalls the others nor
-        repeats what they have done."""
-        step = self.last_step.setdefault(rank, self.min_step)
-        self.members[rank] = Member(rank, step)
-        return self._joined(rank) + self._settle(now)
+        """A worker is ready for weights. A rank that was here before goes on at its own number; one that is
+        new to a running job starts at the slowest live one's, so that it neither stalls the others nor
+        repeats what they have done. A live rank's older process has left."""
+        decisions = self.left(rank, now)
+        number = self.num_counted.setdefault(rank, self.slowest)
+        self.members[rank] = member = Member(rank)
+        self._standing.add(rank, number)
+        self._owe(member, Outcome.START)
+        return decisions + self._joined(rank) + self._settle(now)
 
     def left(self, rank: int, now: float) -> list[Decision]:
         """A worker is gone; whoever waited for it is looked at again at once."""
         if self.members.pop(rank, None) is None:
             return []
+        self._standing.remove(rank, self.num_counted[rank])
+        self._no_longer_waits(rank)
         return self._left(rank) + self._settle(now)
 
     def disconnected(self, rank: int) -> None:
         """A worker is still a member, but an answer would not reach it: it will ask again."""
         if rank in self.members:
-            self.members[rank].pending = None
+            self.members[rank].is_away = True
+            self._no_longer_waits(rank)
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """A contribution is staged: fold it, or discard it with an answer or a refusal."""
         member = self.members.get(rank)
         if member is None:
-            return [Discard(rank), Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")]
-        if contribution.step == self.last_step[rank]:
+            return [Discard(rank), _not_joined(rank)]
+        if contribution.number == self.num_counted[rank]:
             # Applied before, and its answer was lost. Where it still waits for its round, so does the repeat.
-            member.pending = Outcome.REPEATED
+            self._owe(member, Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
-        if contribution.step != self.last_step[rank] + 1:
-            reason = f"rank {rank} sent step {contribution.step}; the next one is {self.last_step[rank] + 1}"
-            return [Discard(rank), Refuse(rank, "STEP_GAP", reason)]
+        refusal = self._why_refuse(member, contribution.number)
+        if refusal is not None:
+            return [Discard(rank), refusal]
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
         return decisions + self._settle(now)
+
+    def rejected(self, rank: int, now: float) -> list[Decision]:
+        """The rank's next contribution cannot be used, and nothing of it is staged. It counts for nothing; before
+        the worker computes it anew it waits like anybody else."""
+        member = self.members.get(rank)
+        if member is None:
+            return [_not_joined(rank)]
+        refusal = self._why_refuse(member, self.num_counted[rank] + 1)
+        if refusal is not None:
+            return [refusal]
+        self._owe(member, Outcome.REJECTED)
+        return self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
         """Look again at whatever depends on time."""
@@ -198,22 +189,23 @@ class Policy(ABC):
     # ---- questions ------------------------------------------------------------------------
 
     @property
-    def min_step(self) -> int:
-        """Step of the slowest live worker."""
-        return min((member.step for member in self.members.values()), default=self._first_step)
+    def slowest(self) -> int:
+        """Number of the newest contribution that counts of the live worker that has the fewest."""
+        least = self._standing.least
+        return self._first_number if least is None else least
 
     def lead(self, rank: int) -> int:
-        """Steps of a live worker ahead of the slowest live one."""
-        return self.members[rank].step - self.min_step
+        """Contributions of a live worker ahead of the slowest live one."""
+        return self.num_counted[rank] - self.slowest
 
     def next_local_steps(self, rank: int) -> int:
-        """Local steps the worker takes before its next contribution; 0 when it has taken all."""
+        """Training steps the worker takes before its next contribution; 0 when it has taken all."""
         done = self._rounds_done(rank) * self.local_steps
-        return max(0, min(self.local_steps, self.options.steps - done))
+        return max(0, min(self.local_steps, self.common.training_steps - done))
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
-        return min(self.options.steps, self._rounds_done(rank) * self.local_steps)
+        return min(self.common.training_steps, self._rounds_done(rank) * self.local_steps)
 
     @property
     def local_steps(self) -> int:
@@ -221,8 +213,13 @@ class Policy(ABC):
         return 1
 
     @property
+    def pull_every(self) -> int:
+        """Workers fetch weights with every Nth contribution."""
+        return 1
+
+    @property
     def staleness_bound(self) -> int | None:
-        """How far ahead of the slowest a worker may start a step; None where nothing bounds it by lead."""
+        """Lead with which a worker may still go on; None where nothing bounds it by lead."""
         return None
 
     def staleness(self, rank: int, contribution: Contribution) -> int:
@@ -233,23 +230,19 @@ class Policy(ABC):
         """How many contributions are folded before this worker's; uploads are staged in this order."""
         return 0
 
-    def waiting(self) -> dict[int, str]:
+    def waiting(self, now: float) -> dict[int, str]:
         """Why each waiting worker waits."""
-        return {
-            member.rank: reason
-            for member in self.members.values()
-            if member.pending is not None and (reason := self._why_wait(member)) is not None
-        }
+        hold = self._why_hold()
+        reasons = {rank: hold or self._gate(member, now) for rank, member in self.members.items() if _waits(member)}
+        return {rank: reason for rank, reason in reasons.items() if reason is not None}
 
-    def waiting_reason(self) -> str:
+    def waiting_reason(self, now: float) -> str:
         """What everyone waits for, as one sentence; empty when somebody may compute."""
-        held = self._why_hold()
-        if held is not None:
-            return held
-        reasons = self.waiting()
-        if not reasons or len(reasons) < len(self.members):
-            return ""
-        return next(iter(reasons.values()))
+        hold = self._why_hold()
+        if hold is not None:
+            return hold
+        reasons = self.waiting(now) if len(self._waiting) == len(self.members) else {}
+        return next(iter(reasons.values()), "") if len(reasons) == len(self.members) else ""
 
     # ---- what a mode says -----------------------------------------------------------------
 
@@ -257,8 +250,13 @@ class Policy(ABC):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on the next contribution of a live worker. Call `_count` when it is accepted."""
 
-    def _gate(self, member: Member) -> str | None:
-        """Why this worker may not start its next step yet; None when it may."""
+    def _gate(self, member: Member, now: float) -> str | None:
+        """Why this worker may not compute its next contribution yet; None when it may."""
+        return None
+
+    def _gates_depend_on(self, now: float) -> Hashable:
+        """While this stays equal, whoever's gate was closed need not be asked again. None: ask after every event,
+        which takes time in proportion to those who wait."""
         return None
 
     def _advance(self, now: float) -> list[Decision]:
@@ -272,47 +270,107 @@ class Policy(ABC):
         return []
 
     def _rounds_done(self, rank: int) -> int:
-        """Contributions of the rank, or rounds of the run, that count towards `steps`."""
-        return self.last_step.get(rank, 0)
+        """Contributions of the rank, or rounds of the run, that count towards the training steps."""
+        return self.num_counted.get(rank, 0)
 
     # ---- shared moves ---------------------------------------------------------------------
 
-    def _count(self, member: Member, outcome: Outcome = Outcome.APPLIED) -> None:
-        member.step += 1
-        self.last_step[member.rank] = member.step
-        member.pending = outcome
+    def _count(self, member: Member) -> None:
+        """The member's next contribution is accepted."""
+        number = self.num_counted[member.rank]
+        self.num_counted[member.rank] = number + 1
+        self._standing.advance(member.rank, number)
+        self._owe(member, Outcome.APPLIED)
 
-    def _commit(self, ranks: tuple[int, ...], reason: str) -> Commit:
+    def _owe(self, member: Member, outcome: Outcome) -> None:
+        """The member is to be answered so, as soon as it may go on."""
+        member.pending, member.is_away = outcome, False
+        self._waiting.add(member.rank)
+        self._new_waiting.add(member.rank)
+
+    def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
         self.version += 1
-        return Commit(ranks, reason)
+        return Commit(ranks, reason, scales)
 
     def _weight(self, contribution: Contribution) -> float:
-        return float(contribution.num_samples) if self.options.weighting == "samples" else 1.0
+        return float(contribution.num_samples) if self.common.weighting == "samples" else 1.0
+
+    def _why_refuse(self, member: Member, number: int) -> Refuse | None:
+        """The refusal of a contribution that cannot be this worker's next; None when it can."""
+        rank, counted = member.rank, self.num_counted[member.rank]
+        if number != counted + 1:
+            reason = f"rank {rank} sent contribution {number}; the next one is {counted + 1}"
+            return Refuse(rank, "STEP_GAP", reason)
+        # What counts for nothing may be sent again by a worker that never heard so. Any other answer that it has
+        # not had may stand for a wait.
+        sends_again = member.is_away and member.pending in (Outcome.DROPPED, Outcome.REJECTED)
+        if member.pending is not None and not sends_again:
+            reason = f"rank {rank} sent contribution {number}, and has to ask for the answer to {counted} first"
+            return Refuse(rank, "STEP_GAP", reason)
+        return None
+
+    def _is_held(self) -> bool:
+        """Nobody may go on, whatever the mode."""
+        num_workers = self.common.num_workers
+        is_early = not self.has_started and num_workers is not None and len(self.members) < num_workers
+        return is_early or len(self.members) < self.common.min_workers
 
     def _why_hold(self) -> str | None:
         """Why nobody may go on, whatever the mode."""
-        live = len(self.members)
-        if not self.has_started and self.options.num_workers is not None and live < self.options.num_workers:
-            missing = [rank for rank in range(self.options.num_workers) if rank not in self.members]
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            return f"{live} of {self.options.num_workers} workers have joined; missing rank {names}"
-        if live < self.options.min_workers:
-            return f"{live} of at least {self.options.min_workers} workers (policy.min_workers) are live"
-        return None
+        if not self._is_held():
+            return None
+        live, num_workers = len(self.members), self.common.num_workers
+        if not self.has_started and num_workers is not None and live < num_workers:
+            missing = (rank for rank in range(num_workers) if rank not in self.members)
+            return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
+        return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"
 
-    def _why_wait(self, member: Member) -> str | None:
-        return self._why_hold() or self._gate(member)
+    def _no_longer_waits(self, rank: int) -> None:
+        self._waiting.discard(rank)
+        self._new_waiting.discard(rank)
 
     def _settle(self, now: float) -> list[Decision]:
         """Commit what can be committed, then answer everyone who may go on."""
-        if self._why_hold() is not None:
+        if self._is_held():
             return []
         self.has_started = True
         decisions = self._advance(now)
-        waiting = [member for member in self.members.values() if member.pending is not None]
-        for member in sorted(waiting, key=lambda member: member.rank):
-            if self._gate(member) is None:
-                outcome = member.pending or Outcome.APPLIED
-                decisions.append(Answer(member.rank, outcome, _WHY_GO[outcome]))
+        key = self._gates_depend_on(now)
+        asked = self._new_waiting if key is not None and key == self._gates_asked_at else self._waiting
+        self._gates_asked_at, self._new_waiting = key, set()
+        for rank in sorted(asked):
+            member = self.members[rank]
+            if member.pending is not None and self._gate(member, now) is None:
+                decisions.append(Answer(rank, member.pending, member.pending.why_go))
+                self._waiting.discard(rank)
                 member.pending = None
         return decisions
+
+
+def names(ranks: Any) -> str:
+    """The first few ranks of many, in a sentence."""
+    first = list(islice(ranks, _NUM_NAMED + 1))
+    return ", ".join(map(str, first[:_NUM_NAMED])) + (", ..." if len(first) > _NUM_NAMED else "")
+
+
+def _not_joined(rank: int) -> Refuse:
+    return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
+
+
+def _waits(member: Member) -> bool:
+    return member.pending is not None and not member.is_away
+
+
+def _canonical(value: Any) -> Any:
+    """As JSON, in one way: whatever has no order of its own is sorted."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return {field.name: _canonical(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return [[_canonical(key), _canonical(value[key])] for key in sorted(value)]
+    if isinstance(value, set | frozenset):
+        return [_canonical(entry) for entry in sorted(value)]
+    if isinstance(value, list | tuple):
+        return [_canonical(entry) for entry in value]
+    return value

@@ -13,10 +13,18 @@ K steps were taken without the others' last K, which is counted as one version o
 
 from __future__ import annotations
 
-from .rounds import RoundPolicy
+from pydantic import Field
+
+from .rounds import RoundOptions, RoundPolicy
+
+
+class LocalSgdOptions(RoundOptions):
+    local_steps: int = Field(8, ge=1, description="localsgd: local optimizer steps between two averages")
 
 
 class LocalSgdPolicy(RoundPolicy):
+    Options = LocalSgdOptions
+    options: LocalSgdOptions
     contribution = "weights"
     may_pipeline = True
 

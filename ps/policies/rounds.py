@@ -5,98 +5,129 @@ run is the same to the last bit whatever the order of arrival (floating-point ad
 associative). With `straggler_timeout_s` or `backup_workers` the set depends on arrival anyway,
 and so does the order: nobody's upload then waits for a straggler's (revisiting distributed
 synchronous SGD, Chen et al. 2016).
+
+What a worker contributed stays in the round when it leaves. When it comes back before the round has closed,
+it starts with the next.
 """
 
 from __future__ import annotations
 
-from .base import Contribution, Decision, Discard, Fold, Member, Options, Outcome, Policy
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+
+from pydantic import Field
+
+from .base import Common, Contribution, Decision, Discard, Fold, Member, ModeOptions, Outcome, Policy, names
+
+
+class RoundOptions(ModeOptions):
+    straggler_timeout_s: float | None = Field(
+        None, gt=0, description="sync, localsgd: seconds after a round's first contribution at which it closes"
+    )
+    backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
 
 
 class RoundPolicy(Policy):
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
+    Options = RoundOptions
+    options: RoundOptions
+
+    def __init__(self, common: Common, options: RoundOptions) -> None:
+        super().__init__(common, options)
         self.has_fixed_set = options.straggler_timeout_s is None and options.backup_workers == 0
-        self._order: list[int] = []  # of this round; who joins in the middle comes last
+        self._order: list[int] = []  # of folding in this round; who joins in the middle comes last
+        self._num_sorted = 0  # of those, before who joined in the middle
+        self._num_folded = 0  # of a fixed set, in that order
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
-        self._folded: set[int] = set()
+        self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
 
-    def committed_steps(self) -> dict[int, int]:
-        return {rank: step - (rank in self._weights) for rank, step in self.last_step.items()}
+    def num_committed(self) -> dict[int, int]:
+        return {rank: number - (rank in self._weights) for rank, number in self.num_counted.items()}
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if contribution.base_version != self.version:
-            member.pending = Outcome.DROPPED  # answered by _settle, so not while training holds
+            self._owe(member, Outcome.DROPPED)  # answered by _settle, so not while training holds
             return [Discard(member.rank)]
         self._count(member)
         self._weights[member.rank] = self._weight(contribution)
+        self._is_missing_no_more(member.rank)
         if self._opened_at is None:
             self._opened_at = now
-        return self._fold_next()
+        return self._fold_next() if self.has_fixed_set else [Fold(member.rank, self._weights[member.rank])]
 
     def _joined(self, rank: int) -> list[Decision]:
-        if rank not in self._order:
+        if rank in self._weights:
+            return []
+        insort(self._missing, rank)
+        if self.has_started:
             self._order.append(rank)
-            if not self.has_started:
-                self._order.sort()
+        else:
+            insort(self._order, rank)
+            self._num_sorted += 1
         return []
 
     def _left(self, rank: int) -> list[Decision]:
         # What it contributed stays in the round; what it did not is not waited for.
-        if rank not in self._weights and rank in self._order:
-            self._order.remove(rank)
-        return self._fold_next()
+        if rank in self._weights:
+            return []
+        self._is_missing_no_more(rank)
+        place = self._place(rank)
+        del self._order[place]
+        self._num_sorted -= place < self._num_sorted
+        return self._fold_next() if self.has_fixed_set else []
+
+    def _place(self, rank: int) -> int:
+        """Index of a rank in the order, which holds it."""
+        place = bisect_left(self._order, rank, 0, self._num_sorted)
+        is_there = place < self._num_sorted and self._order[place] == rank
+        return place if is_there else self._order.index(rank, self._num_sorted)
+
+    def _is_missing_no_more(self, rank: int) -> None:
+        del self._missing[bisect_left(self._missing, rank)]
 
     def _fold_next(self) -> list[Decision]:
-        """Fold what has come, as far as the order allows."""
+        """Fold what has come, as far as the order of a fixed set allows."""
         decisions: list[Decision] = []
-        for rank in self._order:
-            if rank in self._folded:
-                continue
-            if rank in self._weights:
-                decisions.append(self._fold(rank))
-            elif self.has_fixed_set:
-                break
+        while self._num_folded < len(self._order) and (rank := self._order[self._num_folded]) in self._weights:
+            decisions.append(Fold(rank, self._weights[rank]))
+            self._num_folded += 1
         return decisions
-
-    def _fold(self, rank: int) -> Fold:
-        self._folded.add(rank)
-        return Fold(rank, self._weights[rank])
-
-    def _missing(self) -> list[int]:
-        return sorted(rank for rank in self.members if rank not in self._weights)
 
     def _why_close(self, now: float) -> str | None:
         """Why the open round closes now; None while it stays open."""
-        contributed, missing = len(self._weights), self._missing()
-        if contributed < max(1, self.options.min_workers):
+        contributed, num_missing = len(self._weights), len(self._missing)
+        if contributed < max(1, self.common.min_workers):
             return None
-        if not missing:
-            return f"{contributed} of {contributed} live workers contributed"
-        if len(missing) <= self.options.backup_workers:
-            return f"{contributed} contributed, {len(missing)} of {self.options.backup_workers} backup workers did not"
+        if not num_missing:
+            gone = contributed - len(self.members)
+            return f"{contributed - gone} of {len(self.members)} live workers contributed" + (
+                f", and {gone} before leaving" if gone else ""
+            )
+        if num_missing <= self.options.backup_workers:
+            return f"{contributed} contributed, {num_missing} of {self.options.backup_workers} backup workers did not"
         timeout_s = self.options.straggler_timeout_s
         if timeout_s is not None and self._opened_at is not None and now - self._opened_at >= timeout_s:
-            return f"{contributed} contributed within {timeout_s:g} s, rank {', '.join(map(str, missing))} did not"
+            return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
         return None
 
     def _advance(self, now: float) -> list[Decision]:
         reason = self._why_close(now)
         if reason is None:
             return []
-        ranks = tuple(rank for rank in self._order if rank in self._weights)
-        decisions: list[Decision] = [self._fold(rank) for rank in ranks if rank not in self._folded]
-        decisions.append(self._commit(ranks, reason))
-        self._order = sorted(self.members)
-        self._weights, self._folded, self._opened_at = {}, set(), None
-        return decisions
+        commit = self._commit(tuple(rank for rank in self._order if rank in self._weights), reason)
+        self._order, self._missing = sorted(self.members), sorted(self.members)
+        self._num_sorted, self._num_folded = len(self._order), 0
+        self._weights, self._opened_at = {}, None
+        return [commit]
 
-    def _gate(self, member: Member) -> str | None:
+    def _gate(self, member: Member, now: float) -> str | None:
         if member.rank not in self._weights:
             return None
-        missing = ", ".join(map(str, self._missing()))
-        num_live = len(self.members)
-        return f"{num_live - len(self._missing())} of {num_live} workers contributed; missing rank {missing}"
+        live = len(self.members)
+        return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
+
+    def _gates_depend_on(self, now: float) -> Hashable:
+        return self.version
 
     def _rounds_done(self, rank: int) -> int:
         return self.version
@@ -104,11 +135,9 @@ class RoundPolicy(Policy):
     def staleness(self, rank: int, contribution: Contribution) -> int:
         # A contribution stands on the average that it contains, or it would undo the round before. Pipelined,
         # all but the first were computed before that average came.
-        computed_before = self.options.pipelined and rank in self.members and not self.members[rank].is_fresh
+        computed_before = self.common.pipelined and rank in self.members and not self.members[rank].is_fresh
         return super().staleness(rank, contribution) + computed_before
 
     def upload_position(self, rank: int) -> int:
-        if not self.has_fixed_set or rank not in self._order:
-            return 0
-        ahead = self._order[: self._order.index(rank)]
-        return sum(1 for other in ahead if other not in self._folded)
+        may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
+        return max(0, self._place(rank) - self._num_folded) if may_wait else 0

@@ -1,4 +1,4 @@
-"""ssp: like async, but a worker may start a step only while it is at most s ahead of the slowest.
+"""ssp: like async, but a worker may start a step (compute a contribution) only while at most s ahead of the slowest.
 
 Stale synchronous parallel (Ho et al. 2013). With step c and bound s, a worker goes on when
 c - min(live steps) <= s: s = 0 is lockstep, and after a contribution a worker is at most
@@ -22,27 +22,40 @@ because what is counted was admitted as one in flight. The difference is 2s.
 
 from __future__ import annotations
 
-from .async_ import AsyncPolicy
-from .base import Member
+from collections.abc import Hashable
+
+from pydantic import Field
+
+from .base import Member, ModeOptions, names
+from .single import SinglePolicy
 
 
-class SspPolicy(AsyncPolicy):
-    may_skip_pulls = False
-    least_pipelined_staleness = 1  # the step in flight is one ahead
+class SspOptions(ModeOptions):
+    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
+
+
+class SspPolicy(SinglePolicy):
+    Options = SspOptions
+    options: SspOptions
+    least_pipelined_staleness = 1  # the contribution in flight is one ahead
 
     @property
     def staleness_bound(self) -> int:
         return self.options.staleness
 
-    def _gate(self, member: Member) -> str | None:
-        bound, slowest = self.staleness_bound, self.min_step
-        in_flight = 1 if self.options.pipelined else 0
-        ahead = member.step + in_flight - slowest
+    def _gate(self, member: Member, now: float) -> str | None:
+        bound, in_flight = self.options.staleness, int(self.common.pipelined)
+        ahead = self.lead(member.rank) + in_flight
         if ahead <= bound:
             return None
-        ranks = ", ".join(str(m.rank) for m in self.members.values() if m.step == slowest)
         counted = " with the one in flight" if in_flight else ""
-        return f"{ahead} steps ahead{counted}, at most {bound} allowed; slowest is rank {ranks} at step {slowest}"
+        return (
+            f"{ahead} contributions ahead{counted}, at most {bound} allowed; slowest is "
+            f"rank {names(self._standing.slowest_ranks)} at {self.slowest}"
+        )
+
+    def _gates_depend_on(self, now: float) -> Hashable:
+        return self.slowest
 
 
 ENTRY = SspPolicy

@@ -216,7 +216,7 @@ class Coordinator(Alone):
             return
         worker.state = "waiting"
         self._staged[worker.rank] = (worker, part)
-        self._hear(0, orders.Staged(*_seat(worker), part.contribution.step, part.judgement))
+        self._hear(0, orders.Staged(*_seat(worker), part.contribution.number, part.judgement))
 
     def asked(self, worker: Worker, step: int) -> None:
         worker.state = "waiting"

@@ -56,7 +56,7 @@ class Reporting(Alone):
         self.forget(worker.rank, worker.seat.incarnation - 1)
         worker.state = "waiting"
         self.parts[worker.rank] = (worker, part)
-        self.report(orders.Staged(worker.rank, worker.seat.incarnation, part.contribution.step, part.judgement))
+        self.report(orders.Staged(worker.rank, worker.seat.incarnation, part.contribution.number, part.judgement))
 
     def asked(self, worker: Worker, step: int) -> None:
         worker.state = "waiting"
@@ -188,7 +188,7 @@ class FollowerRun(Run):
                 self._left(rank, incarnation, now)
             case orders.Taken(rank, incarnation, step, judgement):
                 worker, part = self.shards.parts.pop(rank)
-                assert (worker.seat.incarnation, part.contribution.step) == (incarnation, step)
+                assert (worker.seat.incarnation, part.contribution.number) == (incarnation, step)
                 self.contributions.take(worker, part._replace(judgement=judgement), now)
             case orders.Repeated(rank, incarnation):
                 self.contributions.repeat(self._seated(rank, incarnation), now)

@@ -149,8 +149,8 @@ def _facts(run: Run) -> dict[str, Any]:
         "run": run.name,
         "server_incarnation": run.incarnation,
         "mode": run.config.run.mode,
-        "policy": {},
-        "steps": run.policy.committed_steps(),
+        "policy": run.policy.saved_state(),
+        "steps": run.policy.num_committed(),
         "num_joins": dict(run.roster.membership.num_joins),
         "training": {"elapsed_s": run.elapsed_s, "stats": _stats(run)},
         "seed": run.config.run.seed,
@@ -173,11 +173,11 @@ def _share(run: Run) -> ShareEntry | None:
 
 def _stats(run: Run) -> dict[str, dict[str, int | float]]:
     """Sums of each rank, for the summary. Steps of an open round are not in the weights, and not counted."""
-    committed = run.policy.committed_steps()
+    committed = run.policy.num_committed()
     found = {}
     for rank, stats in run.roster.stats.items():
         values = {field.name: getattr(stats, field.name) for field in fields(stats)}
-        values["steps"] -= run.policy.last_step.get(rank, 0) - committed.get(rank, 0)
+        values["steps"] -= run.policy.num_counted.get(rank, 0) - committed.get(rank, 0)
         found[str(rank)] = {name: value for name, value in values.items() if type(value) in (int, float)}
         found[str(rank)].pop("loss")
     return found
@@ -244,7 +244,8 @@ def _go_on(run: Run, config: Config, loaded: Loaded) -> None:
     run.saved_version = manifest.version
     _restore_stats(run, manifest.training)
     run.roster.membership.restore(manifest.num_joins)
-    run.policy.restore(manifest.version, manifest.steps)
+    state = manifest.policy if manifest.mode == config.run.mode else {}
+    run.policy.restore(manifest.version, manifest.steps, state)
     whole, optimizer = loaded.whole
     if optimizer is None:
         raise CheckpointError(f"snapshot {loaded.path} names no optimizer")

@@ -138,7 +138,7 @@ class ParameterServerService:
                 run=self._run.name,
                 rank=worker.rank,
                 incarnation=worker.seat.incarnation,
-                step=self._run.policy.last_step.get(worker.rank, 0),
+                step=self._run.policy.num_counted.get(worker.rank, 0),
                 settings=self._settings(),
                 probe=segment_to_proto(self._probe.address if self._probe is not None else None),
                 server_incarnation=self._run.incarnation,
@@ -224,7 +224,7 @@ class ParameterServerService:
             steps=config.run.steps,
             batch_size=config.run.batch_size,
             seed=config.run.seed,
-            pull_every=config.policy.pull_every if policy.may_skip_pulls else 1,
+            pull_every=policy.pull_every,
             task=task,
             task_args=struct(config.task.args),
             optimizer=pb.Optimizer(
@@ -306,7 +306,7 @@ class ParameterServerService:
         def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
             answer = pb.Answer(
                 outcome=go.outcome,
-                step=policy.last_step.get(worker.rank, 0),
+                step=policy.num_counted.get(worker.rank, 0),
                 version=version,
                 next_local_steps=policy.next_local_steps(worker.rank),
                 body_bytes=num_bytes,

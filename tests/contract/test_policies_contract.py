@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Common, Contribution, Discard, Fold, Outcome, Policy, Refuse
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.worker.session import Progress
 
@@ -32,7 +33,7 @@ SETTINGS = settings(
 
 
 def make_policy(mode: str, **options: Any) -> Policy:
-    return MODES.load(mode)(Options(**options))
+    return policy_of(mode, options)
 
 
 ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fixed_set", False)]
@@ -61,7 +62,7 @@ class ModelStore:
     """Carries out decisions and refuses impossible ones. A contribution is (rank, step)."""
 
     policy: Policy
-    options: Options
+    common: Common
     live: dict[int, Worker] = field(default_factory=dict)
     staged: dict[int, tuple[int, int]] = field(default_factory=dict)
     weights: dict[tuple[int, int], float] = field(default_factory=dict)  # announced with the contribution
@@ -77,10 +78,10 @@ class ModelStore:
 
     @property
     def is_held(self) -> bool:
-        num_workers = self.options.num_workers
+        num_workers = self.common.num_workers
         if not self.has_started and num_workers is not None and len(self.live) < num_workers:
             return True
-        return len(self.live) < self.options.min_workers
+        return len(self.live) < self.common.min_workers
 
     def lead(self, rank: int) -> int:
         return self.live[rank].step - min(worker.step for worker in self.live.values())
@@ -131,7 +132,7 @@ class ModelStore:
     def _answer(self, worker: Worker, outcome: Outcome) -> None:
         assert worker.state == "waiting", f"answer to rank {worker.rank}, which is {worker.state}"
         assert not self.is_held, f"rank {worker.rank} goes on while training holds ({outcome.name})"
-        key = (worker.rank, worker.unanswered.step) if worker.unanswered else None
+        key = (worker.rank, worker.unanswered.number) if worker.unanswered else None
         if outcome is Outcome.START:
             assert worker.unanswered is None
         elif outcome is Outcome.APPLIED:
@@ -149,24 +150,25 @@ class ModelStore:
         bound = self.policy.staleness_bound
         if bound is not None:
             # Pipelined, it hands over the step that it computed meanwhile, and starts the one after.
-            ahead = self.lead(worker.rank) + self.options.pipelined
+            ahead = self.lead(worker.rank) + self.common.pipelined
             assert ahead <= bound, f"rank {worker.rank} starts a step {ahead} ahead"
         worker.state = "finished" if self.policy.next_local_steps(worker.rank) == 0 else "computing"
-        is_computed = self.options.pipelined and self.policy.contribution == "gradient" and outcome != Outcome.START
+        is_computed = self.common.pipelined and self.policy.contribution == "gradient" and outcome != Outcome.START
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
-        assert self.policy.last_step[worker.rank] == worker.step
+        assert self.policy.num_counted[worker.rank] == worker.step
 
 
 class World:
     """Policy and model store side by side; every event is recorded for the replay."""
 
-    def __init__(self, mode: str, options: Options) -> None:
+    def __init__(self, mode: str, settings: dict[str, Any]) -> None:
         self.mode = mode
-        self.options = options
-        self.policy: Policy = MODES.load(mode)(options)
-        self.store = ModelStore(self.policy, options)
+        self.settings = settings
+        self.policy = policy_of(mode, settings)
+        self.common = self.policy.common
+        self.store = ModelStore(self.policy, self.common)
         self.now = 100.0
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
@@ -205,23 +207,23 @@ class World:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
         contribution = Contribution(worker.step + 1, base, num_samples)
-        key = (rank, contribution.step)
+        key = (rank, contribution.number)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
         self.store.staged[rank] = key
-        self.store.weights[key] = float(num_samples) if self.options.weighting == "samples" else 1.0
+        self.store.weights[key] = float(num_samples) if self.common.weighting == "samples" else 1.0
         worker.state, worker.unanswered = "waiting", contribution
-        before, self.is_sound = self.policy.last_step[rank], False
+        before, self.is_sound = self.policy.num_counted[rank], False
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
         # Weights contain the average they were last built on, but pipelined they were computed before it came.
         if self.policy.contribution == "weights" and base == self.policy.version:
-            assert staleness == (1 if self.options.pipelined and not worker.is_fresh else 0)
+            assert staleness == (1 if self.common.pipelined and not worker.is_fresh else 0)
         worker.is_fresh = False
         # Whether it is accepted shows in the policy's own table; the model notes it before it sees folds.
         decisions = getattr(self.policy, "contributed")(rank, contribution, self.now)  # noqa: B009
         self.events.append(("contributed", (rank, contribution, self.now)))
         self.decided.append(decisions)
-        grown = self.policy.last_step[rank] - before
+        grown = self.policy.num_counted[rank] - before
         assert grown in (0, 1)
         if grown:
             self.store.accepted[key] += 1
@@ -230,7 +232,7 @@ class World:
             self.last_steps[rank] = worker.step
             bound = self.policy.staleness_bound
             if bound is not None and not worker.was_admitted_before_return:
-                assert self.store.lead(rank) <= bound + 1 - self.options.pipelined
+                assert self.store.lead(rank) <= bound + 1 - self.common.pipelined
         else:
             assert Discard(rank) in decisions, "neither accepted nor discarded"
         self.store.carry_out(decisions, rank)
@@ -261,11 +263,11 @@ class World:
     def refuse(self, rank: int, step: int, kind: str) -> None:
         """A contribution that must be refused, whole and without effect on anyone."""
         self.store.staged[rank] = (rank, step)
-        version, last = self.policy.version, dict(self.policy.last_step)
+        version, last = self.policy.version, dict(self.policy.num_counted)
         decisions = self.event("contributed", rank, Contribution(step, version), rank=rank)
         assert [type(decision) for decision in decisions] == [Discard, Refuse]
         assert decisions[1].kind == kind
-        assert (self.policy.version, self.policy.last_step) == (version, last)
+        assert (self.policy.version, self.policy.num_counted) == (version, last)
 
     # ---- what holds after every event ----
 
@@ -280,18 +282,18 @@ class World:
         store, policy = self.store, self.policy
         assert policy.version == store.version, "version is not the number of commits"
         assert set(policy.members) == set(store.live)
-        assert policy.last_step == {rank: self.last_steps[rank] for rank in policy.last_step}
+        assert policy.num_counted == {rank: self.last_steps[rank] for rank in policy.num_counted}
         for rank, worker in store.live.items():
             assert policy.lead(rank) == store.lead(rank)
-            assert policy.members[rank].step == worker.step
+            assert policy.num_counted[rank] == worker.step
             assert 0 <= policy.next_local_steps(rank) <= policy.local_steps
-            assert 0 <= policy.steps_done(rank) <= self.options.steps
+            assert 0 <= policy.steps_done(rank) <= self.common.training_steps
             assert policy.upload_position(rank) >= 0
         waiting = {rank for rank, worker in store.live.items() if worker.state == "waiting"}
-        reasons = policy.waiting()
+        reasons = policy.waiting(0.0)
         assert set(reasons) == waiting, "waiting() names others than those that wait"
         assert all(reasons.values())
-        assert (policy.waiting_reason() != "") >= (bool(store.live) and waiting == set(store.live))
+        assert (policy.waiting_reason(0.0) != "") >= (bool(store.live) and waiting == set(store.live))
         # Whatever was accepted lies in memory, in the mean, or in a version; nowhere twice.
         places = Counter([*store.staged.values(), *store.in_mean, *store.committed])
         assert places == Counter(store.accepted)
@@ -302,7 +304,7 @@ class World:
         if self.store.is_held or not waiting:
             return
         busy = set(self.store.live) - waiting
-        assert busy, f"all of {sorted(waiting)} wait: {self.policy.waiting()}"
+        assert busy, f"all of {sorted(waiting)} wait: {self.policy.waiting(0.0)}"
         computing = {rank for rank in busy if self.store.live[rank].state == "computing"}
         assert computing, f"{sorted(waiting)} wait, and nobody else will ever contribute"
         if self.policy.staleness_bound is not None:
@@ -311,13 +313,13 @@ class World:
 
     def replay(self) -> None:
         """The same events on a fresh policy give the same decisions."""
-        fresh: Policy = MODES.load(self.mode)(self.options)
+        fresh = policy_of(self.mode, self.settings)
         for (name, arguments), decided in zip(self.events, self.decided, strict=True):
             assert getattr(fresh, name)(*arguments) == decided
 
     def settle_everything(self) -> None:
         """When everybody missing joins and everybody contributes, all that was accepted is committed."""
-        wanted = max(self.options.min_workers, self.options.num_workers or 0)
+        wanted = max(self.common.min_workers, self.common.num_workers or 0)
         for rank in range(wanted):
             if rank not in self.store.live:
                 self.join(rank)
@@ -331,18 +333,19 @@ class World:
 
 
 @st.composite
-def mode_options(draw: st.DrawFn) -> Options:
+def mode_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Of `Common` and of all modes; one of your own is tested with its defaults."""
     num_workers = draw(st.none() | st.integers(1, 4))
-    return Options(
-        steps=draw(st.sampled_from([1, 5, 1000])),
-        num_workers=num_workers,
-        min_workers=draw(st.integers(1, min(3, num_workers or 3))),
-        staleness=draw(st.integers(0, 3)),
-        local_steps=draw(st.integers(1, 4)),
-        straggler_timeout_s=draw(st.none() | st.just(2.0)),
-        backup_workers=draw(st.integers(0, min(2, (num_workers or 3) - 1))),
-        weighting=draw(st.sampled_from(["samples", "equal"])),
-    )
+    return {
+        "training_steps": draw(st.sampled_from([1, 5, 1000])),
+        "num_workers": num_workers,
+        "min_workers": draw(st.integers(1, min(3, num_workers or 3))),
+        "staleness": draw(st.integers(0, 3)),
+        "local_steps": draw(st.integers(1, 4)),
+        "straggler_timeout_s": draw(st.none() | st.just(2.0)),
+        "backup_workers": draw(st.integers(0, min(2, (num_workers or 3) - 1))),
+        "weighting": draw(st.sampled_from(["samples", "equal"])),
+    }
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -350,13 +353,12 @@ class PolicyMachine(RuleBasedStateMachine):
 
     mode: str
 
-    @initialize(options=mode_options(), pipelined=st.booleans())
-    def start(self, options: Options, pipelined: bool) -> None:
+    @initialize(settings=mode_settings(), pipelined=st.booleans())
+    def start(self, settings: dict[str, Any], pipelined: bool) -> None:
         kind = MODES.load(self.mode)
-        may = kind.may_pipeline and options.staleness >= kind.least_pipelined_staleness
-        options = replace(options, pipelined=pipelined and may)
-        self.world = World(self.mode, options)
-        self.last_rank = (options.num_workers or _MAX_RANK) - 1
+        may = kind.may_pipeline and settings["staleness"] >= kind.least_pipelined_staleness
+        self.world = World(self.mode, {**settings, "pipelined": pipelined and may})
+        self.last_rank = (settings["num_workers"] or _MAX_RANK) - 1
 
     def ranks(self, *states: str) -> list[int]:
         return [rank for rank, worker in self.world.store.live.items() if worker.state in states]
@@ -397,7 +399,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks("computing", "waiting"))
     @rule(pick=st.integers(0, 20))
     def repeats(self, pick: int) -> None:
-        ranks = [r for r in self.ranks("computing", "waiting") if self.world.policy.last_step[r] > 0]
+        ranks = [r for r in self.ranks("computing", "waiting") if self.world.policy.num_counted[r] > 0]
         if ranks:
             self.world.repeat(ranks[pick % len(ranks)])
 
@@ -406,7 +408,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def skips_a_step(self, pick: int, gap: int) -> None:
         computing = self.ranks("computing")
         rank = computing[pick % len(computing)]
-        step = self.world.policy.last_step[rank] + gap
+        step = self.world.policy.num_counted[rank] + gap
         if step >= 1:
             self.world.refuse(rank, step, "STEP_GAP")
             self.world.leave(rank)  # a refused call ends
@@ -414,7 +416,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 9))
     def speaks_without_having_joined(self, rank: int) -> None:
         if rank not in self.world.store.live and rank not in self.world.store.staged:
-            self.world.refuse(rank, self.world.policy.last_step.get(rank, 0) + 1, "NOT_JOINED")
+            self.world.refuse(rank, self.world.policy.num_counted.get(rank, 0) + 1, "NOT_JOINED")
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.9, 2.0, 100.0]))
     def time_passes(self, seconds: float) -> None:
@@ -441,13 +443,13 @@ def test_training_starts_when_all_workers_have_joined(mode: str) -> None:
     policy = make_policy(mode, num_workers=3)
     assert policy.joined(2, 0.0) == []
     assert policy.joined(0, 0.0) == []
-    assert policy.waiting_reason() == "2 of 3 workers have joined; missing rank 1"
+    assert policy.waiting_reason(0.0) == "2 of 3 workers have joined; missing rank 1"
     answers = policy.joined(1, 0.0)
     assert [(answer.rank, answer.outcome) for answer in answers] == [(rank, Outcome.START) for rank in range(3)]
-    assert policy.waiting() == {}
+    assert policy.waiting(0.0) == {}
     # Once started, fewer than num_workers go on.
     assert all(not isinstance(d, Answer) for d in policy.left(2, 0.0))
-    assert policy.waiting() == {}
+    assert policy.waiting(0.0) == {}
     assert [a.outcome for a in policy.joined(2, 0.0)] == [Outcome.START]
 
 
@@ -459,7 +461,7 @@ def test_training_holds_below_min_workers(mode: str) -> None:
     policy.left(1, 0.0)
     decisions = policy.contributed(0, Contribution(1, 0), 0.0)
     assert not any(isinstance(decision, Answer) for decision in decisions)
-    assert policy.waiting() == {0: "1 of at least 2 workers (policy.min_workers) are live"}
+    assert policy.waiting(0.0) == {0: "1 of at least 2 workers (policy.min_workers) are live"}
     assert policy.tick(1e9) == [], "no time-out lifts a hold"
     back = policy.joined(1, 0.0)
     assert 1 in {decision.rank for decision in back if isinstance(decision, Answer)}
@@ -472,7 +474,7 @@ def test_training_holds_below_min_workers(mode: str) -> None:
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (1, 4), (7, 3), (8, 4), (10, 1)])
 def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: int) -> None:
     """The steps between answers add up to `steps`, also where a contribution covers several that do not divide it."""
-    policy = make_policy(mode, steps=steps, local_steps=local_steps, num_workers=2)
+    policy = make_policy(mode, training_steps=steps, local_steps=local_steps, num_workers=2)
     for rank in (0, 1):
         policy.joined(rank, 0.0)
     taken = 0
@@ -488,22 +490,22 @@ def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: in
         assert step <= steps
     assert taken == steps
     assert policy.steps_done(0) == policy.steps_done(1) == steps
-    assert policy.waiting() == {}
+    assert policy.waiting(0.0) == {}
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_finished_workers_hold_nobody_back(mode: str) -> None:
     """The one that is slow, or comes late, still takes all its steps while the others have ended."""
-    policy = make_policy(mode, steps=4, num_workers=2, staleness=10)
+    policy = make_policy(mode, training_steps=4, num_workers=2, staleness=10)
     for rank in (0, 1):
         policy.joined(rank, 0.0)
     for step in range(1, 5):
         policy.contributed(0, Contribution(step, policy.version), 0.0)
-        if policy.waiting():
+        if policy.waiting(0.0):
             policy.contributed(1, Contribution(step, policy.version), 0.0)
-    for step in range(policy.last_step[1] + 1, 5):
+    for step in range(policy.num_counted[1] + 1, 5):
         policy.contributed(1, Contribution(step, policy.version), 0.0)
-        assert policy.waiting() == {}
+        assert policy.waiting(0.0) == {}
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
 
 
@@ -511,7 +513,9 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (7, 3), (8, 4), (10, 1)])
 def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
     """Before its answer has come a worker knows how many local steps follow, and which contribution is the last."""
-    policy = make_policy(mode, steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True)
+    policy = make_policy(
+        mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True
+    )
     policy.joined(0, 0.0)
     progress = Progress()
     progress.answered(0, 0, policy.next_local_steps(0), True)
@@ -522,7 +526,7 @@ def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_
         assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
         assert progress.training_steps == policy.steps_done(0)
         assert is_last == (policy.next_local_steps(0) == 0)
-    assert progress.step == policy.last_step[0]
+    assert progress.step == policy.num_counted[0]
 
 
 # ---- the order of folding -----------------------------------------------------------------------
@@ -649,7 +653,7 @@ class Uploads:
 
     def complete(self, rank: int) -> None:
         self.staged[rank] = self.bodies.pop(rank)
-        contribution = Contribution(self.policy.last_step[rank] + 1, self.policy.version)
+        contribution = Contribution(self.policy.num_counted[rank] + 1, self.policy.version)
         self.perform(self.policy.contributed(rank, contribution, 0.0))
 
     async def leave(self, rank: int) -> None:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from paramserver.common.registry import MODES
 from paramserver.drills.check import Verdict, check
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Options, Refuse
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 ALL_MODES = MODES.names()
@@ -43,7 +44,7 @@ class Simulation:
 
     def __init__(self, mode: str, chance: random.Random, num_workers: int, staleness: int) -> None:
         self.mode, self.chance, self.num_workers = mode, chance, num_workers
-        self.options = Options(steps=10_000, staleness=staleness, local_steps=1)
+        self.options = {"training_steps": 10_000, "staleness": staleness, "local_steps": 1}
         self.lines: list[Line] = []
         self.snapshots: list[tuple[int, dict[int, int]]] = []
         self.being_written: list[tuple[int, dict[int, int]]] = []
@@ -60,10 +61,10 @@ class Simulation:
 
     def start(self) -> None:
         self.server_incarnation += 1
-        self.policy = MODES.load(self.mode)(self.options)
+        self.policy = policy_of(self.mode, self.options)
         version, steps = self.snapshots[-1] if self.snapshots else (0, {})
         if self.snapshots:
-            self.policy.restore(version, steps)
+            self.policy.restore(version, steps, {})
         self.held, self.unanswered, self.being_written, self.seated = {}, set(), [], set()
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
@@ -72,7 +73,7 @@ class Simulation:
         )  # fmt: skip
 
     def place(self, rank: int) -> Line:
-        return {"rank": rank, "incarnation": self.incarnations[rank], "step": self.policy.last_step.get(rank, 0)}
+        return {"rank": rank, "incarnation": self.incarnations[rank], "step": self.policy.num_counted.get(rank, 0)}
 
     def join(self, rank: int) -> None:
         self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
@@ -103,12 +104,12 @@ class Simulation:
         self.policy.disconnected(rank)
         was_lost = rank in self.held and self.chance.random() < 0.5
         if rank in self.contributed and (was_lost or rank in self.unanswered):
-            self.contribute(rank, self.policy.last_step[rank], self.policy.version)
+            self.contribute(rank, self.policy.num_counted[rank], self.policy.version)
         elif rank in self.unanswered:  # it was never told where to start
             self.leave(rank, "replaced")
 
     def contribute(self, rank: int, step: int, base_version: int) -> None:
-        counted, version = self.policy.last_step[rank], self.policy.version
+        counted, version = self.policy.num_counted[rank], self.policy.version
         self.write(
             "send", "worker", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version
         )
@@ -134,12 +135,12 @@ class Simulation:
                 case Commit(ranks):
                     self.write(
                         "commit", version=self.policy.version, members=sorted(self.policy.members),
-                        contributions=[[r, self.accepting(r), self.policy.last_step[r]] for r in ranks],
+                        contributions=[[r, self.accepting(r), self.policy.num_counted[r]] for r in ranks],
                     )  # fmt: skip
                 case Answer(rank, outcome):
                     place = {"rank": rank, "incarnation": self.incarnations[rank]}
                     told: Line = {
-                        "step": self.policy.last_step[rank],
+                        "step": self.policy.num_counted[rank],
                         "version": self.policy.version,
                         "outcome": outcome.name,
                     }
@@ -170,7 +171,7 @@ class Simulation:
         elif roll < 0.25 and live:
             self.resume(chance.choice(live))
         elif roll < 0.32:
-            self.being_written.append((self.policy.version, self.policy.committed_steps()))
+            self.being_written.append((self.policy.version, self.policy.num_committed()))
         elif roll < 0.40 and self.being_written:
             version, steps = self.being_written.pop(0)
             self.snapshots.append((version, steps))
@@ -180,7 +181,7 @@ class Simulation:
             self.start()
         elif computing:
             rank = chance.choice(computing)
-            step, base_version = self.policy.last_step[rank] + 1, self.held[rank]
+            step, base_version = self.policy.num_counted[rank] + 1, self.held[rank]
             self.contribute(rank, step, base_version)
 
 
@@ -189,7 +190,7 @@ def simulate(mode: str, chance: random.Random, *, num_events: int = 80) -> list[
     for _ in range(num_events):
         run.act()
     if chance.random() < 0.5:
-        run.write("end", version=run.policy.version, steps={str(r): s for r, s in run.policy.committed_steps().items()})
+        run.write("end", version=run.policy.version, steps={str(r): s for r, s in run.policy.num_committed().items()})
     return run.lines
 
 

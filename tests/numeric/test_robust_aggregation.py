@@ -18,8 +18,8 @@ from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
-from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
-from paramserver.ps.policies.sync import SyncPolicy
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Commit, Contribution, Fold
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
@@ -85,7 +85,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits | None
     weights = new_body(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(layout, weights, spec, aggregation=AGGREGATIONS.load(aggregation), trim=trim, limits=limits)
-    policy = SyncPolicy(Options(steps=NUM_STEPS, num_workers=NUM_WORKERS))
+    policy = policy_of("sync", {"training_steps": NUM_STEPS, "num_workers": NUM_WORKERS})
     for worker in workers:
         policy.joined(worker.rank, 0.0)
     staged: dict[int, torch.Tensor] = {}

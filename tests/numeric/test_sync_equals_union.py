@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.registry import MODES
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
-from paramserver.ps.policies.base import Commit, Contribution, Fold, Options
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Commit, Contribution, Fold
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
@@ -126,7 +126,7 @@ def train_together(
     workers = [Worker(rank, sizes, dtype) for rank in range(len(sizes))]
     layout = workers[0].tensors.layout
     spec = describe_optimizer(OPTIMIZERS[name](workers[0].model.parameters()), workers[0].tensors.names)
-    policy = MODES.load(mode)(Options(steps=num_steps, num_workers=len(sizes), local_steps=1))
+    policy = policy_of(mode, {"training_steps": num_steps, "num_workers": len(sizes), "local_steps": 1})
     weights = new_body(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(layout, weights, spec if policy.contribution == "gradient" else None)
@@ -142,7 +142,7 @@ def train_together(
                 staged[rank] = worker.gradient_body(inputs, targets)
             else:
                 staged[rank] = worker.weights_body(inputs, targets, local[rank])
-            contribution = Contribution(policy.last_step[rank] + 1, policy.version, worker.num_samples)
+            contribution = Contribution(policy.num_counted[rank] + 1, policy.version, worker.num_samples)
             for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Options, Policy
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Policy
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Simulation:
 
     @classmethod
     def of(cls, num_workers: int, staleness: int) -> Simulation:
-        policy = MODES.load("ssp")(Options(num_workers=num_workers, staleness=staleness))
+        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness})
         simulation = cls(policy, {})
         for rank in range(num_workers):
             simulation.perform(policy.joined(rank, 0.0))
@@ -37,15 +37,15 @@ class Simulation:
         assert len(commits) <= 1
         for decision in decisions:
             if isinstance(decision, Answer):
-                assert self.policy.lead(decision.rank) <= self.policy.options.staleness
+                assert self.policy.lead(decision.rank) <= self.policy.staleness_bound
                 self.bases[decision.rank] = self.policy.version
 
     def contribute(self, rank: int) -> int:
         """The staleness of this contribution: the version it is applied to minus its base."""
         base = self.bases.pop(rank)
         staleness = self.policy.version - base
-        self.perform(self.policy.contributed(rank, Contribution(self.policy.last_step[rank] + 1, base), 0.0))
-        assert self.policy.lead(rank) <= self.policy.options.staleness + 1
+        self.perform(self.policy.contributed(rank, Contribution(self.policy.num_counted[rank] + 1, base), 0.0))
+        assert self.policy.lead(rank) <= self.policy.staleness_bound + 1
         self.max_staleness = max(self.max_staleness, staleness)
         return staleness
 
@@ -127,10 +127,10 @@ class PipelinedSimulation:
 
     @classmethod
     def of(cls, num_workers: int, staleness: int) -> PipelinedSimulation:
-        policy = MODES.load("ssp")(Options(num_workers=num_workers, staleness=staleness, pipelined=True))
+        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness, "pipelined": True})
         for rank in range(num_workers):
             policy.joined(rank, 0.0)
-        assert policy.waiting() == {}
+        assert policy.waiting(0.0) == {}
         return cls(policy, {rank: Pipelined(0) for rank in range(num_workers)})
 
     def hand_over(self, rank: int) -> None:
@@ -149,7 +149,7 @@ class PipelinedSimulation:
         self.workers[rank].in_flight = None
         staleness = self.policy.version - base
         self.max_staleness = max(self.max_staleness, staleness)
-        for decision in self.policy.contributed(rank, Contribution(self.policy.last_step[rank] + 1, base), 0.0):
+        for decision in self.policy.contributed(rank, Contribution(self.policy.num_counted[rank] + 1, base), 0.0):
             if isinstance(decision, Answer):
                 answered = self.workers[decision.rank]
                 answered.received, answered.is_answered = self.policy.version, True

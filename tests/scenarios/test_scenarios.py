@@ -1,13 +1,15 @@
 """Protocol behaviour as transcripts under version control: one file beside this one is one story.
 
     mode sync                       which policy
-    option num_workers 2            its options, as ps/policies/base.py names them
+    option num_workers 2            its options, and those of Common in ps/policies/base.py
     # a comment; blank lines are kept
 
     join w0            -> what the policy decides, in its own words
     contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
     contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; pipelined, gradients are on
                                     the version given one answer earlier
+    reject w0          -> rank 0 sends a contribution that cannot be used
+    disconnect w0      -> rank 0 loses its connection, and is still a member
     left w0            -> rank 0 is gone
     after 2.5 s        -> time passes
 
@@ -27,7 +29,8 @@ import pytest
 import yaml
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Options, Outcome, Policy, Refuse
+from paramserver.ps.core.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome, Policy, Refuse
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 _NAMES = {
@@ -35,6 +38,7 @@ _NAMES = {
     Outcome.APPLIED: "",
     Outcome.REPEATED: " (repeated: nothing folded)",
     Outcome.DROPPED: " (dropped: nothing folded)",
+    Outcome.REJECTED: " (rejected: nothing folded)",
 }
 _CONTRIBUTE = re.compile(r"contribute w(\d+) s(\d+)(?: on v(\d+))?(?: x(\d+))?")
 
@@ -62,6 +66,11 @@ class Teller:
             if match[1] == "join":
                 return self._say(self.policy.joined(rank, self.now), rank)
             return self._say(self.policy.left(rank, self.now), None)
+        if match := re.fullmatch(r"reject w(\d+)", event):
+            return self._say(self.policy.rejected(int(match[1]), self.now), int(match[1]))
+        if match := re.fullmatch(r"disconnect w(\d+)", event):
+            self.policy.disconnected(int(match[1]))
+            return "(nothing)"
         if match := re.fullmatch(r"after (\d+(?:\.\d+)?) s", event):
             self.now += float(match[1])
             return self._say(self.policy.tick(self.now), None)
@@ -87,14 +96,14 @@ class Teller:
                 case Discard():
                     pass  # the answer or refusal says so
         said += [f"answer {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in answers.items()]
-        if rank is not None and (reason := self.policy.waiting().get(rank)) is not None:
+        if rank is not None and (reason := self.policy.waiting(self.now).get(rank)) is not None:
             said.append(f"(w{rank} waits: {reason})")
         return "; ".join(said) or "(nothing)"
 
     def _take_weights(self, rank: int, outcome: Outcome) -> None:
         """What the answered worker's next contribution is based on."""
         policy = self.policy
-        is_computed = policy.options.pipelined and policy.contribution == "gradient" and outcome != Outcome.START
+        is_computed = policy.common.pipelined and policy.contribution == "gradient" and outcome != Outcome.START
         self.bases[rank] = self.held[rank] if is_computed else policy.version
         self.held[rank] = policy.version
 
@@ -129,7 +138,7 @@ def play(story: str) -> str:
             told.append(line)
         else:
             assert mode is not None, "a story begins with its mode"
-            teller = teller or Teller(MODES.load(mode)(Options(**options)))
+            teller = teller or Teller(policy_of(mode, options))
             event = " ".join(line.split("->")[0].split())
             told.append(f"{line.split('->')[0].rstrip():<{width}} -> {teller.tell(event)}")
     return "\n".join(told) + "\n"

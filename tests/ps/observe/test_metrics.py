@@ -22,14 +22,13 @@ from prometheus_client.registry import Collector
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError, UsageError
 from paramserver.ps.core.facts import ContributionTaken, Identity
+from paramserver.ps.core.modes import policy_of
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.stats import WorkerStats
 from paramserver.ps.observe import metrics
 from paramserver.ps.observe.bus import Bus
 from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, MetricsSink
 from paramserver.ps.observe.sinks import make_bus
-from paramserver.ps.policies.async_ import AsyncPolicy
-from paramserver.ps.policies.base import Options
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
 
 ROOT = Path(__file__).parents[3]
@@ -193,7 +192,7 @@ def test_a_wrong_address_is_said_at_once() -> None:
 @asynccontextmanager
 async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[Run, MetricsSink]]:
     sink = MetricsSink(address)
-    run = Run(Config(), AsyncPolicy(Options()), bus=Bus([sink]))
+    run = Run(Config(), policy_of("async", {}), bus=Bus([sink]))
     run.roster.stats.update({stats.rank: stats for stats in ranks})
     try:
         run.bus.begin(run)

@@ -1,0 +1,16 @@
+"""What async and ssp share: every contribution is one optimizer step at once."""
+
+from __future__ import annotations
+
+from .base import Contribution, Decision, Fold, Member, Policy
+
+
+class SinglePolicy(Policy):
+    may_pipeline = True
+
+    def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        self._count(member)
+        return [
+            Fold(member.rank, self._weight(contribution)),
+            self._commit((member.rank,), f"contribution {contribution.number} of rank {member.rank}"),
+        ]
