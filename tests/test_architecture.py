@@ -231,6 +231,8 @@ def test_a_mode_imports_modes_and_what_options_are_made_of_only(name: str) -> No
     """One file in this folder is a mode: whoever writes one needs nothing else of ours."""
     known = ("paramserver.ps.policies", "paramserver.common.config.option")
     assert [imported for imported in forbidden_in(name, {"paramserver"}) if not imported.startswith(known)] == []
+    theirs = {imported.split(".")[0] for imported in imports_of(name)} - {"paramserver", "pydantic"}
+    assert theirs <= set(sys.stdlib_module_names), "of others' pydantic only, for a mode's options"
 
 
 # ---- what is nowhere -------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .base import ModeOptions
+from ...common.config.option import Section
 from .single import SinglePolicy
 
 
-class AsyncOptions(ModeOptions):
+class AsyncOptions(Section):
     pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
 
 

@@ -28,13 +28,12 @@ from enum import Enum
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from ...common.config.option import Section
 from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Refuse
 from .standing import Standing
 
 __all__ = [
-    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "ModeOptions", "Outcome",
+    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome",
     "Policy", "Refuse", "names",
 ]  # fmt: skip
 
@@ -50,13 +49,6 @@ class Common:
     min_workers: int = 1  # with fewer, training holds
     weighting: Literal["samples", "equal"] = "samples"
     pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
-
-
-class ModeOptions(BaseModel):
-    """A mode's own options: fields with bounds and a description, which `--help` and the configuration show.
-    A mode that has some subclasses this beside its policy, and names the subclass in `Policy.Options`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass
@@ -76,7 +68,8 @@ class Member:
 class Policy(ABC):
     """One mode. Subclasses implement `_take` and, where somebody may have to wait, `_gate`."""
 
-    Options: ClassVar[type[ModeOptions]] = ModeOptions
+    # The mode's own options: a subclass beside its policy, whose fields `--help` and the configuration show.
+    Options: ClassVar[type[Section]] = Section
     # What workers send: the server runs the optimizer on gradients and averages weights.
     contribution: ClassVar[Literal["gradient", "weights"]] = "gradient"
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
@@ -87,7 +80,7 @@ class Policy(ABC):
     may_pipeline: ClassVar[bool] = False
     least_pipelined_staleness: ClassVar[int] = 0
 
-    def __init__(self, common: Common, options: ModeOptions) -> None:
+    def __init__(self, common: Common, options: Section) -> None:
         self.common = common
         self.options = options
         self.version = 0  # commits decided

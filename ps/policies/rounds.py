@@ -17,10 +17,11 @@ from collections.abc import Hashable
 
 from pydantic import Field
 
-from .base import Common, Contribution, Decision, Discard, Fold, Member, ModeOptions, Outcome, Policy, names
+from ...common.config.option import Section
+from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
 
 
-class RoundOptions(ModeOptions):
+class RoundOptions(Section):
     straggler_timeout_s: float | None = Field(
         None, gt=0, description="sync, localsgd: seconds after a round's first contribution at which it closes"
     )

@@ -26,11 +26,12 @@ from collections.abc import Hashable
 
 from pydantic import Field
 
-from .base import Member, ModeOptions, names
+from ...common.config.option import Section
+from .base import Member, names
 from .single import SinglePolicy
 
 
-class SspOptions(ModeOptions):
+class SspOptions(Section):
     staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
 
 
