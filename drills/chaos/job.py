@@ -86,18 +86,22 @@ class Chaos:
         with (self._setup.folder / "job.log").open("w", encoding="utf-8") as self._log:
             backend = LocalBackend(self._on_line, self._on_exit)
             try:
-                self._start(backend, network)
+                await self._start(backend, network)
                 await self._watch(backend)
             finally:
                 backend.close()
                 await network.close()
         return self._ending
 
-    def _start(self, backend: LocalBackend, network: Network) -> None:
+    async def _start(self, backend: LocalBackend, network: Network) -> None:
         argv = (sys.executable, "-m", _PROGRAM, *self._setup.arguments)
         environ = {"grpc_proxy": f"http://{network.address}", **dict.fromkeys(_NO_PROXY, "")}
         backend.start(ProcessSpec(LAUNCHER, argv, environ))
-        self._launcher = next((pid for pid, _, argv in children_of(os.getpid()) if _PROGRAM in argv), 0)
+        while not self._launcher and not self._ended.done():
+            await asyncio.sleep(_POLL_S)
+            agents = [pid for pid, _, _ in children_of(os.getpid())]
+            found = [pid for agent in agents for pid, _, argv in children_of(agent) if _PROGRAM in argv]
+            self._launcher = found[0] if found else 0
         self._injector = Injector(self._launcher, network, self._setup.seed, self._say)
 
     async def _watch(self, backend: LocalBackend) -> None:

@@ -29,10 +29,11 @@ class Process(NamedTuple):
 def job_processes(launcher: int) -> dict[Child, Process]:
     """The server and the workers that a launcher has running."""
     found: dict[Child, Process] = {}
-    for pid, state, argv in children_of(launcher):
-        child = _child_of(argv)
-        if child is not None:
-            found[child] = Process(child, pid, state)
+    for agent, _, _ in children_of(launcher):
+        for pid, state, argv in children_of(agent):
+            child = _child_of(argv)
+            if child is not None:
+                found[child] = Process(child, pid, state)
     return found
 
 
@@ -48,7 +49,7 @@ def children_of(parent: int) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def _child_of(argv: list[str]) -> Child | None:
-    """Which process of a job has this command line; None for the launcher's own helpers."""
+    """Which process of a job has this command line; None for something else, as the agent's guardian."""
     if "paramserver.ps" in argv:
         return SERVER
     if "paramserver.worker" in argv:

@@ -32,15 +32,20 @@ The contract test builds each backend with the fixture `<name>_site`, which give
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
+from ..agent.connection import Connection
+from ..events import LineSplitter
+from ..exits import CANNOT_START
 from ..hosts import Host
 from ..plan import WILDCARDS, Child, ProcessSpec
 
@@ -101,6 +106,83 @@ class Backend(ABC):
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
         """The commands that would start these, for people to read; no secrets in them."""
         return [f"[{spec.child}] {command_text(spec)}" for spec in specs]
+
+
+@dataclass
+class Running:
+    """A process, from the wish to start it to its end."""
+
+    spec: ProcessSpec
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+    connection: Connection | None = None  # with the agent that has it; None: that is not there yet
+    number: int = 0  # the agent's for it
+    is_unwanted: bool = False  # ended before it was started
+
+
+class AgentBackend(Backend):
+    """What backends have in common whose processes are started by agents (`launch/agent/`), wherever those are."""
+
+    def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._site = site
+        self._running: dict[Child, Running] = {}
+        self._is_closed = False
+
+    def terminate(self, child: Child) -> None:
+        # Only the leader: what it has started is its to end, and a DataLoader whose
+        # processes die under it fails instead of draining.
+        self._end(child, Connection.end)
+
+    def kill(self, child: Child) -> None:
+        self._end(child, Connection.kill)
+
+    def _end(self, child: Child, how: Callable[[Connection, int], None]) -> None:
+        running = self._running.get(child)
+        if running is None or running.is_unwanted:
+            return
+        if running.connection is None:  # its host may take long to answer, and nothing of it is there yet
+            running.is_unwanted = True
+            asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
+        else:
+            how(running.connection, running.number)
+
+    def _start_with(
+        self, connection: Connection, running: Running, env: Mapping[str, str], folder: str, sharing: int = 0
+    ) -> None:
+        """Let the agent start it, `env` added to the agent's environment."""
+        running.connection = connection
+        message = {"argv": list(running.spec.argv), "env": dict(env), "folder": folder, "sharing": sharing}
+        running.number = connection.start(
+            message,
+            lambda data: self._said(running, running.splitter.feed(data)),
+            lambda code, why: self._ended(running, code, why),
+        )
+
+    def _said(self, running: Running, lines: Iterable[str]) -> None:
+        if not self._is_closed:
+            for line in lines:
+                self._on_line(running.spec.child, line)
+
+    def _ended(self, running: Running, code: int, why: str) -> None:
+        """It has ended; `why` it could not be started or was lost, if so."""
+        if self._is_closed:
+            return
+        self._said(running, running.splitter.rest())
+        if why:
+            self._said(running, [f"cannot start {why}" if code == CANNOT_START else why])
+        del self._running[running.spec.child]
+        self._on_exit(running.spec.child, code)
+
+    def _close(self, connections: Iterable[Connection]) -> None:
+        """End the agents, all at the same time, and with them what they have started."""
+        self._is_closed = True
+        connections = list(connections)
+        for connection in connections:
+            connection.begin_close()
+        for connection in connections:
+            connection.close()
+        self._running.clear()
 
 
 def with_host(address: str, hosts: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
 """Processes as steps of a Slurm job: `srun` in the allocation the launcher runs in, or in one it makes itself.
 
 Each process is a step of one task on the node that the backend chose, so that each can be ended and started
-again alone. srun hands the launcher's requests to a leash (`launch/leash.py`) beside the process over its
-standard input, and ends the process when the launcher is gone. Signals do not do it: srun answers a SIGTERM
-by killing its step, and a killed srun leaves its step behind.
+again alone: an agent (`launch/agent/agent.py`) with that one process, to which srun carries the launcher's words
+over its standard input. Signals do not do it: srun answers a SIGTERM by killing its step, and a killed srun
+leaves its step behind.
 
 An allocation of the launcher's own is held by an salloc whose command reads from the launcher: it ends with it.
 What to ask for (partition, time, GPUs) is said as for any salloc, in SALLOC_ variables.
@@ -18,55 +18,41 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
-from .. import leash
+from ..agent.connection import Connection, Route, Unreachable, agent_command
 from ..allocation import Allocation, Place, parse_counts, place
-from ..events import LineSplitter
 from ..exits import CANNOT_START, HOST_LOST
 from ..plan import Child, ProcessSpec
-from .base import Backend, OnExit, OnLine, Site, with_host
+from .base import AgentBackend, OnExit, OnLine, Running, Site, with_host
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
 # What salloc runs: says what it was given, then holds it until the launcher is gone.
 _HOLDER = "env | grep ^SLURM_; echo .; exec cat"
+# The place in a step of one task, which is not the process's place in the run.
+_STEPS_OWN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 _NOT_FOR_SRUN = re.compile(r"SLURM_(?!CONF$)")  # a job's settings are no wishes for its steps
 _NO_BINDING = "srun: cluster configuration lacks support for cpu binding"  # then there is none to turn off
 _WAITS = re.compile(r"queued and waiting|error")  # what of salloc's words is news
 _END_S = 15.0
 
 
-@dataclass
-class _Running:
-    spec: ProcessSpec
-    popen: subprocess.Popen[bytes]
-    splitter: LineSplitter = field(default_factory=LineSplitter)
-    step: str = ""
-    code: int | None = None  # what the leash said
-
-
-class SlurmBackend(Backend):
+class SlurmBackend(AgentBackend):
     """See `base.Backend`."""
 
     spans_hosts = True
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
-        self._on_line = on_line
-        self._on_exit = on_exit
-        self._site = site
+        super().__init__(on_line, on_exit, site)
         self._loop = asyncio.get_running_loop()
         self._holder: subprocess.Popen[bytes] | None = None
         self._allocation: Allocation | None = None
         self._places: dict[Child, Place] = {}
         self._addresses: dict[str, str] = {}  # of the nodes
-        self._running: dict[Child, _Running] = {}
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         if self._site.hosts:
@@ -89,29 +75,21 @@ class SlurmBackend(Backend):
             for name, value in os.environ.items()
             if name not in LAUNCHER_ENV_NAMES and not _NOT_FOR_SRUN.match(name)
         }
+        route = Route(
+            name=where.node,
+            command=(*_srun(spec, where.node, self._allocation.job), *agent_command(*_STEPS_OWN, passes_on=True)),
+            env=inherited,
+            folder=self._site.folder,
+            is_left_alone=True,
+        )
+        running = self._running[spec.child] = Running(spec)
+        connection = Connection(route, on_said=lambda line: self._srun_said(running, line))
         try:
-            popen = subprocess.Popen(
-                (*_srun(spec, where.node, self._allocation.job), *spec.argv),
-                env={**inherited, **self._own_env(spec, where), **spec.env},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is the launcher's
-                cwd=self._site.folder,
-            )
-        except OSError as error:
-            self._loop.call_soon(self._report_failed_start, spec.child, f"cannot start srun: {error.strerror}")
+            connection.begin()
+        except Unreachable as error:
+            self._loop.call_soon(self._ended, running, CANNOT_START, str(error))
             return
-        assert popen.stdout is not None
-        os.set_blocking(popen.stdout.fileno(), False)
-        running = self._running[spec.child] = _Running(spec, popen)
-        self._loop.add_reader(popen.stdout.fileno(), self._read, running)
-
-    def terminate(self, child: Child) -> None:
-        self._ask(child, b"t")
-
-    def kill(self, child: Child) -> None:
-        self._ask(child, b"k")
+        self._start_with(connection, running, {**self._own_env(spec, where), **spec.env}, ".")
 
     def reach(self, child: Child, address: str) -> str:
         node = self._places[child].node
@@ -120,14 +98,10 @@ class SlurmBackend(Backend):
         return with_host(address, {"0.0.0.0": host, "[::]": host})
 
     def close(self) -> None:
-        for child in self._running:
-            self._ask(child, b"k")
-        deadline = time.monotonic() + _END_S
-        for running in self._running.values():
-            assert running.popen.stdout is not None
-            self._loop.remove_reader(running.popen.stdout.fileno())
-            _wait_or_cancel(running, deadline)
-        self._running.clear()
+        connections = [running.connection for running in self._running.values() if running.connection is not None]
+        self._close(connections)
+        for connection in connections:
+            _cancel_left(connection)
         if self._holder is not None:
             _release(self._holder, is_granted=self._allocation is not None)
 
@@ -178,62 +152,29 @@ class SlurmBackend(Backend):
             env["PS_WORKER__LOCAL_RANK"] = str(where.local_rank)
         return env
 
-    def _ask(self, child: Child, word: bytes) -> None:
-        if child in self._running:
-            stdin = self._running[child].popen.stdin
-            assert stdin is not None
-            with suppress(BrokenPipeError):
-                stdin.write(word)
-                stdin.flush()
+    def _srun_said(self, running: Running, line: str) -> None:
+        if line != _NO_BINDING:
+            self._said(running, [line])
 
-    def _report_failed_start(self, child: Child, why: str) -> None:
-        self._on_line(child, why)
-        self._on_exit(child, CANNOT_START)
-
-    def _read(self, running: _Running) -> None:
-        """Pass on what a step says, up to its end."""
-        assert running.popen.stdout is not None
-        pipe = running.popen.stdout.fileno()
-        try:
-            data = os.read(pipe, 1 << 14)
-        except BlockingIOError:
-            return
-        lines = running.splitter.feed(data) if data else running.splitter.rest()
-        for line in lines:
-            self._on_step_line(running, line)
-        if not data:
-            self._loop.remove_reader(pipe)
-            self._on_end(running)
-
-    def _on_step_line(self, running: _Running, line: str) -> None:
-        own, mark, word = line.partition(leash.MARK)
-        if own != _NO_BINDING and (own or not mark):
-            self._on_line(running.spec.child, own)
-        kind, _, value = word.partition(" ")
-        if kind == "step":
-            running.step = value
-        elif kind == "end":
-            running.code = int(value)
-
-    def _on_end(self, running: _Running) -> None:
-        child = running.spec.child
-        _wait_or_cancel(running, time.monotonic() + _END_S)
-        del self._running[child]
-        if running.code is None:
-            node = self._places[child].node
-            what = f"step {running.step} on {node} was lost" if running.step else f"no step could be started on {node}"
-            self._on_line(child, f"{what}: srun ended with {running.popen.returncode}")
-            running.code = HOST_LOST if running.step else CANNOT_START
-        self._on_exit(child, running.code)
+    def _ended(self, running: Running, code: int, why: str) -> None:
+        connection = running.connection
+        if connection is not None and not self._is_closed:
+            if connection.is_lost:
+                step, node = connection.hello.get("step"), self._places[running.spec.child].node
+                what = f"step {step} on {node} was lost" if step else f"no step could be started on {node}"
+                self._said(running, [f"{what}: srun ended with {connection.code}"])
+                code, why = HOST_LOST if step else CANNOT_START, ""
+            else:  # its agent has nothing else to do
+                connection.begin_close()
+                connection.close()
+            _cancel_left(connection)
+        super()._ended(running, code, why)
 
 
 def _srun(spec: ProcessSpec, node: str, job: str) -> tuple[str, ...]:
-    """The command line before the process's own."""
+    """The command line before the agent's."""
     name = str(spec.child).replace(" ", "-")
-    return (
-        *_STEP, f"--jobid={job}", f"--nodelist={node}", f"--job-name=ps-{name}",
-        sys.executable, "-I", "-S", leash.__file__,
-    )  # fmt: skip
+    return (*_STEP, f"--jobid={job}", f"--nodelist={node}", f"--job-name=ps-{name}")
 
 
 def _salloc(num_tasks: int) -> tuple[str, ...]:
@@ -273,19 +214,11 @@ def _client(*argv: str) -> str:
     return str(result.stdout)
 
 
-def _wait_or_cancel(running: _Running, deadline: float) -> None:
-    """Wait for an srun that is to end. A step whose process has not ended by its leash is cancelled."""
-    try:
-        running.popen.wait(max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        running.popen.kill()
-        running.popen.wait()
-    if running.step and (running.code is None or running.popen.returncode < 0):
-        subprocess.run(["scancel", "--signal=KILL", running.step], capture_output=True, check=False)
-    for pipe in (running.popen.stdin, running.popen.stdout):
-        with suppress(BrokenPipeError):
-            assert pipe is not None
-            pipe.close()
+def _cancel_left(connection: Connection) -> None:
+    """Cancel the step of an srun that did not end by itself."""
+    step = connection.hello.get("step")
+    if step and (connection.code is None or connection.code < 0):
+        subprocess.run(["scancel", "--signal=KILL", step], capture_output=True, check=False)
 
 
 def _release(holder: subprocess.Popen[bytes], *, is_granted: bool) -> None:

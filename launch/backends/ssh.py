@@ -1,6 +1,6 @@
 """Processes on other machines, over the system's ssh: one connection and one agent per host.
 
-The agent (`launch/agent.py`) starts the host's processes and ends them all when the connection ends, however it
+The agent (`launch/agent/agent.py`) starts the host's processes and ends them all when the connection ends, however it
 ends; this side speaks to it through a `Connection`. A host that was lost is connected to anew when one of its
 processes is started again, after what may be left there of the lost connection has been killed.
 """
@@ -11,40 +11,25 @@ import asyncio
 import json
 import os
 import shlex
-import signal
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.config.schema import LaunchConfig
 from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
-from ..connection import Connection, ssh_command
-from ..events import LineSplitter
-from ..exits import CANNOT_START, HOST_LOST
+from ..agent.connection import BOOTSTRAP, Connection, Guardian, Route, Unreachable
+from ..exits import HOST_LOST
 from ..files import code_file
-from ..guardian import Guardian
-from ..host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json
-from ..hosts import Host
+from ..host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
+from ..hosts import THIS_MACHINE, Host
 from ..plan import WILDCARDS, Child, ProcessSpec
-from .base import Backend, OnExit, OnLine, Site, command_text, handed_on, with_host
+from .base import AgentBackend, OnExit, OnLine, Running, Site, command_text, handed_on, with_host
 
 _REACH_S = 5.0
 
 
-@dataclass
-class _Running:
-    """A process, from the wish to start it to its end."""
-
-    spec: ProcessSpec
-    host: Host
-    splitter: LineSplitter = field(default_factory=LineSplitter)
-    connection: Connection | None = None
-    number: int = 0
-    is_unwanted: bool = False  # ended before it was started
-
-
-class SshBackend(Backend):
+class SshBackend(AgentBackend):
     """See `base.Backend`."""
 
     spans_hosts = True
@@ -52,15 +37,11 @@ class SshBackend(Backend):
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         assert site.hosts
-        self._on_line = on_line
-        self._on_exit = on_exit
-        self._site = site
+        super().__init__(on_line, on_exit, site)
         self._hosts = {host.host: host for host in site.hosts}
         self._connections: dict[str, Connection] = {}
         self._opening: dict[str, asyncio.Future[Connection]] = {}
-        self._running: dict[Child, _Running] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._is_closed = False
         self._guardian = Guardian()
 
     # ---- before the start
@@ -97,7 +78,8 @@ class SshBackend(Backend):
         running = self._running.get(child)
         if running is None:
             return address
-        named = running.host.address or running.host.host
+        host = self._host(running.spec)
+        named = host.address or host.host
         there = f"[{named}]" if ":" in named else named
         return with_host(address, dict.fromkeys(WILDCARDS, there))
 
@@ -115,71 +97,26 @@ class SshBackend(Backend):
     # ---- processes
 
     def start(self, spec: ProcessSpec) -> None:
-        running = self._running[spec.child] = _Running(spec, self._host(spec))
+        running = self._running[spec.child] = Running(spec)
         self._task(self._start(running))
 
-    async def _start(self, running: _Running) -> None:
-        spec, host = running.spec, running.host
+    async def _start(self, running: Running) -> None:
+        spec, host = running.spec, self._host(running.spec)
         try:
             connection = await self._connected(host)
         except ParamServerError as error:
             if not running.is_unwanted:
                 self._ended(running, HOST_LOST, error.message)
             return
-        if running.is_unwanted:
-            return
-        message = {
-            "argv": list(spec.argv),
-            "env": {**handed_on(os.environ), **spec.env},
-            "folder": host.folder(self._site.folder),
-            "sharing": spec.sharing,
-        }
-        running.connection = connection
-        running.number = connection.start(
-            message,
-            lambda data: self._said(running, running.splitter.feed(data)),
-            lambda code, why: self._ended(running, code, why),
-        )
-
-    def terminate(self, child: Child) -> None:
-        self._end(child, Connection.end)
-
-    def kill(self, child: Child) -> None:
-        self._end(child, Connection.kill)
-
-    def _end(self, child: Child, how: Any) -> None:
-        running = self._running.get(child)
-        if running is None or running.is_unwanted:
-            return
-        if running.connection is None:  # its host may take long to answer, and nothing of it is there yet
-            running.is_unwanted = True
-            asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
-        else:
-            how(running.connection, running.number)
+        if not running.is_unwanted:
+            env = {**handed_on(os.environ), **spec.env}
+            self._start_with(connection, running, env, host.folder(self._site.folder), spec.sharing)
 
     def close(self) -> None:
-        self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        for connection in self._connections.values():
-            connection.begin_close()
-        for connection in self._connections.values():
-            connection.close()
+        self._close(self._connections.values())
         self._guardian.close()
-
-    def _said(self, running: _Running, lines: Iterable[str]) -> None:
-        if not self._is_closed:
-            for line in lines:
-                self._on_line(running.spec.child, line)
-
-    def _ended(self, running: _Running, code: int, why: str) -> None:
-        if self._is_closed:
-            return
-        self._said(running, running.splitter.rest())
-        if why:
-            self._said(running, [f"cannot start {why}" if code == CANNOT_START else why])
-        del self._running[running.spec.child]
-        self._on_exit(running.spec.child, code)
 
     # ---- hosts
 
@@ -198,14 +135,21 @@ class SshBackend(Backend):
         return await asyncio.shield(opening)
 
     async def _open(self, host: Host, sweep: dict[str, Any] | None) -> Connection:
-        launch = self._site.config.launch
-        connection = Connection(host, launch, host.interpreter(self._site.folder), self._guardian)
-        self._connections[host.host] = connection
+        launch, python = self._site.config.launch, host.interpreter(self._site.folder)
+        route = Route(
+            name=host.host,
+            command=ssh_command(host, launch, python),
+            sends_source=True,
+            lost_after_s=launch.lost_after_s,
+            # ssh has a limit of its own for the connection; the interpreter there needs a moment too.
+            connect_s=2 * launch.connect_s + 5,
+        )
+        connection = self._connections[host.host] = Connection(route, self._guardian)
         try:
             await connection.open(sweep)
-        except ParamServerError:
+        except Unreachable as error:
             connection.hello = sweep or {}  # what is to be swept stays so
-            raise
+            raise ssh_problem(host, error.code, error.said, python) from None
         return connection
 
     def _task(self, work: Any) -> asyncio.Future[Any]:
@@ -225,6 +169,31 @@ class SshBackend(Backend):
             folder = hosts[spec.host].folder(site.folder)
             lines.append(f"[{spec.child} on {spec.host}] cd {shlex.quote(folder)} && {command_text(spec)}")
         return lines
+
+
+def ssh_command(host: Host, launch: LaunchConfig, python: str) -> list[str]:
+    """The command that starts the agent on a host. It holds nothing secret: all else is said over the connection."""
+    if host.host == THIS_MACHINE:
+        return [os.path.expanduser(python), "-I", "-u", "-c", BOOTSTRAP]
+    options = {
+        "BatchMode": "yes",  # there is nobody to type a password
+        "ConnectTimeout": f"{max(1, round(launch.connect_s))}",
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        "ControlMaster": "no",  # an existing one is used, but this one is not to become others' master
+    }
+    words = [*shlex.split(launch.ssh), "-T", "-x", *(f"-o{name}={value}" for name, value in options.items())]
+    words += ["-l", host.user] if host.user else []
+    words += ["-p", str(host.port)] if host.port else []
+    return [*words, "--", host.host, f"exec {_shell_path(python)} -I -u -c {shlex.quote(BOOTSTRAP)}"]
+
+
+def _shell_path(path: str) -> str:
+    """Quoted for a shell, but for the ~ of a home."""
+    if not path.startswith("~"):
+        return shlex.quote(path)
+    home, slash, rest = path.partition("/")
+    return home + slash + (shlex.quote(rest) if rest else "")
 
 
 async def _all(checks: Iterable[Awaitable[None]]) -> None:

@@ -22,7 +22,7 @@ def test_a_killed_server_and_a_killed_worker_come_back_and_the_run_is_whole(mark
     )
 
     def kill(words: str) -> None:
-        children = psutil.Process(launcher.pid).children()
+        children = psutil.Process(launcher.pid).children(recursive=True)
         (victim,) = [process for process in children if words in " ".join(process.cmdline())]
         victim.kill()
 

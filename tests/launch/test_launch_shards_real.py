@@ -22,7 +22,7 @@ def test_a_killed_shard_comes_back_and_the_run_is_whole(marked, read_until) -> N
     listening = read_until(launcher.stderr, "[server shard 1] listening")
     for _ in range(2):  # by the second one all shards have the first
         read_until(launcher.stderr, "[server shard 1] snapshot")
-    children = psutil.Process(launcher.pid).children()
+    children = psutil.Process(launcher.pid).children(recursive=True)
     (shard,) = [process for process in children if "server.shard=1" in process.cmdline()]
     shard.kill()
     read_until(launcher.stderr, "server shard 1 failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)")

@@ -1,6 +1,6 @@
-"""The launcher's side of one host: the ssh client, and the conversation with the agent behind it.
+"""The launcher's side of an agent: the command it is behind (`agent.py`), and the conversation with it.
 
-What is said to the host goes through a thread that may wait, and that says `beat` when there is nothing else:
+What is said to the agent goes through a thread that may wait, and that says `beat` when there is nothing else:
 a launcher whose terminal was stopped with Ctrl-S still lives. What comes back is read on the event loop.
 """
 
@@ -11,56 +11,87 @@ import json
 import os
 import queue
 import select
-import shlex
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.config.schema import LaunchConfig
-from ..common.config.sources import LAUNCHER_ENV_NAMES
+from ...common.config.sources import LAUNCHER_ENV_NAMES
+from ..events import LineSplitter
+from ..exits import HOST_LOST
 from . import agent
-from .events import LineSplitter
-from .exits import HOST_LOST
-from .guardian import Guardian
-from .host_check import ssh_problem
-from .hosts import THIS_MACHINE, Host
-from .lifelines import end_with, kill_group
 
-_BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _CLOSE_S = 5.0
 _MAX_READ = 1 << 14  # more would keep a signal waiting while a chatty child's lines are shown
 _TOOK_BYTES = 1 << 15
 _NUM_LAST_LINES = 20
 
 
-def ssh_command(host: Host, launch: LaunchConfig, python: str) -> list[str]:
-    """The command that starts the agent on a host. It holds nothing secret: all else is said over the connection."""
-    if host.host == THIS_MACHINE:
-        return [os.path.expanduser(python), "-I", "-u", "-c", _BOOTSTRAP]
-    options = {
-        "BatchMode": "yes",  # there is nobody to type a password
-        "ConnectTimeout": f"{max(1, round(launch.connect_s))}",
-        "ServerAliveInterval": "5",
-        "ServerAliveCountMax": "3",
-        "ControlMaster": "no",  # an existing one is used, but this one is not to become others' master
-    }
-    words = [*shlex.split(launch.ssh), "-T", "-x", *(f"-o{name}={value}" for name, value in options.items())]
-    words += ["-l", host.user] if host.user else []
-    words += ["-p", str(host.port)] if host.port else []
-    return [*words, "--", host.host, f"exec {_shell_path(python)} -I -u -c {shlex.quote(_BOOTSTRAP)}"]
+def agent_command(*drop: str, passes_on: bool = False) -> tuple[str, ...]:
+    """The command of an agent where this package is installed; see `agent.main`."""
+    options = {"limit_s": None, "drop": [*sorted(LAUNCHER_ENV_NAMES), *drop], "passes_on": passes_on}
+    return (sys.executable, "-I", "-S", agent.__file__, json.dumps(options))
 
 
-def _shell_path(path: str) -> str:
-    """Quoted for a shell, but for the ~ of a home."""
-    if not path.startswith("~"):
-        return shlex.quote(path)
-    home, slash, rest = path.partition("/")
-    return home + slash + (shlex.quote(rest) if rest else "")
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How to an agent, and when it is lost."""
+
+    name: str  # of its host, in sentences
+    command: Sequence[str]
+    env: Mapping[str, str] | None = None  # of the command; None: the launcher's own
+    folder: str | None = None
+    sends_source: bool = False  # the command is an interpreter with BOOTSTRAP
+    lost_after_s: float | None = None  # neither side has heard the other for so long; None: a pipe says when it ends
+    connect_s: float | None = None  # for the agent's first word
+    is_left_alone: bool = False  # a signal is not how it ends: it may end by itself after the launcher has
+
+
+class Unreachable(Exception):
+    """There is no agent. `code` is the command's exit code, None if it did not end by itself."""
+
+    def __init__(self, code: int | None, said: list[str]) -> None:
+        super().__init__(said[-1] if said else f"exit code {code}")
+        self.code = code
+        self.said = said
+
+
+class Guardian:
+    """A process that outlives a killed launcher by the moment it takes to kill the groups it was told of."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", agent.__file__, "guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guardian, which kills the groups that were not forgotten."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # someone may have killed it; the run does not depend on it
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
 
 
 @dataclass
@@ -70,14 +101,19 @@ class _Running:
 
 
 class Connection:
-    """One host, from the start of ssh to the end of the agent."""
+    """One agent, from the start of the command it is behind to its end."""
 
-    def __init__(self, host: Host, launch: LaunchConfig, python: str, guardian: Guardian) -> None:
-        self.host = host
+    def __init__(
+        self, route: Route, guardian: Guardian | None = None, on_said: Callable[[str], None] | None = None
+    ) -> None:
+        """`guardian` kills what the command has started beside the agent; `on_said` gets the command's own lines."""
+        self.name = route.name
         self.hello: dict[str, Any] = {}
-        self._launch = launch
-        self._python = python
+        self.is_lost = False
+        self.code: int | None = None  # of the command, when it has ended by itself
+        self._route = route
         self._guardian = guardian
+        self._on_said = on_said
         self._loop = asyncio.get_running_loop()
         self._running: dict[int, _Running] = {}
         self._written: dict[int, asyncio.Future[str]] = {}
@@ -86,46 +122,55 @@ class Connection:
         self._num_taken = 0  # bytes of what came that the agent was not told of
         self._out_of: tuple[int, int] | None = None  # whose output comes next, and how many bytes of it
         self._said = LineSplitter()
-        self._last_said: list[str] = []  # of ssh itself
+        self._last_said: list[str] = []  # by the command, not the agent
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._to_say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._popen: subprocess.Popen[bytes] | None = None
-        self._code: int | None = None  # of ssh, when it has ended by itself
         self._heard = 0.0
-        self.is_lost = False
 
     # ---- opening and closing
 
-    async def open(self, sweep: dict[str, Any] | None = None) -> None:
-        """Start ssh and the agent. Raises ParamServerError. `sweep`: the hello of a connection that was lost."""
+    def begin(self) -> None:
+        """Start the command; from now on processes can be started. Raises Unreachable."""
+        route = self._route
         try:
             self._popen = popen = subprocess.Popen(
-                ssh_command(self.host, self._launch, self._python),
+                route.command,
+                env=route.env,
+                cwd=route.folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C is the launcher's
-                preexec_fn=end_with(os.getpid()),
+                preexec_fn=None if route.is_left_alone else agent.end_with(os.getpid()),
             )
         except OSError as error:
             self.is_lost = True
-            raise ssh_problem(self.host, 127, [f"{error.filename}: {error.strerror}"], self._python) from None
-        self._guardian.watch(popen.pid)
+            raise Unreachable(127, [f"{error.filename}: {error.strerror}"]) from None
+        if self._guardian is not None:
+            self._guardian.watch(popen.pid)
         assert popen.stdout is not None and popen.stderr is not None
         for pipe, read in ((popen.stdout, self._read), (popen.stderr, self._read_said)):
             os.set_blocking(pipe.fileno(), False)
             self._loop.add_reader(pipe.fileno(), read)
-        drop = sorted(LAUNCHER_ENV_NAMES)
-        source = Path(agent.__file__).read_bytes() + f"\nmain({self._launch.lost_after_s!r}, {drop!r})\n".encode()
+        if route.sends_source:
+            call = f"\nmain({route.lost_after_s!r}, {sorted(LAUNCHER_ENV_NAMES)!r})\n"
+            source = Path(agent.__file__).read_bytes() + call.encode()
+            self._to_say.put(b"%d\n%b" % (len(source), source))
         threading.Thread(target=self._talk, args=(popen,), daemon=True).start()
-        self._to_say.put(b"%d\n%b" % (len(source), source))
+
+    async def open(self, sweep: dict[str, Any] | None = None) -> None:
+        """Start the command, and wait for the agent. Raises Unreachable.
+
+        `sweep`: the hello of a connection that was lost, whose agent is killed if it still lives.
+        """
+        self.begin()
         try:
-            # ssh has a limit of its own for the connection; the interpreter there needs a moment too.
-            await asyncio.wait_for(asyncio.shield(self._ready), 2 * self._launch.connect_s + 5)
+            await asyncio.wait_for(asyncio.shield(self._ready), self._route.connect_s)
         except TimeoutError:
             self._lose("did not answer in time")
         if self.is_lost:
-            raise ssh_problem(self.host, self._code, self._last_said, self._python)
+            raise Unreachable(self.code, self._last_said)
         if sweep and sweep["since"]:
             self._say({"do": "sweep", "pid": sweep["pid"], "since": sweep["since"]})
 
@@ -135,18 +180,18 @@ class Connection:
             self._forget_pipes()
             self._to_say.put(None)
 
-    def close(self) -> None:
-        """Wait for that. Nothing is reported any more."""
+    def close(self, end: float | None = None) -> None:
+        """Wait for that, until `end` (monotonic seconds). Nothing is reported any more."""
         popen, self._popen = self._popen, None
         if popen is None or self.is_lost:
             return
         assert popen.stdout is not None
-        end = time.monotonic() + _CLOSE_S
+        end = time.monotonic() + _CLOSE_S if end is None else end
         with suppress(OSError):
             while (left := end - time.monotonic()) > 0 and select.select([popen.stdout], [], [], left)[0]:
                 if not os.read(popen.stdout.fileno(), _MAX_READ):
                     break
-        self._reap(popen, max(0.1, end - time.monotonic()))
+        self.code = self._reap(popen, max(0.1, end - time.monotonic()))
 
     def _forget_pipes(self) -> None:
         assert self._popen is not None
@@ -162,7 +207,7 @@ class Connection:
         """Start a process; its id. `on_exit` gets its code and, if it could not be started or was lost, why."""
         self._num_ids += 1
         if self.is_lost:
-            self._loop.call_soon(on_exit, HOST_LOST, f"{self.host.host} was lost")
+            self._loop.call_soon(on_exit, HOST_LOST, f"{self.name} was lost")
             return self._num_ids
         self._running[self._num_ids] = _Running(on_data, on_exit)
         self._say({"do": "start", "id": self._num_ids, **message})
@@ -192,7 +237,7 @@ class Connection:
     async def write(self, path: str, folder: str, content: bytes) -> str:
         """Write a file there; empty, or what went wrong."""
         if self.is_lost:
-            return f"{self.host.host} was lost"
+            return f"{self.name} was lost"
         self._num_ids += 1
         done = self._written[self._num_ids] = self._loop.create_future()
         message = {"do": "write", "id": self._num_ids, "path": path, "folder": folder, "size": len(content)}
@@ -207,17 +252,16 @@ class Connection:
     def _talk(self, popen: subprocess.Popen[bytes]) -> None:
         """The thread that writes. It touches nothing but the queue and the pipe."""
         assert popen.stdin is not None
-        is_first = True
+        beat_s = None if self._route.lost_after_s is None else agent.BEAT_S
         with suppress(OSError, ValueError):
             while True:
                 try:
-                    data = self._to_say.get(timeout=None if is_first else agent.BEAT_S)
+                    data = self._to_say.get(timeout=beat_s)
                 except queue.Empty:
                     # Nothing before the agent listens: what its source is read with would swallow it.
                     data = b'{"do": "beat"}\n' if self._ready.done() else b""
                 if data is None:
                     break
-                is_first = False
                 popen.stdin.write(data)
                 popen.stdin.flush()
         with suppress(OSError):
@@ -275,7 +319,8 @@ class Connection:
         if isinstance(hello, dict) and hello.get("magic") == agent.MAGIC:
             self.hello = hello
             self._ready.set_result(None)
-            self._watch(self._loop.time())
+            if self._route.lost_after_s is not None:
+                self._watch(self._loop.time(), self._route.lost_after_s)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "out" in message:
@@ -293,19 +338,26 @@ class Connection:
             return
         if not data:
             self._loop.remove_reader(self._popen.stderr.fileno())
-        self._last_said = [*self._last_said, *self._said.feed(data)][-_NUM_LAST_LINES:]
+        self._note_said(self._said.feed(data))
 
-    def _watch(self, due: float) -> None:
+    def _note_said(self, lines: list[str]) -> None:
+        """Lines of the command itself: kept for a sentence on why there is no agent, or shown."""
+        self._last_said = [*self._last_said, *(line.strip() for line in lines if line.strip())][-_NUM_LAST_LINES:]
+        if self._on_said is not None:
+            for line in lines:
+                self._on_said(line)
+
+    def _watch(self, due: float, lost_after_s: float) -> None:
         """Once a second: has the host been heard? Time in which this launcher stood still does not count."""
         if self.is_lost or self._popen is None:
             return
         now = self._loop.time()
         if now - due > 1.0:
             self._heard = now
-        if now - self._heard > self._launch.lost_after_s:
-            self._lose(f"nothing was heard for {self._launch.lost_after_s:g} s")
+        if now - self._heard > lost_after_s:
+            self._lose(f"nothing was heard for {lost_after_s:g} s")
             return
-        self._loop.call_later(1.0, self._watch, now + 1.0)
+        self._loop.call_later(1.0, self._watch, now + 1.0, lost_after_s)
 
     def _lose(self, why: str, *, wait_s: float = 0.0) -> None:
         """The connection is over: so is, there, everything that was started over it."""
@@ -314,10 +366,10 @@ class Connection:
         self.is_lost = True
         self._forget_pipes()
         self._to_say.put(None)
-        self._code = self._reap(self._popen, wait_s)
+        self.code = self._reap(self._popen, wait_s)
         if not self._ready.done():
             self._ready.set_result(None)
-        reason = f"{self.host.host} was lost: {why}" + (f" ({self._last_said[-1]})" if self._last_said else "")
+        reason = f"{self.name} was lost: {why}" + (f" ({self._last_said[-1]})" if self._last_said else "")
         running, self._running = self._running, {}
         for process in running.values():
             process.on_exit(HOST_LOST, reason)
@@ -330,14 +382,15 @@ class Connection:
         with suppress(subprocess.TimeoutExpired):
             popen.wait(wait_s)
         code = popen.poll()
-        kill_group(popen.pid)  # with a ProxyCommand it may have started
+        agent.kill_group(popen.pid)  # with a ProxyCommand it may have started
         popen.wait()
-        self._guardian.forget(popen.pid)
+        if self._guardian is not None:
+            self._guardian.forget(popen.pid)
         assert popen.stderr is not None
         with suppress(OSError):
             while data := os.read(popen.stderr.fileno(), _MAX_READ):
-                self._last_said += self._said.feed(data)
-        self._last_said = [line.strip() for line in [*self._last_said, *self._said.rest()] if line.strip()]
+                self._note_said(self._said.feed(data))
+        self._note_said(self._said.rest())
         for pipe in (popen.stdout, popen.stderr):
             if pipe is not None:
                 pipe.close()

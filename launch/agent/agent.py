@@ -1,8 +1,12 @@
-"""The launcher's hand on a host: starts processes there, passes on what they say, ends them all with itself.
+"""The launcher's hand where processes run: starts them, passes on what they say, ends them all with itself.
 
-Its source is sent over ssh and run by the host's interpreter, so it imports nothing of ours and nothing that
-is not in the standard library, and runs on Python 3.8. (What version of paramserver the host has is looked up
-through it: it could not be part of that.)
+Every backend has one: a child of the launcher (local), at the end of a connection (ssh), a step of a job (slurm).
+Over ssh its source is sent ahead and run by the host's interpreter, so it imports nothing of ours and nothing
+that is not in the standard library, and runs on Python 3.8. (What version of paramserver the host has is looked
+up through it: it could not be part of that.) Elsewhere it is started as a file, without the package:
+
+    python -I -S agent.py OPTIONS      the options of `main`, in JSON
+    python -I -S agent.py guard        only the guardian, of groups named on standard input
 
 Standard input and output are one conversation in JSON lines. The launcher says
 
@@ -20,9 +24,11 @@ and the agent, after a first line with MAGIC,
     {"wrote": 2, "error": ""}
     {"beat": 1}
 
-Nothing outlives the connection. At the end of standard input, or when the launcher has not been heard for
-`limit_s` (a connection that broke down without a word), every process group is killed. Should someone kill the
-agent itself, its children go with it (PR_SET_PDEATHSIG), and a forked guardian kills the groups.
+Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and it can be
+killed with all it has started. Nothing outlives the conversation. At the end of standard input, or when the
+launcher has not been heard for `limit_s` (a connection that broke down without a word), every group is killed.
+Should someone kill the agent itself, its children go with it (PR_SET_PDEATHSIG, on Linux; it is not inherited,
+so what those have started, as a DataLoader does, stays), and a forked guardian kills the groups.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAGIC = "paramserver-agent-1"
 BEAT_S = 2.0
@@ -49,12 +55,13 @@ _MAX_AHEAD = 1 << 18  # said, and not yet taken by the launcher; then children w
 
 
 class Agent:
-    """One connection, and the processes that live as long as it does."""
+    """One connection, and the processes that live as long as it does. For the arguments see `main`."""
 
-    def __init__(self, limit_s: float, drop: frozenset[str]) -> None:
-        self._guardian = fork_guardian()
+    def __init__(self, limit_s: float | None, drop: frozenset[str], passes_on: bool) -> None:
+        self._guardian_pid, self._guardian = fork_guardian()
         self._limit_s = limit_s
-        self._drop = drop  # the variables of its own environment that no child gets
+        self._drop = drop
+        self._passes_on = passes_on
         self._selector = selectors.DefaultSelector()
         self._popens: dict[int, subprocess.Popen[bytes]] = {}
         self._pipes: dict[int, IO[bytes]] = {}  # their outputs
@@ -73,7 +80,8 @@ class Agent:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: children are to ignore it too
+                signal.signal(number, self._on_signal)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self._selector.register(wake_read, selectors.EVENT_READ, "signal")
         try:
@@ -82,8 +90,12 @@ class Agent:
         finally:
             self._end_all()
 
-    def _stop(self, *_: object) -> None:
-        self._is_over = True
+    def _on_signal(self, *_: object) -> None:
+        if not self._passes_on:
+            self._is_over = True
+            return
+        for popen in self._popens.values():
+            popen.terminate()
 
     def _turn(self, wake_read: int) -> None:
         for key, _ in self._selector.select(0.5):
@@ -97,11 +109,11 @@ class Agent:
             if popen.poll() is not None:
                 self._report_end(number, popen)
         now = time.monotonic()
-        if now - self._heard > self._limit_s:
-            self._is_over = True
-        if now - self._beaten >= BEAT_S and not self._unsent:
-            self._beaten = now
-            self._say({"beat": 1})
+        if self._limit_s is not None:
+            self._is_over = self._is_over or now - self._heard > self._limit_s
+            if now - self._beaten >= BEAT_S and not self._unsent:
+                self._beaten = now
+                self._say({"beat": 1})
         self._flush()
         # Far ahead, nothing more is read: a chatty child waits, and what matters is not behind megabytes of lines.
         wanted = self._ahead < _MAX_AHEAD
@@ -199,7 +211,7 @@ class Agent:
             self._say({"exit": number, "code": CANNOT_START, "why": f"{error.filename}: {error.strerror}"})
             return
         assert popen.stdout is not None
-        os.write(self._guardian, b"+%d\n" % popen.pid)
+        self._tell_guardian(b"+%d\n" % popen.pid)
         os.set_blocking(popen.stdout.fileno(), False)
         self._popens[number] = popen
         self._pipes[number] = popen.stdout
@@ -234,7 +246,7 @@ class Agent:
             if not self._read(number):
                 break
         self._forget_pipe(number)
-        os.write(self._guardian, b"-%d\n" % popen.pid)
+        self._tell_guardian(b"-%d\n" % popen.pid)
         self._say({"exit": number, "code": popen.returncode, "why": ""})
 
     def _end_all(self) -> None:
@@ -242,6 +254,13 @@ class Agent:
             kill_group(popen.pid)
         for popen in self._popens.values():
             popen.wait()
+        os.close(self._guardian)
+        with suppress(OSError):
+            os.waitpid(self._guardian_pid, 0)
+
+    def _tell_guardian(self, line: bytes) -> None:
+        with suppress(OSError):  # someone may have killed it; what runs does not depend on it
+            os.write(self._guardian, line)
 
     def _write(self, message: dict[str, Any], content: bytes) -> None:
         """A file as a whole or not at all."""
@@ -309,32 +328,51 @@ def end_with(parent: int) -> Callable[[], None] | None:
     return ask
 
 
-def fork_guardian() -> int:
-    """A child that kills the groups it was told of once this process is gone; the pipe to tell it by."""
+def fork_guardian() -> tuple[int, int]:
+    """A child that kills the groups it was told of once this process is gone: its pid, and the pipe to tell it by."""
     read, write = os.pipe()
-    if os.fork():
+    pid = os.fork()
+    if pid:
         os.close(read)
-        return write
+        return pid, write
     os.setsid()
     os.close(write)
     null = os.open(os.devnull, os.O_RDWR)
     for end in (0, 1, 2):  # sshd waits until nobody holds the connection
         os.dup2(null, end)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
     with os.fdopen(read, "r") as lines:
-        for line in lines:
-            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups:
-        kill_group(group)
+        guard(lines)
     os._exit(0)
 
 
-def main(limit_s: float, drop: list[str]) -> None:
-    """Introduce oneself and serve until the connection ends."""
+def guard(lines: Iterable[str]) -> None:
+    """Keep the set of groups (`+GROUP`, `-GROUP`) until the lines end, then kill what is in it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in lines:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        kill_group(group)
+
+
+def main(limit_s: float | None, drop: list[str], passes_on: bool = False) -> None:
+    """Introduce oneself and serve until the connection ends.
+
+    `limit_s`: how long the launcher may be silent, None for ever (then nobody needs to say that he lives).
+    `drop`: the variables of the agent's own environment that no child gets. `passes_on`: a signal to the agent is
+    for its processes (Slurm cancels a job or its time is over: they end in good order), not the end of all.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored one, inherited, would reap children behind our back
-    agent = Agent(limit_s, frozenset(drop))
+    agent = Agent(limit_s, frozenset(drop), passes_on)
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     hello = {"magic": MAGIC, "pid": os.getpid(), "since": started_at(os.getpid()), "python": sys.executable}
-    os.write(1, b"\n" + json.dumps(hello).encode() + b"\n")
+    os.write(1, b"\n" + json.dumps({**hello, "step": step}).encode() + b"\n")
     agent.run()
+
+
+if __name__ == "__main__" and "__file__" in globals():  # not where its source was sent ahead
+    if sys.argv[1] == "guard":
+        guard(sys.stdin)
+    else:
+        main(**json.loads(sys.argv[1]))
