@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ class Marked:
     """Processes that carry a mark in their environment, with everything they start."""
 
     launcher = LAUNCHER
+    on_hangup = signal.SIG_DFL  # whatever the tests themselves were started with, as by nohup
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,6 +50,7 @@ class Marked:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, self.on_hangup),
         )
 
     def launch(self, *argv: str, **env: str) -> subprocess.Popen[str]:

@@ -96,6 +96,19 @@ def test_the_first_signal_drains(number: int, code: int, marked, read_until) -> 
     assert marked.left() == []
 
 
+def test_under_nohup_a_hangup_is_nothing(marked, read_until) -> None:
+    marked.on_hangup = signal.SIG_IGN
+    launcher = marked.launch("-n", "1", FAKE_WORKER="hang")
+    read_until(launcher.stderr, "hanging")
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 143
+    assert "SIGTERM: the job ends; told to end: server, worker 0" in err
+    assert "SIGHUP" not in err
+    assert marked.left() == []
+
+
 def test_the_second_signal_kills(marked, read_until) -> None:
     launcher = marked.launch("-n", "1", "--set", "launch.grace_s=60", FAKE_WORKER="stubborn")
     read_until(launcher.stderr, "hanging")
