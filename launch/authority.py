@@ -57,10 +57,6 @@ class Validity:
         now = datetime.now(UTC)
         return cls(now - _CLOCK_SKEW, now + timedelta(days=days))
 
-    def within(self, certificate: x509.Certificate) -> Validity:
-        """Not longer than the CA's."""
-        return Validity(self.not_before, min(self.not_after, certificate.not_valid_after_utc))
-
 
 def host_name(text: str) -> x509.GeneralName:
     """A host name or an address, as a certificate names it. UsageError for anything else."""
@@ -77,30 +73,22 @@ def host_name(text: str) -> x509.GeneralName:
 
 def make_ca(name: str, validity: Validity) -> Identity:
     """A CA that signs certificates of hosts and workers, and no other CA."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    builder = (
-        _builder(subject, subject, key, validity)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-    return Identity(builder.sign(key, hashes.SHA256()), key)
+    return _sign(None, name, validity)
 
 
 def make_server(ca: Identity, hosts: list[str], validity: Validity) -> Identity:
     """A certificate for a server that is reached by these names and addresses."""
-    return _issue(ca, "ps-server", [ExtendedKeyUsageOID.SERVER_AUTH], validity, hosts)
+    return _sign(ca, "ps-server", validity, [ExtendedKeyUsageOID.SERVER_AUTH], hosts)
 
 
 def make_worker(ca: Identity, name: str, validity: Validity) -> Identity:
     """A certificate for `rank-N`, or `worker` for any rank. Of no use to a server."""
-    return _issue(ca, name, [ExtendedKeyUsageOID.CLIENT_AUTH], validity)
+    return _sign(ca, name, validity, [ExtendedKeyUsageOID.CLIENT_AUTH])
 
 
 def make_shard(ca: Identity, name: str, hosts: list[str], validity: Validity) -> Identity:
     """A certificate for `shard-N`: a server to workers, and to the other shards a client too."""
-    return _issue(ca, name, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], validity, hosts)
+    return _sign(ca, name, validity, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], hosts)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
@@ -130,48 +118,39 @@ def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
     return True
 
 
-def _issue(
-    ca: Identity, name: str, usages: list[x509.ObjectIdentifier], validity: Validity, hosts: Sequence[str] = ()
+def _sign(
+    ca: Identity | None,
+    name: str,
+    validity: Validity,
+    usages: Sequence[x509.ObjectIdentifier] = (),
+    hosts: Sequence[str] = (),
 ) -> Identity:
-    key = ec.generate_private_key(ec.SECP256R1())
+    """A new key and its certificate, valid no longer than its CA's; without a CA it is one, signed by itself."""
+    key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    issuer_key = ca.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    last = validity.not_after if ca is None else min(validity.not_after, ca.certificate.not_valid_after_utc)
     builder = (
-        _builder(subject, ca.certificate.subject, key, validity.within(ca.certificate))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        x509.CertificateBuilder(
+            issuer_name=subject if ca is None else ca.certificate.subject,
+            subject_name=subject,
+            public_key=key.public_key(),
+            serial_number=x509.random_serial_number(),
+            not_valid_before=validity.not_before,
+            not_valid_after=last,
+        )
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)
     )
+    if ca is not None:
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
+        builder = builder.add_extension(issuer, critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     if hosts:
         names = x509.SubjectAlternativeName([host_name(host) for host in hosts])
         builder = builder.add_extension(names, critical=False)
-    return Identity(builder.sign(ca.key, hashes.SHA256()), key)
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, validity: Validity
-) -> x509.CertificateBuilder:
-    return x509.CertificateBuilder(
-        issuer_name=issuer,
-        subject_name=subject,
-        public_key=key.public_key(),
-        serial_number=x509.random_serial_number(),
-        not_valid_before=validity.not_before,
-        not_valid_after=validity.not_after,
-    )
-
-
-def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    return Identity(builder.sign(ca.key if ca is not None else key, hashes.SHA256()), key)

@@ -70,14 +70,14 @@ def init(
 ) -> None:
     """Make a CA, certificates for server, shards and workers, and a token; then say how to use them."""
     from ..common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX
-    from .authority import CA_DAYS, Validity, host_name, make_ca
+    from .authority import CA_DAYS, Validity, host_name, load_ca, make_ca
 
     if renew and force:
         raise UsageError("--renew keeps the CA and --force replaces it", fix="give one of them")
     for name in host or []:
         host_name(name)
     if renew:
-        ca = _existing_ca(directory)
+        ca = load_ca(_read(directory / "ca.crt"), _read(directory / "ca.key"))
         hosts = [*_hosts_of(directory / "server.crt"), *(host or [])]
         names = _worker_names(workers) if workers else _existing(directory, f"{RANK_PREFIX}*", ANY_RANK)
         names = names or _worker_names(None)
@@ -144,12 +144,6 @@ def _ours(directory: Path) -> list[Path]:
     patterns = ("ca.*", "server.*", "worker.*", "rank-*.*", "shard-*.*")
     found = [path for pattern in patterns for path in directory.glob(pattern) if path.suffix in (".crt", ".key")]
     return sorted(found) + [path for path in [directory / "token"] if path.exists()]
-
-
-def _existing_ca(directory: Path) -> Identity:
-    from .authority import load_ca
-
-    return load_ca(_read(directory / "ca.crt"), _read(directory / "ca.key"))
 
 
 def _hosts_of(path: Path) -> tuple[str, ...]:

@@ -49,7 +49,6 @@ def check_security(config: Config) -> None:
     security = config.security
     pem = read_pem(security)
     warn_of_readable_secrets(security)
-    token = read_token(security, os.environ)
     if security.cert is None and (security.ca is not None or security.mutual):
         what = "security.mutual" if security.mutual else "security.ca"
         raise AuthError(
@@ -63,14 +62,13 @@ def check_security(config: Config) -> None:
         )
     if config.server.shards > 1 and security.mutual and pem.cert is not None:
         _check_own_name(config, facts_of(pem.cert).name)
-    if not is_loopback(split_address(config.server.listen)[0]) and not config.server.insecure:
-        lacks = _missing(security, token)
-        if lacks is not None:
-            raise AuthError(
-                f"{config.server.listen} can be reached by other machines, and {lacks}",
-                fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
-                "add --insecure; on one machine listen on 127.0.0.1",
-            )
+    lacks = _missing(config)
+    if lacks is not None and not config.server.insecure:
+        raise AuthError(
+            f"{config.server.listen} can be reached by other machines, and {lacks}",
+            fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
+            "add --insecure; on one machine listen on 127.0.0.1",
+        )
 
 
 def _check_own_name(config: Config, name: str) -> None:
@@ -84,8 +82,11 @@ def _check_own_name(config: Config, name: str) -> None:
         )
 
 
-def _missing(security: SecurityConfig, token: str | None) -> str | None:
-    """What an address that others can reach should have and has not, as a phrase."""
+def _missing(config: Config) -> str | None:
+    """What an address that others can reach should have and has not, as a phrase. AuthError for an unusable token."""
+    security, token = config.security, read_token(config.security, os.environ)
+    if is_loopback(split_address(config.server.listen)[0]):
+        return None
     if security.cert is None and token is None:
         return "the connection is neither encrypted nor authenticated: no security.cert, no token"
     if security.cert is None:
@@ -97,9 +98,7 @@ def _missing(security: SecurityConfig, token: str | None) -> str | None:
 
 def insecurity(config: Config) -> str | None:
     """What to warn of at start, for an address that others can reach; None when there is nothing."""
-    if is_loopback(split_address(config.server.listen)[0]):
-        return None
-    lacks = _missing(config.security, read_token(config.security, os.environ))
+    lacks = _missing(config)
     return f"{lacks}; anyone who reaches this port can read and train" if lacks is not None else None
 
 

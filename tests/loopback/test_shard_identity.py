@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from paramserver.common.config.schema import SecurityConfig
-from paramserver.common.security import read_pem
-from paramserver.launch.certs import app
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.worker.conversation.security import Security, open_channel
+
+from ..certificates import certs, flags, secured
 
 MUTUAL = ("--set", "security.mutual=true")
 
@@ -22,20 +21,8 @@ MUTUAL = ("--set", "security.mutual=true")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """rank-0, shard-0, shard-1 and shard-2 certificates of one CA; only read."""
     folder = tmp_path_factory.mktemp("lab")
-    app(["init", str(folder), "--workers", "1", "--shards", "3"], standalone_mode=False)
+    certs("init", folder, "--workers", "1", "--shards", "3")
     return folder
-
-
-def flags(folder: Path, name: str) -> tuple[str, ...]:
-    return (
-        "--ca", f"{folder}/ca.crt", "--cert", f"{folder}/{name}.crt", "--key", f"{folder}/{name}.key",
-        "--token-file", f"{folder}/token",
-    )  # fmt: skip
-
-
-def secured(folder: Path, name: str) -> Security:
-    config = SecurityConfig(ca=f"{folder}/ca.crt", cert=f"{folder}/{name}.crt", key=f"{folder}/{name}.key")
-    return Security(config, read_pem(config), (folder / "token").read_text().strip())
 
 
 def refused(address: str, security: Security, call: str, message: Any) -> tuple[grpc.StatusCode, str]:
@@ -53,23 +40,17 @@ def test_a_run_of_shards_is_for_their_certificates_only(cluster: Any, lab: Path)
     server = cluster.server(*settings, "--save", "w.safetensors", *flags(lab, "shard-0"))
     register = pb.ShardReport(register=pb.Register(shard=1, shards=2, address="127.0.0.1:9"))
     denied = grpc.StatusCode.PERMISSION_DENIED
+    token = (lab / "token").read_text().strip()
     for name, words in [
         ("rank-0", "the certificate is 'rank-0', and the process asks to be shard 1"),
         ("shard-2", "the certificate is 'shard-2', and the process asks to be shard 1"),
     ]:
-        assert refused(cluster.address, secured(lab, name), "Attend", register) == (denied, words)
-    code, words = refused(cluster.address, secured(lab, "shard-1"), "Exchange", pb.WorkerMessage(join=pb.Join(rank=-1)))
+        assert refused(cluster.address, secured(lab, name, token), "Attend", register) == (denied, words)
+    code, words = refused(
+        cluster.address, secured(lab, "shard-1", token), "Exchange", pb.WorkerMessage(join=pb.Join(rank=-1))
+    )
     assert (code, "'shard-1' may not join" in words) == (denied, True)
     shard = cluster.shard(1, 2, *MUTUAL, *flags(lab, "shard-1"))
     worker = cluster.worker(0, "--task", "xor", *flags(lab, "rank-0"))
     assert [process.wait() for process in (worker, server, shard)] == [0, 0, 0]
     assert (cluster.folder / "w.safetensors").exists()  # with the part of shard 1
-
-
-@pytest.mark.parametrize(("name", "says"), [("server", "ps-server"), ("shard-2", "shard-2"), ("rank-0", "rank-0")])
-def test_a_shard_with_another_ones_certificate_does_not_start(cluster: Any, lab: Path, name: str, says: str) -> None:
-    ended = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", "127.0.0.1:9", *MUTUAL,
-                            *flags(lab, name))  # fmt: skip
-    assert ended.returncode == 11
-    assert f"{lab}/{name}.crt is the certificate of '{says}', and this is shard 1" in ended.stderr
-    assert "ps-certs init DIR --renew --shards 2" in ended.stderr
