@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.live import Live
 from rich.text import Text
@@ -28,23 +28,27 @@ from .view import LastLines, child_line, status_panel
 _MAX_LINES_HELD = 200
 
 
-class Screen(Protocol):
+class Screen:
     """What a job tells its user. One screen per run."""
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Something the launcher itself did or found; `fields` say the same for programs."""
+        raise NotImplementedError
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """A child wrote a line."""
+        raise NotImplementedError
 
     def status(self, line: str, status: Status, now: float) -> None:
         """The run reported its status in a line."""
+        raise NotImplementedError
 
     def tick(self, now: float) -> None:
         """A moment has passed."""
 
     def failure(self, finish: Finish) -> None:
         """The last word about a job that failed."""
+        self.note("failed", finish.reason, "error")
 
     def close(self) -> None:
         """Leave the output as it was found."""
@@ -91,7 +95,7 @@ def discard_from_now_on(descriptor: int) -> None:
     os.close(null)
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """Lines, and a status line at most every `interval_s`."""
 
     def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
@@ -117,18 +121,12 @@ class PlainScreen:
             self._output.print(Text(text))
             self._shown, self._shown_at = text, now
 
-    def tick(self, now: float) -> None:
-        pass
-
     def failure(self, finish: Finish) -> None:
         repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
         if repeated:
             heading = Text(f"---- last lines of {finish.culprit} ".ljust(60, "-"))
             self._output.print(Text("\n").join([heading, *repeated, Text("-" * 60)]))
-        self.note("failed", finish.reason, "error")
-
-    def close(self) -> None:
-        pass
+        super().failure(finish)
 
 
 class LiveScreen(PlainScreen):
@@ -185,7 +183,7 @@ class LiveScreen(PlainScreen):
             self._lines.clear()
 
 
-class JsonScreen:
+class JsonScreen(Screen):
     """One object per line, for programs: a child's event with its role and rank, or its output."""
 
     def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
@@ -203,15 +201,6 @@ class JsonScreen:
 
     def status(self, line: str, status: Status, now: float) -> None:
         self._write(json.loads(line))
-
-    def tick(self, now: float) -> None:
-        pass
-
-    def failure(self, finish: Finish) -> None:
-        self.note("failed", finish.reason, "error")
-
-    def close(self) -> None:
-        pass
 
     def _write(self, fields: dict[str, Any]) -> None:
         text = json.dumps({"timestamp": time.time(), **fields})
