@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ...common.reporting.status import Status
+
 
 class Identity(NamedTuple):
     """Of one contribution: an effect of it happens at most once in a run."""
@@ -87,11 +89,10 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
-    """Something a person should know, that does not end the run."""
+class StatusTaken:
+    """Somebody may want to look: said every few seconds."""
 
-    event: str  # as in the log
-    reason: str
+    status: Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,6 @@ Fact = (
     | VersionCommitted
     | AnswerGiven
     | SnapshotTaken
-    | Warned
+    | StatusTaken
     | RunEnded
 )

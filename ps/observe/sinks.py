@@ -6,11 +6,12 @@ from ...common.config.schema import Config
 from ...common.security import split_address
 from .bus import Bus, Sink
 from .history import HistorySink
+from .status_log import StatusSink
 
 
 def make_bus(config: Config) -> Bus:
     """The bus of one server process. UsageError or OutputError for what cannot be."""
-    sinks: list[Sink] = []
+    sinks: list[Sink] = [StatusSink(config.log.format == "json")]
     # Of several shards the coordinator alone writes the history: all see the same facts.
     if config.output.history is not None and config.server.shard == 0:
         sinks.append(HistorySink(config.output.history))
