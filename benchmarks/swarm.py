@@ -20,7 +20,7 @@ import grpc.aio
 
 from ..common.errors import ParamServerError
 from ..common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
-from ..common.wire.frames import MAX_MESSAGE_BYTES, parse
+from ..common.wire.frames import MAX_MESSAGE_BYTES, message_frames, parse
 from ..common.wire.protocol import SERVICE
 from ..worker.conversation import messages
 from ..worker.session import Progress
@@ -74,10 +74,10 @@ class Player:
 
     async def join(self) -> None:
         """Until the first weights are there."""
-        await self._send(messages.join_frames(self._progress, "swarm", os.getpid(), "cpu"))
+        await self._send(messages.join_frames(messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).header
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        await self._send(messages.model_frames(self._bodies.layout, self._bodies.spec, None))
+        await self._send(messages.model_frames(messages.model_message(self._bodies.layout, self._bodies.spec, "raw")))
         received = await self._receive("answer", "send_weights")
         if received.kind == "send_weights":
             await self._send(messages.initial_weights_frames(self._bodies.weights))
@@ -87,7 +87,9 @@ class Player:
     async def exchange_until(self, is_over: Callable[[], bool]) -> None:
         facts = messages.Facts(1, loss=0.0, compute_s=0.0, transfer_s=0.0, hyperparameters=[])
         while not is_over() and not self._progress.is_done:
-            await self._send(messages.contribution_frames(self._progress, self._bodies.gradient, "raw", facts))
+            num_bytes = self._bodies.layout.exchange_bytes
+            header = messages.contribution(self._progress, facts, num_bytes, "raw", False)
+            await self._send(message_frames(header, self._bodies.gradient))
             await self._take(await self._receive("answer"))
             self.num_exchanges += 1
 

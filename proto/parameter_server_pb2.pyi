@@ -78,7 +78,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "codecs", "server_incarnation", "process", "seated", "resumed")
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -86,11 +86,11 @@ class Join(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SEATED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -98,24 +98,26 @@ class Join(_message.Message):
     pid: int
     device: str
     program_version: str
-    codecs: _containers.RepeatedScalarFieldContainer[str]
     server_incarnation: int
     process: str
     seated: bool
     resumed: bool
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    answers_taken: int
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., answers_taken: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer", "segment")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_CODEC_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
     optimizer: Optimizer
     segment: Segment
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    answer_codec: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")
@@ -365,7 +367,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -392,6 +394,7 @@ class Answer(_message.Message):
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -404,7 +407,8 @@ class Answer(_message.Message):
     worker_index: int
     training_steps: int
     segment: Segment
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    codec: str
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("version", "body_bytes", "evaluate", "segment")

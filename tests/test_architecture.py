@@ -90,6 +90,10 @@ WIRE_USERS = {
     "worker/conversation/client.py",
     "worker/conversation/security.py",
     "worker/conversation/messages.py",
+    "worker/lanes/base.py",
+    "worker/lanes/choice.py",
+    "worker/lanes/shared.py",
+    "worker/lanes/up.py",
     "common/wire/frames.py",
     "common/wire/protocol.py",
 }
@@ -98,6 +102,10 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py",
+    "worker/lanes/base.py",
+    "worker/lanes/choice.py",
+    "worker/lanes/shared.py",
+    "worker/lanes/up.py",
     "common/wire/frames.py",
     "ps/wire/delivery.py",
     "ps/shards/messages.py",

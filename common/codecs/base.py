@@ -1,24 +1,150 @@
-"""What a codec is. Codecs are lossless or not, but always stateless and of fixed size per layout."""
+"""What a codec is: how one side writes the parameters of a body, and the other reads them, with the memory of both.
+
+A codec may remember (what it left out, what it sent last): then both sides must remember the same, whatever is lost
+between them. So each body is an attempt: `begin` works it out from the memory, and changes nothing yet; `commit`, when
+the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A body that
+is sent again is not encoded again: it is the same bytes.
+
+    encoder                         decoder
+    begin(body) -> bytes            begin(bytes) -> body
+    commit()                        commit()             both count it
+    begin(body) -> bytes
+    rollback()                      (never came)         the next begin is as if this one had not been
+
+A file of this folder is a codec: `ENTRY` is its class. One without memory is a `Stateless`.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
 
 import torch
 
-from ..tensors.layout import Layout
+from ..errors import Reason, refusal
+from ..tensors.layout import Layout, new_body
+
+
+class Attempts(Protocol):
+    """What encoder and decoder have in common. `commit` and `rollback` end the attempt that was begun, and do nothing
+    when there is none; a `begin` after a `begin` is a `rollback` first."""
+
+    def commit(self) -> None:
+        """The other side counts what was begun last."""
+
+    def rollback(self) -> None:
+        """It does not, and never will."""
+
+
+class Encoder(Attempts, Protocol):
+    """One side of one lane, in one direction."""
+
+    def begin(self, body: torch.Tensor, out: torch.Tensor) -> None:
+        """`body` uint8 [>= parameter_bytes], which stays as it is -> `out` uint8 [encoded_bytes]."""
+
+
+class Decoder(Attempts, Protocol):
+    """The other side."""
+
+    def begin(self, encoded: torch.Tensor, body: torch.Tensor) -> None:
+        """`encoded` uint8 [encoded_bytes], which stays as it is -> `body` uint8 [>= parameter_bytes].
+
+        May raise anything for bytes that no encoder makes: that is refused, and nothing is remembered.
+        """
 
 
 class Codec(Protocol):
-    """Encodes the parameters' part of a body, [0, layout.parameter_bytes)."""
+    """Encodes the parameters' part of a body, [0, layout.parameter_bytes). Buffers travel as they are."""
 
     name: str
+    # The encoded bytes are the body's own: nothing is encoded, and bodies are read and written in place.
+    is_identity: bool
 
     def encoded_bytes(self, layout: Layout) -> int:
         """Size of the encoded part for every body of this layout."""
 
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
-        """`body` uint8 [>= parameter_bytes] -> `out` uint8 [encoded_bytes]."""
+    def encoder(self, layout: Layout) -> Encoder:
+        """A new one, which remembers nothing."""
 
+    def decoder(self, layout: Layout) -> Decoder:
+        """A new one, which remembers nothing."""
+
+
+class Stateless(ABC):
+    """A codec without memory: every attempt is the first."""
+
+    name: ClassVar[str]
+    is_identity: ClassVar[bool] = False
+
+    @abstractmethod
+    def encoded_bytes(self, layout: Layout) -> int:
+        """Size of the encoded part for every body of this layout."""
+
+    @abstractmethod
+    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
+        """`body` uint8 [>= parameter_bytes], which stays as it is -> `out` uint8 [encoded_bytes]."""
+
+    @abstractmethod
     def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        """`encoded` uint8 [encoded_bytes] -> `body` uint8 [>= parameter_bytes]."""
+        """`encoded` uint8 [encoded_bytes], which stays as it is -> `body` uint8 [>= parameter_bytes]; may raise
+        anything for bytes that `encode` does not make."""
+
+    def encoder(self, layout: Layout) -> Encoder:
+        return _Encoding(self, layout)
+
+    def decoder(self, layout: Layout) -> Decoder:
+        return _Decoding(self, layout)
+
+
+class _Forgetful:
+    def __init__(self, codec: Stateless, layout: Layout) -> None:
+        self._codec = codec
+        self._layout = layout
+
+    def commit(self) -> None:
+        """Nothing is remembered."""
+
+    def rollback(self) -> None:
+        """Nothing is remembered."""
+
+
+class _Encoding(_Forgetful):
+    def begin(self, body: torch.Tensor, out: torch.Tensor) -> None:
+        self._codec.encode(self._layout, body, out)
+
+
+class _Decoding(_Forgetful):
+    def begin(self, encoded: torch.Tensor, body: torch.Tensor) -> None:
+        self._codec.decode(self._layout, encoded, body)
+
+
+# ---- whole bodies: parameters and buffers ----------------------------------------------------------------------------
+
+
+def body_bytes(codec: Codec, layout: Layout) -> int:
+    """Size of every body that is exchanged in this codec."""
+    return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
+
+
+def begin_body(codec: Codec, encoder: Encoder, layout: Layout, body: torch.Tensor) -> torch.Tensor:
+    """`body` uint8 [>= exchange_bytes] as it is sent, uint8 [body_bytes]: the parameters encoded, then the buffers."""
+    encoded_bytes = codec.encoded_bytes(layout)
+    out = new_body(body_bytes(codec, layout))
+    encoder.begin(body, out[:encoded_bytes])
+    out[encoded_bytes:].copy_(body[layout.parameter_bytes : layout.exchange_bytes])
+    return out
+
+
+def take_body(codec: Codec, decoder: Decoder, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+    """What was sent, uint8 [body_bytes], into `body`, uint8 [>= exchange_bytes].
+
+    Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, as if they had never come.
+    """
+    encoded_bytes = codec.encoded_bytes(layout)
+    try:
+        decoder.begin(encoded[:encoded_bytes], body)
+    except Exception as error:
+        decoder.rollback()
+        what = f"{type(error).__name__}: {error}"
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode what was sent: {what}") from error
+    body[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ..tensors.layout import FlatRun, Kind, Layout
+from .base import Stateless
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -25,7 +26,7 @@ def _places(layout: Layout) -> Iterator[tuple[FlatRun, int, int]]:
         at = end
 
 
-class Bf16Codec:
+class Bf16Codec(Stateless):
     name = "bf16"
 
     def encoded_bytes(self, layout: Layout) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..tensors.layout import Layout
+from .base import Stateless
 
 
-class RawCodec:
+class RawCodec(Stateless):
     name = "raw"
+    is_identity = True
 
     def encoded_bytes(self, layout: Layout) -> int:
         return layout.parameter_bytes

@@ -177,13 +177,14 @@ class WorkerConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: str = Field("raw", description="how contributions are encoded")
+    answer_codec: str = Field("raw", description="how the weights that come back are encoded")
     shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
     overlap: bool | None = Field(
         None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
-    @field_validator("codec")
+    @field_validator("codec", "answer_codec")
     @classmethod
     def _known_codec(cls, value: str) -> str:
         return CODECS.check(value)

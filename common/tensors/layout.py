@@ -234,6 +234,11 @@ def new_body(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
+def copy_of(*pieces: memoryview) -> torch.Tensor:
+    """These bytes, one after another, uint8 [their length]."""
+    return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes; shares it."""
     try:

@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec
-from ...common.errors import Reason, refusal
+from ...common.codecs.base import Codec, body_bytes, take_body
 from ...common.tensors.layout import as_bytes, new_body
 from ...common.wire.frames import BodyReader, Frame
 from ..core.judgement import Judgement
@@ -50,8 +49,8 @@ class Upload:
         self._tensors = tensors
         self._body = body
         layout = store.layout
-        self.num_bytes = body_bytes(store, codec)
-        self._encoded = None if codec.name == "raw" else new_body(self.num_bytes)
+        self.num_bytes = body_bytes(codec, store.layout)
+        self._encoded = None if codec.is_identity else new_body(self.num_bytes)
         self._target = as_bytes(body if self._encoded is None else self._encoded)
         self._num_parts = -(-layout.exchange_bytes // _PART_BYTES)
         self.restart()
@@ -125,22 +124,5 @@ class Upload:
 
 def decode(store: Store, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
     """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. Refuses BAD_REQUEST what cannot be decoded."""
-    layout = store.layout
-    encoded_bytes = codec.encoded_bytes(layout)
-    try:
-        codec.decode(layout, encoded[:encoded_bytes], body)
-    except Exception as error:  # a codec fails in its own ways on bytes that it did not write
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode the contribution: {error}") from error
-    body[layout.parameter_bytes :].copy_(encoded[encoded_bytes:])
+    take_body(codec, codec.decoder(store.layout), store.layout, encoded, body)
     return store.sanity.examine(body, store.weights)
-
-
-def body_bytes(store: Store, codec: Codec) -> int:
-    """Size of every contribution in this codec."""
-    layout = store.layout
-    return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
-
-
-def new_encoded(data: memoryview) -> torch.Tensor:
-    """A copy of received bytes, for a codec."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

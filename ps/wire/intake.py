@@ -10,9 +10,10 @@ import asyncio
 import functools
 from typing import Any
 
-from ...common.codecs.base import Codec
+from ...common.codecs.base import Codec, body_bytes
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import CODECS
+from ...common.tensors.layout import copy_of
 from ...common.wire.frames import Frame, frame
 from ...common.wire.protocol import hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
@@ -22,7 +23,7 @@ from ..policies.base import Contribution
 from ..shards.alone import StagedPart
 from ..tensors.staging import Body
 from ..tensors.store import Store
-from ..tensors.upload import Upload, body_bytes, decode, new_encoded
+from ..tensors.upload import Upload, decode
 from .connected import Measured, Worker
 from .delivery import taken
 from .stream import Stream
@@ -84,7 +85,7 @@ class Intake:
             self._run.model.staging.bytes_of(body)[:] = received.data
             judgement = store.sanity.examine(body, store.weights)
         else:
-            judgement = decode(store, codec, new_encoded(received.data), body)
+            judgement = decode(store, codec, copy_of(received.data), body)
         self._hand_over(stream, worker, received.header, body, judgement)
 
     def _check_facts(self, worker: Worker, header: Any) -> None:
@@ -115,7 +116,7 @@ class Intake:
         """The store and the codec of a body whose announcement has been checked."""
         store = self._run.contributions.check(worker)
         codec = _codec(header.codec)
-        num_bytes = body_bytes(store, codec)
+        num_bytes = body_bytes(codec, store.layout)
         if header.body_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,

@@ -36,22 +36,27 @@ def round_trip(codec: Any, layout: Layout, body: torch.Tensor) -> torch.Tensor:
     assert size >= 0
     guarded = torch.full((64 + size + 64,), GUARD, dtype=torch.uint8)
     before = body.clone()
-    codec.encode(layout, body, guarded[64 : 64 + size])
+    encoder, decoder = codec.encoder(layout), codec.decoder(layout)
+    encoder.begin(body, guarded[64 : 64 + size])
     assert torch.equal(body, before), "encode changed the body"
     assert (guarded[:64] == GUARD).all() and (guarded[64 + size :] == GUARD).all(), "encode wrote past its memory"
     encoded = guarded[64 : 64 + size].clone()
     result = torch.full((layout.total_bytes + 64,), GUARD, dtype=torch.uint8)
-    codec.decode(layout, encoded, result[: layout.total_bytes])
+    decoder.begin(encoded, result[: layout.total_bytes])
     assert torch.equal(encoded, guarded[64 : 64 + size]), "decode changed what it reads"
     assert (result[layout.parameter_bytes :] == GUARD).all(), "decode wrote past the parameters"
     again = torch.zeros(size, dtype=torch.uint8)
-    codec.encode(layout, body, again)
+    encoder.rollback()
+    decoder.rollback()
+    encoder.begin(body, again)
     # Gaps between runs may hold anything; what matters decodes to the same.
     second = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    codec.decode(layout, again, second)
+    decoder.begin(again, second)
     for (spec, one), (_, two) in zip(layout.views(result), layout.views(second), strict=True):
         if spec.kind is Kind.PARAMETER:
-            assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), "not stateless"
+            assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), (
+                "a rollback remembers"
+            )
     return result
 
 

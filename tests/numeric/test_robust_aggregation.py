@@ -68,7 +68,7 @@ class Worker:
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(self.factor)
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient"))), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient")[0].pieces)), dtype=torch.uint8)
 
     def receive(self, weights: torch.Tensor) -> None:
         num_bytes = self.tensors.layout.exchange_bytes

@@ -86,7 +86,7 @@ class Worker:
     def gradient_body(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient"))), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient")[0].pieces)), dtype=torch.uint8)
 
     def weights_body(
         self, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer
@@ -94,7 +94,7 @@ class Worker:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
         optimizer.step()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("weights"))), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("weights")[0].pieces)), dtype=torch.uint8)
 
     def receive(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights[: self.tensors.layout.exchange_bytes].numpy()))

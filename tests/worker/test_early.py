@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from paramserver.common.codecs.raw import RawCodec
 from paramserver.common.tensors.layout import as_bytes, new_body
-from paramserver.common.wire.frames import BodyReader, body_frames, parse, placed_frame
+from paramserver.common.wire.frames import BodyReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker.lanes.base import Lane
+from paramserver.worker.lanes.grpc import GrpcLane
+from paramserver.worker.lanes.shared import SharedLane
+from paramserver.worker.lanes.up import Up
 from paramserver.worker.strategies import early
 from paramserver.worker.strategies.early import EarlySender
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
@@ -24,10 +29,17 @@ class Receiver:
     def __init__(self, model: ModelTensors, lane: str, staged: bool = False) -> None:
         self.model = model
         self.transfer: Any = StagedTransfer(model) if staged else make_transfer(model)
-        self.segment = new_body(model.layout.exchange_bytes) if lane == "shared memory" else None
-        self.body = self.segment if self.segment is not None else new_body(model.layout.exchange_bytes)
-        self.departed: set[int] = set()
+        self.body = new_body(model.layout.exchange_bytes)
         self.num_begun = 0
+        self._has_begun = False
+        way: Lane = GrpcLane()
+        if lane == "shared memory":
+            way = SharedLane()
+            way.segment = self.body
+        self._is_placed = way.segment is not None
+        self.up = Up(RawCodec(), model, self.transfer, self._come)
+        self.up.joined(way)
+        self.prepare, self.depart, self.recall = self.up.prepare, self.up.depart, self.up.recall
         self._begin()
 
     def _begin(self) -> None:
@@ -36,43 +48,31 @@ class Receiver:
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
-        place = (lambda offset, num_bytes: None) if self.segment is not None else None
+        place = (lambda offset, num_bytes: None) if self._is_placed else None
         self.reader = BodyReader(len(target), write, place)
-
-    def prepare(self, indices: list[int]) -> bool:
-        return self.transfer.prepare(indices, self.segment)
-
-    def depart(self, indices: list[int]) -> None:
-        if not self.departed:
-            self.num_begun += 1
-            self._begin()
-        self.departed.update(indices)
-        self._send(indices)
-
-    def recall(self) -> None:
-        if self.departed:
-            self.num_begun += 1
-            self.departed.clear()
-            self._begin()
 
     def contribute(self) -> torch.Tensor:
         """The rest; returns the body that arrived."""
-        if not self.departed:
-            self._begin()
-        count = sum(1 for entry in self.model.layout.entries if entry.end <= self.model.layout.exchange_bytes)
-        self._send([index for index in range(count) if index not in self.departed])
-        self.departed.clear()
+        self.up.contribute(announce, "gradient")
         assert self.reader.is_complete
         return self.body.clone()
 
-    def _send(self, indices: list[int]) -> None:
-        if self.segment is not None:
-            frames = [placed_frame(a, b - a) for a, b in self.transfer.place("gradient", self.segment, indices)]
-        else:
-            stretches = self.transfer.gather_some("gradient", indices)
-            frames = [raw for stretch in stretches for raw in body_frames(stretch.pieces, stretch.offset)]
+    def _come(self, frames: Iterable[bytes]) -> None:
         for raw in frames:
-            self.reader.feed(parse(pb.WorkerMessage, raw))
+            received = parse(pb.WorkerMessage, raw)
+            if received.kind == "begin":
+                self.num_begun += 1
+                self._has_begun = True
+                self._begin()
+            elif received.kind == "contribution":
+                if not self._has_begun:
+                    self._begin()
+                self._has_begun = False
+            self.reader.feed(received)
+
+
+def announce(body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
+    return pb.WorkerMessage(contribution=pb.Contribution(body_bytes=body_bytes, codec=codec, in_segment=in_segment))
 
 
 class Net(nn.Module):
@@ -163,7 +163,7 @@ def test_what_arrives_is_what_step_was_called_with(
         loop(twin, step)
         sender.settle()
         arrived = receiver.contribute()
-        assert bytes(arrived.numpy()) == b"".join(expected_from.gather("gradient")), f"step {step}"
+        assert bytes(arrived.numpy()) == b"".join(expected_from.gather("gradient")[0].pieces), f"step {step}"
     assert receiver.num_begun > 0, "nothing left early: this test shows nothing"
     assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
 
@@ -176,7 +176,7 @@ def test_the_last_layer_leaves_first_and_before_backward_ends(monkeypatch: pytes
     EarlySender(receiver, tensors)  # type: ignore[arg-type]
     left_before_first: list[set[str]] = []
     net.first.weight.register_hook(
-        lambda _: left_before_first.append({tensors.layout.entries[i].spec.name for i in receiver.departed})
+        lambda _: left_before_first.append({tensors.layout.entries[i].spec.name for i in receiver.up.departed})
     )
     plain(net, 0)
     assert left_before_first == [{"last.weight", "last.bias", "twice.weight", "twice.bias", "norm.weight", "norm.bias"}]
@@ -188,7 +188,7 @@ def test_a_placed_gradient_stays_in_the_segment() -> None:
     receiver = Receiver(ModelTensors(net), "shared memory")
     plain(net, 0)
     receiver.contribute()
-    assert receiver.segment is not None
-    start, end = receiver.segment.data_ptr(), receiver.segment.data_ptr() + receiver.segment.numel()
+    assert receiver.up.lane.segment is not None
+    start, end = receiver.up.lane.segment.data_ptr(), receiver.up.lane.segment.data_ptr() + receiver.up.lane.segment.numel()
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     assert gradients and all(start <= gradient.data_ptr() < end for gradient in gradients)

@@ -361,10 +361,10 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
     shadow = Shadow(model)
     for source in ("gradient", "weights"):
         shadow.snapshot(source)
-        own = b"".join(make_transfer(model).gather(source))
-        assert b"".join(make_transfer(shadow).gather(source)) == own
+        own = b"".join(make_transfer(model).gather(source)[0].pieces)
+        assert b"".join(make_transfer(shadow).gather(source)[0].pieces) == own
     transfer = make_transfer(shadow)
-    body = bytearray(b"".join(transfer.gather("weights")))
+    body = bytearray(b"".join(transfer.gather("weights")[0].pieces))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     for value in net.state_dict().values():
         value.zero_()

@@ -26,7 +26,7 @@ from .client import Lost
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_frames
+from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_message
 from .security import PLAINTEXT, Security
 from .shard import Shard
 
@@ -79,10 +79,10 @@ class Exchange:
 
     def _join(self) -> Welcome:
         """Connect and be welcomed, as often as it takes within the give-up time."""
-        frames = join_frames(self.progress, socket.gethostname(), os.getpid(), self._config.device)
+        join = join_message(self.progress, socket.gethostname(), os.getpid(), self._config.device)
         while True:
             try:
-                welcome = self._shards[0].join(frames, _ATTEMPT_S)
+                welcome = self._shards[0].join(join, _ATTEMPT_S)
                 break
             except Lost as lost:
                 delay_s = self._retry.failed(time.monotonic(), str(lost))
@@ -107,7 +107,7 @@ class Exchange:
             self._crew.hire(len(self._shards) - 1)
             if self._model is not None:
                 self._divide()
-        self._seated = join_frames(self.progress, socket.gethostname(), os.getpid(), self._config.device, welcome)
+        self._seated = join_message(self.progress, socket.gethostname(), os.getpid(), self._config.device, welcome)
 
     def _divide(self) -> None:
         assert self._model is not None
@@ -135,7 +135,7 @@ class Exchange:
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
             shard.offer(self._model.layout, self._optimizer)
-        log.info("tensors", lane=self.lane, reason=self._shards[0].sharing.reason)
+        log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
 
     def _begin(self) -> Answer:
         answer = self._took(self._crew.all(self._shards, Shard.begin))
@@ -178,12 +178,12 @@ class Exchange:
 
     @property
     def codec_name(self) -> str:
-        return self._shards[0].codec.name
+        return self._config.codec
 
     @property
     def lane(self) -> str:
         """How tensors travel, for people."""
-        return ", ".join(dict.fromkeys(shard.sharing.lane for shard in self._shards))
+        return ", ".join(dict.fromkeys(shard.lanes.lane.name for shard in self._shards))
 
     # ---- exchanging -------------------------------------------------------------------------
 
@@ -238,19 +238,19 @@ class Exchange:
                 lost = again
 
     def prepare(self, indices: list[int]) -> bool:
-        """See `Transfer.prepare`."""
-        have_begun = [shard.prepare(here) for shard, here in self._lying_on(indices)]
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        have_begun = [shard.up.prepare(here) for shard, here in self._lying_on(indices)]
         return any(have_begun)
 
     def depart(self, indices: list[int]) -> None:
         """Send the gradients of these tensors ahead of the contribution they belong to."""
         for shard, here in self._lying_on(indices):
-            shard.depart(here)
+            shard.up.depart(here)
 
     def recall(self) -> None:
         """What has departed is not what is to be contributed."""
         for shard in self._shards:
-            shard.recall()
+            shard.up.recall()
 
     def _lying_on(self, indices: list[int]) -> list[tuple[Shard, list[int]]]:
         """Of these tensors of the model, the parts on each shard that has some."""

@@ -15,7 +15,6 @@ from ...common.wire.protocol import (
     layout_to_proto,
     optimizer_to_proto,
     segment_from_proto,
-    segment_to_proto,
     struct,
 )
 from ...common.wire.segments import SegmentAddress
@@ -56,6 +55,7 @@ class Answer(NamedTuple):
     worker_index: int
     training_steps: int
     segment: SegmentAddress | None  # where the weights lie, when they are placed
+    codec: str  # of the weights; empty: raw
 
 
 class Final(NamedTuple):
@@ -78,11 +78,10 @@ class Welcome(NamedTuple):
     pull_every: int
     settings: Settings
     shards: tuple[str, ...]  # addresses by number, the coordinator's own empty; () where there is one server
-    probe: SegmentAddress | None  # by which a worker finds out whether it shares the server's host
 
 
-def join_frames(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> list[bytes]:
-    """`seated`: the coordinator's welcome, shown to another shard."""
+def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
+    """`seated`: the coordinator's welcome, shown to another shard. Without what the lane says (`answers_taken`)."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
@@ -96,6 +95,10 @@ def join_frames(progress: Progress, host: str, pid: int, device: str, seated: We
     )
     if seated is not None:
         join.seated, join.resumed, join.server_incarnation = True, seated.is_resumed, seated.server_incarnation
+    return join
+
+
+def join_frames(join: pb.Join) -> list[bytes]:
     return [frame(pb.WorkerMessage(join=join))]
 
 
@@ -108,13 +111,17 @@ def repeat_frame(step: int) -> bytes:
     return frame(pb.WorkerMessage(contribution=pb.Contribution(step=step, repeat=True)))
 
 
-def model_frames(layout: Layout, optimizer: OptimizerSpec, segment: SegmentAddress | None) -> list[bytes]:
-    model = pb.Model(
+def model_message(layout: Layout, optimizer: OptimizerSpec, answer_codec: str) -> pb.Model:
+    """Without what a lane has to offer."""
+    return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
         optimizer=optimizer_to_proto(optimizer),
-        segment=segment_to_proto(segment),
+        answer_codec="" if answer_codec == "raw" else answer_codec,
     )
+
+
+def model_frames(model: pb.Model) -> list[bytes]:
     return [frame(pb.WorkerMessage(model=model))]
 
 
@@ -134,7 +141,8 @@ class Facts(NamedTuple):
     skew: int = 0  # between the versions of the parts of the weights it was computed on
 
 
-def contribution(progress: Progress, body_bytes: int, codec: str, in_segment: bool, facts: Facts) -> pb.WorkerMessage:
+def contribution(progress: Progress, facts: Facts, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
+    """What announces the body of the next contribution."""
     header = pb.Contribution(
         step=progress.step + 1,
         base_version=progress.version,
@@ -150,21 +158,6 @@ def contribution(progress: Progress, body_bytes: int, codec: str, in_segment: bo
         skew=facts.skew,
     )
     return pb.WorkerMessage(contribution=header)
-
-
-def contribution_frames(progress: Progress, pieces: list[memoryview], codec: str, facts: Facts) -> Iterator[bytes]:
-    """The contribution and its body."""
-    return message_frames(contribution(progress, sum(map(len, pieces)), codec, False, facts), pieces)
-
-
-def facts_frame(progress: Progress, body_bytes: int, in_segment: bool, facts: Facts) -> bytes:
-    """The contribution alone; its body is placed in a segment, or comes in pieces before and after."""
-    return frame(contribution(progress, body_bytes, "raw", in_segment, facts))
-
-
-def begin_frame(body_bytes: int, codec: str, in_segment: bool) -> bytes:
-    """The body of the next contribution begins to leave."""
-    return frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=body_bytes, codec=codec, in_segment=in_segment)))
 
 
 def taken_frame() -> bytes:
@@ -191,7 +184,6 @@ def read_welcome(message: pb.Welcome) -> Welcome:
         pull_every=max(1, message.settings.pull_every),
         settings=read_settings(message.settings),
         shards=tuple(message.shards),
-        probe=segment_from_proto(message.probe) if message.HasField("probe") else None,
     )
 
 
@@ -227,6 +219,7 @@ def read_answer(message: pb.Answer) -> Answer:
         worker_index=message.worker_index,
         training_steps=message.training_steps,
         segment=_segment(message),
+        codec=message.codec,
     )
 
 

@@ -1,1 +1,1 @@
-"""How bodies travel between worker and server."""
+"""How bodies travel between a worker and a shard: one file for each place bytes may go, one for each direction."""

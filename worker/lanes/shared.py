@@ -1,85 +1,84 @@
-"""A worker's side of the shared memory lane: may it be used, and with which segments."""
+"""Memory that worker and server both map: only the whereabouts of a body are on the stream."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Iterator
 
-from ...common.reporting.log import get_logger
-from ...common.wire.frames import INLINE_BYTES
+from ...common.wire.frames import INLINE_BYTES, placed_frame
+from ...common.wire.protocol import segment_from_proto, segment_to_proto
 from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
-
-log = get_logger()
+from ...proto import parameter_server_pb2 as pb
+from ..tensors.transfer import Indices, Source, Transfer
+from .base import Lane
 
 # Versions of the weights that a server has on their way at once, and one more, by default.
 _MAX_OPEN = 8
 
 
-class Sharing:
-    """One stream's segments. `segment` is what contributions are placed in; None: tensors go over the connection."""
+class SharedLane(Lane):
+    """The worker's segment holds contributions, the server's the weights of answers."""
 
-    def __init__(self, is_wanted: bool, codec: str) -> None:
-        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes]
-        # A codec other than raw changes what is computed: who asks for one gets it.
-        self._is_wanted = is_wanted and codec == "raw"
-        self.reason = ""  # why it is not used
-        if not self._is_wanted:
-            self.reason = "off (worker.shared_memory)" if not is_wanted else f"off (worker.codec is {codec})"
+    name = "shared memory"
+    # What a codec changes is what is computed: who asks for one gets it, and raw memory is no use then.
+    carries_codecs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
         self._may_offer = False
+        self._is_broken = False  # a segment that the server named could not be opened
         self._offered: Segment | None = None
-        self._open: dict[str, Segment] = {}
+        self._mapped: dict[str, Segment] = {}
 
-    def joined(self, probe: SegmentAddress | None) -> None:
-        """On a new stream: find out whether the server's memory can be opened from here."""
+    def joined(self, welcome: pb.Welcome) -> None:
         # Never the segment of an earlier stream: a contribution that was left behind may still be read there.
-        self.segment, self._offered, self._may_offer = None, None, False
-        self._open.clear()
-        if not self._is_wanted:
+        self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
+        self._mapped.clear()
+        if self._is_broken:
             return
-        if probe is None:
+        if not welcome.HasField("probe"):
             self.reason = "the server shares no memory"
             return
         try:
-            open_segment(probe)
+            open_segment(segment_from_proto(welcome.probe))
             self._may_offer = True
         except SegmentError as error:
             self.reason = str(error)
 
-    def offer(self, num_bytes: int) -> SegmentAddress | None:
-        """Memory for contributions, for the server to open; None where there is no use or no way."""
+    def offer(self, model: pb.Model, num_bytes: int) -> bool:
         if self._may_offer and num_bytes > INLINE_BYTES:
             try:
                 self._offered = new_segment(num_bytes)
             except SegmentError as error:
                 self.reason = str(error)
-        return self._offered.address if self._offered is not None else None
+        if self._offered is None or (address := segment_to_proto(self._offered.address)) is None:
+            return False
+        model.segment.CopyFrom(address)
+        return True
 
-    @property
-    def has_offered(self) -> bool:
-        return self._offered is not None
-
-    def decided(self, is_accepted: bool, reason: str) -> None:
-        """The server's word."""
+    def decided(self, verdict: pb.SharedMemory) -> None:
         assert self._offered is not None
-        if is_accepted:
+        self.is_open = verdict.accepted
+        if verdict.accepted:
             self.segment = self._offered.body
         else:
-            self.reason, self._offered = reason, None
+            self.reason, self._offered = verdict.reason, None
 
-    def open(self, address: SegmentAddress) -> memoryview:
-        """The server's segment. When it cannot be opened, SegmentError, and no more sharing."""
-        segment = self._open.get(address.label)
+    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes]]:
+        assert self.segment is not None
+        for start, end in transfer.place(source, self.segment, indices):
+            yield [placed_frame(start, end - start)]
+
+    def memory(self, address: SegmentAddress) -> memoryview:
+        """When it cannot be opened, there is no more sharing."""
+        segment = self._mapped.get(address.label)
         if segment is None:
             try:
                 segment = open_segment(address)
-            except SegmentError:
-                self._is_wanted = False
+            except SegmentError as error:
+                self._is_broken, self.reason = True, str(error)
                 raise
-            while len(self._open) >= _MAX_OPEN:
-                del self._open[next(iter(self._open))]
-            self._open[address.label] = segment
+            while len(self._mapped) >= _MAX_OPEN:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[address.label] = segment
         return segment.bytes
-
-    @property
-    def lane(self) -> str:
-        """How tensors travel, for people."""
-        return "shared memory" if self.segment is not None else "tcp"

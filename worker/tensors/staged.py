@@ -52,11 +52,7 @@ class StagedTransfer:
         body = new_body(num_bytes)
         return body.pin_memory() if self._device is not None else body
 
-    def gather(self, source: Source) -> list[memoryview]:
-        self._copy_out(source, stretches(self._model.layout, None), self._out_views)
-        return [as_bytes(self._out)[: self._model.layout.exchange_bytes]]
-
-    def gather_some(self, source: Source, indices: Indices) -> list[Stretch]:
+    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
         layout, body = self._model.layout, as_bytes(self._out)
         groups = stretches(layout, indices)
         self._copy_out(source, groups, self._out_views)

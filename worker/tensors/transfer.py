@@ -106,11 +106,9 @@ class Stretch(NamedTuple):
 class Transfer(Protocol):
     """Bodies out of and into a model. Tensors are named by their index in the layout's entries."""
 
-    def gather(self, source: Source) -> list[memoryview]:
-        """The body of a contribution, as pieces that stay valid until the next call or backward."""
-
-    def gather_some(self, source: Source, indices: Indices) -> list[Stretch]:
-        """What of it holds these tensors; as long valid."""
+    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
+        """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
+        until the next call or backward."""
 
     def gather_all(self) -> list[memoryview]:
         """The body of initial weights."""
@@ -163,11 +161,7 @@ class DirectTransfer:
         self._segment: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
 
-    def gather(self, source: Source) -> list[memoryview]:
-        sources = self._model.sources(source)
-        return self._pieces(range(len(sources)), sources)
-
-    def gather_some(self, source: Source, indices: Indices) -> list[Stretch]:
+    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
         layout = self._model.layout
         return [
             Stretch(start_of(layout, group.start), self._pieces(group, self._model.sources(source, group)))

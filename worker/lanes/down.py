@@ -1,0 +1,60 @@
+"""Weights on their way from one shard into the model: raw ones piece by piece, encoded ones when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...common.codecs.base import Codec, Decoder, body_bytes, take_body
+from ...common.errors import Reason, refusal
+from ...common.tensors.layout import as_bytes, new_body
+from ..tensors.transfer import ModelTensors, Transfer
+
+# Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
+Receive = Callable[[Callable[[int, memoryview], None]], None]
+
+
+class Down:
+    """One shard's part of the weights. `num_taken` answers in `codec`, whose memory is here, came since a START."""
+
+    def __init__(self, codec: Codec, model: ModelTensors, transfer: Transfer) -> None:
+        self.codec = codec
+        self._layout = model.layout
+        self._transfer = transfer
+        self._decoder: Decoder = codec.decoder(model.layout)
+        self.num_taken = 0
+
+    def started(self) -> None:
+        """The server has forgotten what it sent before."""
+        self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
+
+    def take(self, num_bytes: int, codec: str, receive: Receive) -> None:
+        """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did
+        not come, and may come again."""
+        if codec in ("", "raw"):
+            self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
+            receive(self._transfer.write)
+        else:
+            self._take_encoded(num_bytes, codec, receive)
+            num_bytes = self._layout.exchange_bytes
+        if num_bytes:
+            self._transfer.finish_write(num_bytes)
+
+    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
+        if codec != self.codec.name:
+            raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
+        self._check(num_bytes, (body_bytes(self.codec, self._layout),))
+        encoded, body = new_body(num_bytes), new_body(self._layout.exchange_bytes)
+        memory = as_bytes(encoded)
+
+        def write(offset: int, data: memoryview) -> None:
+            memory[offset : offset + len(data)] = data
+
+        receive(write)
+        take_body(self.codec, self._decoder, self._layout, encoded, body)
+        self._transfer.write(0, as_bytes(body))
+        self._decoder.commit()
+        self.num_taken += 1
+
+    def _check(self, num_bytes: int, possible: tuple[int, ...]) -> None:
+        if num_bytes not in possible:
+            raise refusal(Reason.BAD_REQUEST, f"the server sends {num_bytes} bytes, this model has {possible[-1]}")

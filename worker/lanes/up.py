@@ -1,0 +1,112 @@
+"""Contributions on their way to one shard: encoded once, and the same bytes until it has answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ...common.codecs.base import Codec, Encoder, begin_body
+from ...common.tensors.layout import as_bytes, copy_of
+from ...common.wire.frames import INLINE_BYTES, frame, message_frames
+from ...proto import parameter_server_pb2 as pb
+from ..tensors.transfer import ModelTensors, Source, Transfer
+from .base import Lane
+
+_COUNTED = ("APPLIED", "REPEATED")
+
+
+class Announcement(Protocol):
+    """Makes the message that announces the body of a contribution."""
+
+    def __call__(self, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage: ...
+
+
+class Up:
+    """One shard's part of this worker's contributions, in `codec`, whose memory is here. `send` gives messages to the
+    stream; `lane` says where the bytes of bodies go while it lasts."""
+
+    lane: Lane
+
+    def __init__(
+        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes]], None]
+    ) -> None:
+        self.codec = codec
+        self._layout = model.layout
+        self._transfer = transfer
+        self._send = send
+        self._encoder: Encoder = codec.encoder(model.layout)
+        self._encoded: list[memoryview] | None = None  # of the contribution that has not been answered
+        self.departed: set[int] = set()  # tensors whose gradients were sent ahead
+
+    def joined(self, lane: Lane) -> None:
+        """A new stream: what was sent on the old one may be lost."""
+        self.lane = lane
+        self.departed.clear()
+
+    def answered(self, outcome: str) -> None:
+        """What became of the contribution: the server's decoder does the same."""
+        self._encoded = None
+        if outcome in _COUNTED:
+            self._encoder.commit()
+        elif outcome == "START":  # whatever was before, the server has forgotten it
+            self._encoder = self.codec.encoder(self._layout)
+        else:
+            self._encoder.rollback()
+
+    # ---- ahead of the contribution ----------------------------------------------------------------
+
+    def prepare(self, indices: list[int]) -> bool:
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        return self._transfer.prepare(indices, self.lane.segment)
+
+    def depart(self, indices: list[int]) -> None:
+        """Send the gradients of these tensors ahead of the contribution they belong to; only in raw."""
+        if not self.departed:
+            self._begin()
+        self.departed.update(indices)
+        self._send_tensors("gradient", indices)
+
+    def recall(self) -> None:
+        """What has departed is not what is to be contributed."""
+        if self.departed:
+            self.departed.clear()
+            self._begin()
+
+    def _begin(self) -> None:
+        begin = pb.Begin(body_bytes=self._layout.exchange_bytes, codec="raw", in_segment=self._is_placed)
+        self._send([frame(pb.WorkerMessage(begin=begin))])
+
+    # ---- the contribution -------------------------------------------------------------------------
+
+    def contribute(self, announce: Announcement, source: Source) -> None:
+        """Send it; one that was not answered before is sent again as it was."""
+        if not self.codec.is_identity:
+            pieces = self._encode(source)
+            self._send(message_frames(announce(sum(map(len, pieces)), self.codec.name, False), pieces))
+            return
+        rest: list[int] | None = None
+        if self.departed:
+            num_exchanged = sum(entry.end <= self._layout.exchange_bytes for entry in self._layout.entries)
+            rest = [index for index in range(num_exchanged) if index not in self.departed]
+            self.departed.clear()
+        announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
+        if rest is None and self._layout.exchange_bytes <= INLINE_BYTES:
+            self._send([frame(announced, 0, self._transfer.gather(source, None)[0].pieces)])
+        else:
+            self._send([frame(announced)])
+            self._send_tensors(source, rest)
+
+    def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
+        for frames in self.lane.send(self._transfer, source, indices):
+            self._send(frames)
+
+    @property
+    def _is_placed(self) -> bool:
+        return self.lane.segment is not None
+
+    def _encode(self, source: Source) -> list[memoryview]:
+        if self._encoded is None:
+            (stretch,) = self._transfer.gather(source, None)
+            body = copy_of(*stretch.pieces)
+            self._encoded = [as_bytes(begin_body(self.codec, self._encoder, self._layout, body))]
+        return self._encoded
