@@ -188,7 +188,8 @@ def test_a_placed_gradient_stays_in_the_segment() -> None:
     receiver = Receiver(ModelTensors(net), "shared memory")
     plain(net, 0)
     receiver.contribute()
-    assert receiver.up.lane.segment is not None
-    start, end = receiver.up.lane.segment.data_ptr(), receiver.up.lane.segment.data_ptr() + receiver.up.lane.segment.numel()
+    segment = receiver.up.lane.segment
+    assert segment is not None
+    start, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     assert gradients and all(start <= gradient.data_ptr() < end for gradient in gradients)

@@ -90,7 +90,7 @@ class Up:
             rest = [index for index in range(num_exchanged) if index not in self.departed]
             self.departed.clear()
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
-        if rest is None and self._layout.exchange_bytes <= INLINE_BYTES:
+        if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
             self._send([frame(announced, 0, self._transfer.gather(source, None)[0].pieces)])
         else:
             self._send([frame(announced)])
