@@ -4,6 +4,10 @@ A mode, a codec, a task or a launch backend is one file in its folder; its name 
 file's stem (a trailing underscore is dropped, so that `async_.py` may be called async).
 The file defines one public class named in `ENTRY`. Names can be listed without importing
 anything, which is how the launcher refuses an unknown mode without loading torch.
+
+A mode may also be a class in a user's own file, by the name `FILE.py:NAME` (tasks too, see
+`worker/training/task_loader.py`). Such a name comes from one's own command line or configuration,
+never from another process: it would let a server run code on whoever asks it.
 """
 
 from __future__ import annotations
@@ -15,18 +19,21 @@ from functools import cached_property
 from typing import Any
 
 from .errors import UsageError, did_you_mean
+from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
 
 class Family:
     """The implementations found in one package, e.g. `Family("paramserver.ps.policies", "mode")`.
 
-    Files whose name is in `support` hold shared code, not an implementation.
+    Files whose name is in `support` hold shared code, not an implementation. Where `base` names a class of the
+    package's `base.py`, a class of a user's own that extends it is an implementation too: `FILE.py:NAME`.
     """
 
-    def __init__(self, package: str, what: str, support: frozenset[str] = frozenset()) -> None:
+    def __init__(self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "") -> None:
         self.package = package
         self.what = what
         self._support = support
+        self._base = base
 
     @cached_property
     def _modules(self) -> dict[str, str]:
@@ -47,13 +54,34 @@ class Family:
         return name
 
     def load(self, name: str) -> Any:
-        """Import the file of `name` and return the class its `ENTRY` names."""
+        """Import the file of `name` and return the class its `ENTRY` names, or the one that `FILE.py:NAME` does."""
+        if self._base and is_in_file(name):
+            return self._load_users(name)
         stem = self._modules[self.check(name)]
         module = importlib.import_module(f"{self.package}.{stem}")
         return module.ENTRY
 
+    def _load_users(self, name: str) -> Any:
+        """The class in a user's file. Raises UsageError, also for what the file raises: it ran at our request."""
+        wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
+        try:
+            found = load_from_file(self.what, name)
+        except UserCodeError as error:
+            raise UsageError(f"{self.what} {name}: {line_of(error)}: {error}") from error.original
+        if not (isinstance(found, type) and issubclass(found, wanted)):
+            raise UsageError(
+                f"{self.what} {name} is no {self.what}",
+                fix=f"write a class that extends {wanted.__name__} of {self.package}.base, and name that",
+            )
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        if missing:
+            raise UsageError(f"{self.what} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
+        return found
 
-MODES = Family("paramserver.ps.policies", "mode", frozenset({"base", "decisions", "rounds", "single", "standing"}))
+
+MODES = Family(
+    "paramserver.ps.policies", "mode", frozenset({"base", "decisions", "rounds", "single", "standing"}), "Policy"
+)
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base"}))
@@ -63,8 +91,18 @@ MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", 
 
 
 def canonical_mode(name: str) -> str:
-    """The mode's own name for it or one of its aliases; UsageError with the nearest name otherwise."""
+    """The mode's own name for it or one of its aliases, for `FILE.py:NAME` with the whole path; UsageError with the
+    nearest name otherwise."""
+    if is_in_file(name):
+        path, attribute = split_name(MODES.what, name)
+        MODES.load(name)
+        return f"{path}:{attribute}"
     return MODES.check(MODE_ALIASES.get(name.strip().lower(), name.strip().lower()))
+
+
+def mode_label(mode: str) -> str:
+    """A mode's name where it is short, as in the name of a file: of `FILE.py:NAME` the NAME."""
+    return mode.rpartition(":")[2]
 
 
 def check_contributions(mode: str, aggregation: str, max_norm: float | None) -> None:
@@ -86,8 +124,9 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None) -> 
         )
 
 
-def check_pipelined(mode: str, staleness: int) -> None:
-    """Whether workers of this mode may compute during an exchange; UsageError, the server's and the launcher's."""
+def check_pipelined(mode: str, options: Any) -> None:
+    """Whether workers of this mode, with these options of it, may compute during an exchange; UsageError, the
+    server's and the launcher's."""
     kind = MODES.load(mode)
     if not kind.may_pipeline:
         able = ", ".join(name for name in MODES.names() if MODES.load(name).may_pipeline)
@@ -96,6 +135,7 @@ def check_pipelined(mode: str, staleness: int) -> None:
             fix=f"leave it out, or take a mode that can: {able}",
         )
     least = kind.least_pipelined_staleness
+    staleness = getattr(options, "staleness", least)
     if staleness < least:
         raise UsageError(
             f"--pipelined (policy.pipelined) with mode {mode} and staleness {staleness}: the step computed during an "

@@ -14,6 +14,8 @@ from typing import Any
 from ..common.config.schema import Config, SecurityConfig
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
+from ..common.registry import mode_label
+from ..common.user_code import is_in_file
 
 SINGLE = "single"  # not a mode of the server: one worker and no server
 
@@ -22,7 +24,7 @@ def own_path(path: str | None, mode: str, num_modes: int) -> str | None:
     """`weights-sync.safetensors` for `weights.safetensors` when several modes run."""
     if path is None or num_modes == 1:
         return path
-    pure = PurePath(path)
+    pure, mode = PurePath(path), mode_label(mode)
     if pure.name in ("", ".."):  # `.`, `..` or `/`: a directory without a name to add to
         return str(pure / mode)
     return str(pure.with_name(f"{pure.stem}-{mode}{pure.suffix}"))
@@ -83,13 +85,13 @@ def code_file(config: Config) -> str | None:
     """The user's own file that workers run: the script, or the one with the task; None for a built-in task."""
     if config.launch.script is not None:
         return config.launch.script
-    path, colon, _ = config.task.name.rpartition(".py:")
-    return f"{path}.py" if colon else None
+    return config.task.name.rpartition(":")[0] if is_in_file(config.task.name) else None
 
 
-def read_by_server(security: SecurityConfig, identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """Files that must be there where a server with these settings of its own runs."""
-    return _present(security.ca, *_own_pair(security, identity), security.token_file)
+def read_by_server(security: SecurityConfig, identity: Mapping[str, Any], mode: str) -> tuple[str, ...]:
+    """Files that must be there where a server with this mode, and these settings of its own, runs."""
+    code = mode.rpartition(":")[0] if is_in_file(mode) else None
+    return _present(code, security.ca, *_own_pair(security, identity), security.token_file)
 
 
 def read_by_worker(config: Config, identity: Mapping[str, Any]) -> tuple[str, ...]:

@@ -35,11 +35,14 @@ def launch(
     script_args: opt.ScriptArgOption = None,
 ) -> int:
     """Start a server and N workers, watch them, and end them together."""
+    from ..common.user_code import is_in_file
     from .files import SINGLE
     from .plan import Request
 
     modes = _modes(flags["run.mode"])
-    flags = {**flags, "run.mode": next((name for name in modes if name != SINGLE), None)}
+    run_mode = next((name for name in modes if name != SINGLE), None)
+    others = [name for name in modes if is_in_file(name) and len(modes) > 1]
+    flags = {**flags, "run.mode": run_mode, "run.other_modes": others or None}
     resolved = _resolve(config, flags, sets or [])
     request = Request(
         modes=modes or (resolved.config.run.mode,), config_path=config, script_args=tuple(script_args or ())
@@ -63,7 +66,7 @@ def main() -> None:
 
 def _modes(text: str | None) -> tuple[str, ...]:
     """The modes of a comma list, by their own names; empty when the flag was not given."""
-    from ..common.registry import MODES, canonical_mode
+    from ..common.registry import MODES, canonical_mode, mode_label
     from .files import SINGLE
 
     if text is None:
@@ -75,8 +78,8 @@ def _modes(text: str | None) -> tuple[str, ...]:
         except UsageError as error:
             fix = error.fix if error.fix.startswith("did") else f"known: {', '.join([*MODES.names(), SINGLE])}"
             raise UsageError(f"flag --mode: {error.message}", fix=fix) from None
-        if modes.count(modes[-1]) > 1:
-            raise UsageError(f"flag --mode: {modes[-1]} is named twice", fix="each mode runs once")
+        if len({mode_label(mode) for mode in modes}) < len(modes):  # what each leaves is called by it
+            raise UsageError(f"flag --mode: {mode_label(modes[-1])} is named twice", fix="each mode runs once")
     return tuple(modes)
 
 
@@ -127,7 +130,7 @@ def _plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     for plan in plans:
         if plan.server is not None:
             if config.policy.pipelined:
-                check_pipelined(plan.mode, config.policy.staleness)
+                check_pipelined(plan.mode, config.policy.options(plan.mode))
             check_contributions(plan.mode, config.policy.aggregation, config.store.max_norm)
         if backend.spans_hosts:
             check_exposure(plan)
@@ -188,6 +191,7 @@ def _run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries."""
+    from ..common.registry import mode_label
     from ..common.reporting.report import comparison_table, report_console, summary_table
     from .outputs import write_run, write_runs
 
@@ -200,6 +204,6 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
                 write_run(plans[0].summary, summary)
         return
     if finished:
-        console.print(comparison_table([(summary.mode, summary) for summary in finished]))
+        console.print(comparison_table([(mode_label(summary.mode), summary) for summary in finished]))
     if plans[0].config.output.summary is not None:
         write_runs(plans[0].config.output.summary, finished)

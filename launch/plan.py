@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved, scalar_text
 from ..common.errors import UsageError
+from ..common.registry import MODES
 from .files import (
     SINGLE,
     check_snapshots,
@@ -35,7 +36,16 @@ from .files import (
     worker_identity,
 )
 from .placement import Place, Placement
-from .settings import arguments, check_one_for_all, listen_host, single_settings, told_settings, value_of, variable
+from .settings import (
+    arguments,
+    check_one_for_all,
+    for_workers,
+    listen_host,
+    single_settings,
+    told_settings,
+    value_of,
+    variable,
+)
 
 DEFAULT_NUM_WORKERS = 2
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # and where this machine itself reaches them
@@ -165,7 +175,7 @@ class Plan:
         if self.placement is None and self.config.server.metrics is not None:
             own["server.metrics"] = None  # the coordinator has that port on this host
         own |= self.shard_identities[rank]
-        needs = read_by_server(self.config.security, self.shard_identities[rank])
+        needs = read_by_server(self.config.security, self.shard_identities[rank], self.mode)
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)), needs=needs)
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
@@ -183,10 +193,7 @@ class Plan:
     def headline(self) -> str:
         """What is started, as a phrase: `ssp (staleness 3): a server and 4 workers, 300 steps each, ...`."""
         run, what = self.config.run, self.config.launch.script or self.config.task.name
-        options = {
-            "ssp": f" (staleness {self.config.policy.staleness})",
-            "localsgd": f" ({self.config.policy.local_steps} local steps)",
-        }
+        told = MODES.load(self.mode).told(self.config.policy.options(self.mode)) if self.server is not None else ""
         servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
         num_hosts = len(set(self.hosts().values()))
         where = f" on {num_hosts} host{'s' if num_hosts > 1 else ''}" if num_hosts else ""
@@ -201,7 +208,7 @@ class Plan:
         there = f" on {self.server.host}" if self.server is not None and self.server.host else ""
         kept = f", weights to {self.save}{there}" if self.save else ""
         kept += f", snapshots in {self.checkpoint_dir}{there}" if self.checkpoint_dir else ""
-        return f"{self.mode}{options.get(self.mode, '')}{pipelined}: {who} {work}{kept}"
+        return f"{self.mode}{f' ({told})' if told else ''}{pipelined}: {who} {work}{kept}"
 
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
@@ -242,7 +249,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         own["checkpoint.dir"] = None
     elif several or "run.mode" in settings:
         settings["run.mode"] = mode
-    common = arguments(None if machine.spans_hosts else request.config_path, settings)
+    config_path = None if machine.spans_hosts else request.config_path
+    common = arguments(config_path, settings)
     level = "debug" if config.log.level == "debug" else "info"
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
@@ -254,7 +262,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
         if num_shards > 1:
             shards = tuple(shard_identity(config.security, shard, machine.exists) for shard in range(num_shards))
-        argv, needs = (*server.argv, *arguments(None, shards[0])), read_by_server(config.security, shards[0])
+        argv, needs = (*server.argv, *arguments(None, shards[0])), read_by_server(config.security, shards[0], mode)
         server = dataclasses.replace(server, argv=argv, needs=needs, leaves=kept)
         identities = tuple(worker_identity(config.security, rank, machine.exists) for rank in range(num_workers))
     plan = Plan(
@@ -268,7 +276,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         summary=config.output.summary if machine.spans_hosts and not several else None,
         server=server,
         server_listen=f"{listen}:0",
-        worker_argv=(machine.python, *PROGRAMS["worker"], *common),
+        worker_argv=(machine.python, *PROGRAMS["worker"], *arguments(config_path, for_workers(settings))),
         identities=identities,
         shard_identities=shards,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
@@ -308,7 +316,7 @@ def _placed(spec: ProcessSpec, place: Place, config: Config) -> ProcessSpec:
 def _with_script(plan: Plan, resolved: Resolved, request: Request, machine: Machine) -> Plan:
     """The plan whose workers are the user's script; every setting reaches it as a variable."""
     script = str(plan.config.launch.script)
-    told = told_settings(resolved, with_files=True)
+    told = for_workers(told_settings(resolved, with_files=True))
     env = {
         variable(key): scalar_text(value)
         for key, value in told.items()

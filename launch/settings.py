@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.config.schema import DEFAULT_ADDRESS, Config
 from ..common.config.sources import Resolved, scalar_text
 from ..common.errors import UsageError
+from ..common.user_code import is_in_file
 from .files import is_flag
 
 if TYPE_CHECKING:
@@ -47,9 +48,17 @@ def single_settings(config: Config, num_workers: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"run.workers": 1, "run.batch_size": config.run.batch_size * num_workers}
     if config.policy.min_workers > 1:  # these would contradict run.workers=1
         settings["policy.min_workers"] = 1
-    if config.policy.backup_workers:
+    if config.policy.option("backup_workers"):
         settings["policy.backup_workers"] = 0
     return settings
+
+
+def for_workers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that workers are given: without a mode in a file, which is the server's business, and
+    which may not be where a worker is."""
+    if not any(is_in_file(str(settings.get(key))) for key in ("run.mode", "run.other_modes")):
+        return dict(settings)
+    return {key: value for key, value in settings.items() if not key.startswith(("run.mode", "run.other_", "policy."))}
 
 
 def listen_host(resolved: Resolved, machine: Machine) -> str:

@@ -155,8 +155,7 @@ class Server:
 
     def _note_start(self, loaded: Loaded | None) -> None:
         config, run = self._config, self.run
-        policy = config.policy
-        rounds = {"straggler_timeout_s": policy.straggler_timeout_s, "backup_workers": policy.backup_workers}
+        rounds = {name: getattr(run.policy.options, name, None) for name in ("straggler_timeout_s", "backup_workers")}
         started = RunStarted(
             run.name,
             run.incarnation,

@@ -91,10 +91,10 @@ def _work(resolved: Resolved) -> None:
 
     from ..common.reporting.output import check_writable
     from ..common.tensors.optimizers import without_compiler
+    from ..common.user_code import UserCodeError, format_user_traceback
     from .api import AloneSession, open_session
     from .trainer import choose_device, train
     from .training.alone import AloneReport
-    from .training.task_loader import UserCodeError, format_user_traceback
 
     config: Config = resolved.config
     without_compiler()

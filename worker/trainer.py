@@ -12,10 +12,10 @@ from torch import nn
 
 from ..common.errors import DivergedError, UsageError
 from ..common.tensors.optimizers import build_optimizer
+from ..common.user_code import user_code
 from .api import Session
 from .tasks.base import Task
 from .training.data import to_device
-from .training.task_loader import user_code
 
 
 @dataclass

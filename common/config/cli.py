@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
@@ -58,16 +59,36 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
     The command's first parameter is `Flags`: those of which the configuration's fields say that the program has
     them. The second is the configuration file; the others, as Typer takes them, stand last in --help.
     """
+    try:
+        modes = _modes_in_files(sys.argv[1:])
+    except UsageError as error:
+        sys.exit(report(program, error))
     app = make_app(help_text)
-    app.command(help=help_text)(_with_flags(program, command))
+    app.command(help=help_text)(_with_flags(program, command, modes))
     run_app(app, program)
 
 
-def _with_flags(program: str, command: Callable[..., int | None]) -> Callable[..., int | None]:
+def _modes_in_files(arguments: list[str]) -> list[str]:
+    """The modes `FILE.py:NAME` that --mode names, loaded: their options are flags too. Raises UsageError."""
+    from ..registry import canonical_mode
+    from ..user_code import is_in_file
+    from .schema import mode_options
+
+    texts = [argument.removeprefix("--mode=") for argument in arguments if argument.startswith("--mode=")]
+    texts += [text for flag, text in pairwise(arguments) if flag == "--mode"]
+    try:
+        modes = [canonical_mode(name) for text in texts for name in text.split(",") if is_in_file(name)]
+        mode_options(modes)
+        return modes
+    except UsageError as error:
+        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+
+
+def _with_flags(program: str, command: Callable[..., int | None], modes: list[str]) -> Callable[..., int | None]:
     """`command` with one option for each of the program's flags in the place of its first parameter."""
     from .flags import flags_of
 
-    flags = flags_of(program)
+    flags = flags_of(program, modes)
     names = {key.replace(".", "__"): key for key in flags}
     made = [
         inspect.Parameter(

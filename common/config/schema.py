@@ -6,11 +6,15 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from ..registry import AGGREGATIONS, CODECS, TASKS, canonical_mode
+from ..errors import UsageError
+from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode
+from ..user_code import is_in_file
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
@@ -28,14 +32,15 @@ class TaskConfig(Section):
     def _known_task(cls, value: str) -> str:
         if value.endswith(".py"):
             raise ValueError(f"'{value}' names a file: say which task in it, {value}:NAME")
-        return value if ".py:" in value else TASKS.check(value)
+        return value if is_in_file(value) else TASKS.check(value)
 
 
 class RunConfig(Section):
     mode: Annotated[str, Flag(metavar="MODE")] = Field(
         "sync",
-        description="sync, async, ssp, localsgd or an alias; ps-launch runs several, MODE,MODE, one after another "
-        "and compares them, among them single: one worker alone on the union batch",
+        description="sync, async, ssp, localsgd or an alias, or FILE.py:NAME (never taken from another process); "
+        "ps-launch runs several, MODE,MODE, one after another and compares them, among them single: one worker alone "
+        "on the union batch",
     )
     steps: Annotated[int, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
         500, ge=1, description="training steps (batches) per worker"
@@ -46,6 +51,9 @@ class RunConfig(Section):
     batch_size: Annotated[int, Flag(Panel.RUN, EVERY)] = Field(
         32, ge=1, description="samples per worker and step; a worker takes the server's unless told"
     )
+    other_modes: Annotated[tuple[str, ...], Flag(name="mode", programs=())] = Field(
+        (), description="modes in files whose options the section policy may hold as well; ps-launch says so"
+    )
     seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
 
     @field_validator("mode")
@@ -53,27 +61,27 @@ class RunConfig(Section):
     def _known_mode(cls, value: str) -> str:
         return canonical_mode(value)
 
+    @field_validator("other_modes")
+    @classmethod
+    def _known_modes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(canonical_mode(mode) for mode in value)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Those whose options the section policy may hold beside the built-in ones'; first the run's."""
+        return (self.mode, *self.other_modes)
+
 
 class PolicyConfig(Section):
-    """How contributions are synchronised. A mode reads the fields it knows and ignores the others."""
+    """How contributions are synchronised: what holds for every mode, and beside it whatever options the modes
+    declare. A mode reads those it knows and ignores the others, so that several are compared with one file."""
 
-    staleness: Annotated[int, Flag()] = Field(
-        3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step"
-    )
-    local_steps: Annotated[int, Flag()] = Field(
-        8, ge=1, description="localsgd: local optimizer steps between two averages"
-    )
-    pull_every: int = Field(1, ge=1, description="async: fetch weights with every Nth contribution")
+    model_config = ConfigDict(extra="allow", frozen=True)
+
     pipelined: Annotated[bool, Flag()] = Field(
         False, description="async, ssp, localsgd: workers compute the next step while the exchange is in flight"
     )
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
-    straggler_timeout_s: float | None = Field(
-        None,
-        gt=0,
-        description="sync, localsgd: seconds after a round's first contribution at which it closes",
-    )
-    backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
     aggregation: str = Field(
         "mean",
@@ -86,6 +94,62 @@ class PolicyConfig(Section):
     @classmethod
     def _known_aggregation(cls, value: str) -> str:
         return AGGREGATIONS.check(value)
+
+    def options(self, mode: str) -> Any:
+        """The options of a mode, an instance of its policy's `Options`: as set, or their defaults."""
+        kind = MODES.load(mode).Options
+        given = self.model_extra or {}
+        return kind(**{name: given[name] for name in kind.model_fields if name in given})
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value that an option of any mode was set to; `default` where it was not."""
+        return (self.model_extra or {}).get(name, default)
+
+
+def mode_options(modes: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
+    """What each mode declares, `modes` first: the class of its options. UsageError for one that does not go."""
+    found = {mode: MODES.load(mode).Options for mode in dict.fromkeys([*modes, *MODES.names()])}
+    for mode, options in found.items():
+        for name, info in options.model_fields.items():
+            if name in PolicyConfig.model_fields:
+                raise UsageError(f"mode {mode}: its option {name} is a setting of every mode", fix="name it otherwise")
+            if info.is_required():
+                raise UsageError(f"mode {mode}: its option {name} has no default", fix="give it one: Field(1, ...)")
+    return found
+
+
+def own_modes(own: Config, told: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `run` as another process told it, with a mode in a file where that file is here.
+
+    Raises UsageError for one that this process was not given itself: nobody else says what code it runs.
+    """
+    mine = {PurePath(mode).name: mode for mode in own.run.modes if is_in_file(mode)}
+
+    def here(mode: str) -> str:
+        name = PurePath(mode).name
+        if is_in_file(mode) and name not in mine:
+            raise UsageError(
+                f"the run's mode is {mode}, which this process was not given: a file is never taken from another",
+                fix=f"--mode {name} on its own command line",
+            )
+        return mine[name] if is_in_file(mode) else mode
+
+    others = tuple(here(str(mode)) for mode in told.get("other_modes", ()))
+    return {**told, "mode": here(str(told["mode"])), "other_modes": others}
+
+
+def _checked_options(given: Mapping[str, Any], modes: Iterable[str]) -> dict[str, Any]:
+    """The options as the modes' classes take them: each as the first of `modes` that declares it says, else as any
+    other that does. Raises ValidationError, and ValueError for one that no mode has."""
+    checked: dict[str, Any] = {}
+    for kind in mode_options(modes).values():
+        own = {name: given[name] for name in kind.model_fields if name in given and name not in checked}
+        options = kind.model_validate(own)
+        checked |= {name: getattr(options, name) for name in own}
+    unknown = ", ".join(sorted(given.keys() - checked.keys()))
+    if unknown:
+        raise ValueError(f"no mode has the option {unknown}")
+    return checked
 
 
 class StoreConfig(Section):
@@ -347,17 +411,23 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
+    @field_validator("policy")
+    @classmethod
+    def _known_options(cls, policy: PolicyConfig, info: ValidationInfo) -> PolicyConfig:
+        run: RunConfig | None = info.data.get("run")  # None where that section is wrong itself
+        checked = _checked_options(policy.model_extra or {}, run.modes if run is not None else ())
+        return policy.model_copy(update=checked)
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
         workers = self.run.workers
         if workers is not None:
             if self.policy.min_workers > workers:
                 raise ValueError(f"policy.min_workers is {self.policy.min_workers}, but run.workers is {workers}")
-            if self.policy.backup_workers >= workers:
-                raise ValueError(
-                    f"policy.backup_workers is {self.policy.backup_workers}: it must be below run.workers, {workers}"
-                )
-            most = workers - self.policy.backup_workers
+            backup_workers = self.policy.option("backup_workers", 0)
+            if backup_workers >= workers:
+                raise ValueError(f"policy.backup_workers is {backup_workers}: it must be below run.workers, {workers}")
+            most = workers - backup_workers
             if self.policy.aggregation == "trimmed_mean" and most <= 2 * self.policy.trim:
                 raise ValueError(
                     f"policy.trim is {self.policy.trim}: a round needs more than {2 * self.policy.trim} contributions "

@@ -13,7 +13,7 @@ and the nearest known key.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError, did_you_mean
+from ..registry import canonical_mode
+from ..user_code import is_in_file
 from .flags import flag_name, sections, settings
 from .launchers import PLACE_NAMES, find_place
-from .schema import Config
-
-_MISSING = object()
+from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
 # The place of a worker: what a launcher does not pass on to its own children.
@@ -47,11 +47,19 @@ class Resolved:
     def rows(self) -> list[tuple[str, str, str]]:
         """(key, value, origin) for every setting, for --print-config."""
         rows = []
-        for key, value in _leaves(self.config):
-            # Of a dict, one source may have set the whole and others single keys.
-            found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
-            rows.append((key, str(value), ", ".join(dict.fromkeys(found)) or "default"))
+        for section in sections():
+            for key, value in self._values(section).items():
+                # Of a dict, one source may have set the whole and others single keys.
+                found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
+                rows.append((key, str(value), ", ".join(dict.fromkeys(found)) or "default"))
         return rows
+
+    def _values(self, section: str) -> dict[str, Any]:
+        """Every setting of a section by its dotted key; of options that modes declare and nobody set, the default."""
+        body: BaseModel = getattr(self.config, section)
+        known = {key: info for key, info in settings(self.config.run.modes).items() if key.startswith(f"{section}.")}
+        values = {key: info.get_default(call_default_factory=True) for key, info in known.items()}
+        return values | {f"{section}.{name}": value for name, value in body}
 
 
 def load_config(
@@ -68,50 +76,78 @@ def load_config(
     `section.key=value` texts of --set. A program that is no worker has no place that RANK or
     SLURM_PROCID could tell it. Raises UsageError.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-
-    def put(key: str, value: Any, origin: str) -> None:
-        section, _, rest = key.partition(".")
-        _check_key(key, origin)
-        target = values.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise UsageError(f"{origin}: '{section}' is a section, not a value")
-        *parents, last = rest.split(".")
-        for parent in parents:
-            target = target.setdefault(parent, {})
-            if not isinstance(target, dict):
-                raise UsageError(f"{origin}: nothing can be set below '{key.rpartition('.')[0]}', which is a value")
-        target[last] = value
-        origins[key] = origin
-
+    told: list[tuple[str, Any, str]] = []  # key, value and origin; the later wins
     if is_worker:
-        for key, said in find_place(environ).settings.items():
-            put(key, _number(said.value), f"environment {said.name}")
+        place = find_place(environ).settings
+        told += [(key, _number(said.value), f"environment {said.name}") for key, said in place.items()]
     if path is not None:
-        for key, value, line in _read_yaml(path):
-            put(key, value, f"{path}:{line}")
+        told += [(key, value, f"{path}:{line}") for key, value, line in _read_yaml(path)]
     for name, key in _SHORT_NAMES.items():
         if environ.get(name):
-            put(key, _scalar(environ[name]), f"environment {name}")
+            told.append((key, _scalar(environ[name]), f"environment {name}"))
     for name, text in sorted(environ.items()):
         if name.startswith("PS_") and "__" in name:
-            put(name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}")
+            told.append((name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}"))
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
-        put(key.strip(), _scalar(value), f"--set {key.strip()}")
-    known = settings()
-    for key, value in flags.items():
-        if value is not None:
-            put(key, value, f"flag {flag_name(key, known[key])}")
+        told.append((key.strip(), _scalar(value), f"--set {key.strip()}"))
+    told += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    return _validated(told)
+
+
+def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
+    """The configuration that (key, value, origin) make, of which the later win."""
+    mode, others = _modes_in_files(told)
+    known = settings([mode, *others] if mode else others)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value, origin in told:
+        if origin == "flag":
+            origin = f"flag {flag_name(key, known[key])}"
+        _check_key(key, origin, known)
+        _put(values, key, value, origin)
+        origins[key] = origin
+    if others:
+        _put(values, "run.other_modes", others, "")
+        origins.setdefault("run.other_modes", origins.get("run.mode", ""))
     try:
         return Resolved(Config.model_validate(values), origins)
     except ValidationError as error:
         raise UsageError(_first_mistakes(error, origins)) from None
     except UsageError as error:
         raise _with_origin(error, values, origins) from None
+
+
+def _put(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
+    """Set the value at a dotted key of nested dicts."""
+    section, _, rest = key.partition(".")
+    target = values.setdefault(section, {})
+    *parents, last = rest.split(".")
+    for parent in parents:
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{origin}: nothing can be set below '{key.rpartition('.')[0]}', which is a value")
+    target[last] = value
+
+
+def _modes_in_files(told: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
+    """The mode that is to run, and those in files that any source names beside it: what the file that a stronger
+    source overruled says in `policy` stays known. Raises UsageError for a file that has no such mode."""
+    run, others = "", dict[str, None]()
+    for key, value, origin in told:
+        try:
+            if key == "run.mode" and isinstance(value, str):
+                run = canonical_mode(value) if is_in_file(value) else ""
+                others |= {run: None} if run else {}
+            elif key == "run.other_modes" and isinstance(value, list | tuple):
+                others |= {canonical_mode(mode): None for mode in value if is_in_file(str(mode))}
+            mode_options(others)
+        except UsageError as error:
+            said = "flag --mode" if origin == "flag" else origin
+            raise UsageError(f"{said}: {error.message}", fix=error.fix) from None
+    return run, [mode for mode in others if mode != run]
 
 
 def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, str]) -> UsageError:
@@ -192,7 +228,7 @@ def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
     found: list[tuple[str, Any, int]] = []
     for section, body in root.value:
         line = section.start_mark.line + 1
-        _check_key(f"{section.value}.", f"{path}:{line}")
+        _check_section(str(section.value), f"{path}:{line}", settings())
         if not isinstance(body, yaml.MappingNode):
             if isinstance(body, yaml.ScalarNode) and body.value == "":
                 continue
@@ -208,16 +244,20 @@ def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
     return found
 
 
-def _check_key(key: str, origin: str) -> None:
-    """Refuse an unknown section or key with the nearest known one, looked for in every section."""
-    section, _, rest = key.partition(".")
-    known = settings()
+def _check_section(section: str, origin: str, known: Iterable[str]) -> None:
+    """Refuse an unknown section with the nearest known one, or the key that was meant."""
     if section not in sections():
         same_leaf = [key for key in known if key.endswith(f".{section}")]
         fix = f"did you mean '{same_leaf[0]}'?" if same_leaf else did_you_mean(section, sections())
         raise UsageError(f"{origin}: unknown section '{section}'", fix=fix)
+
+
+def _check_key(key: str, origin: str, known: Iterable[str]) -> None:
+    """Refuse an unknown section or key with the nearest known one, looked for in every section."""
+    section, _, rest = key.partition(".")
+    _check_section(section, origin, known)
     name = rest.partition(".")[0]
-    if name and f"{section}.{name}" not in known and sections()[section].model_config.get("extra") != "allow":
+    if name and f"{section}.{name}" not in known and sections()[section] is not OptimizerConfig:
         elsewhere = [key for key in known if key.endswith(f".{name}")]
         near = [key for key in known if key.startswith(f"{section}.")]
         fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", near)
@@ -237,14 +277,3 @@ def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
             got = f" ({', '.join(said)})" if said else ""
         lines.append(": ".join(part for part in (origin, key, message + got) if part))
     return "\n".join(lines)
-
-
-def _leaves(section: BaseModel, prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name in [*type(section).model_fields, *(section.model_extra or {})]:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            found += _leaves(value, f"{prefix}{name}.")
-        else:
-            found.append((prefix + name, value))
-    return found

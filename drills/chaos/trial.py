@@ -137,6 +137,6 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
 
 def _audit(trial: Trial, verdict: Verdict) -> Account:
     run = trial.config.run
-    local_steps = {"localsgd": trial.config.policy.local_steps}.get(run.mode, 1)
+    local_steps = getattr(trial.config.policy.options(run.mode), "local_steps", 1)
     epoch = Epoch(run.workers or 1, run.steps, run.batch_size, local_steps, run.mode in _ROUND_MODES)
     return audit(trial.setup.folder / "weights.safetensors", epoch, verdict.lineage)

@@ -14,11 +14,13 @@ from ..policies.base import Common, Policy
 def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
     policy, run = config.policy, config.run
+    options = policy.options(run.mode)
     if policy.pipelined:
-        check_pipelined(run.mode, policy.staleness)
+        check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, config.store.max_norm)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
-    return policy_of(run.mode, {**settings, "training_steps": run.steps, "num_workers": run.workers})
+    settings |= {"training_steps": run.steps, "num_workers": run.workers}
+    return policy_of(run.mode, {**settings, **options.model_dump()})
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:

@@ -95,6 +95,11 @@ class Policy(ABC):
         self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
         self._gates_asked_at: Hashable = None
 
+    @classmethod
+    def told(cls, options: Any) -> str:
+        """What people read beside the mode's name, such as `staleness 3`; empty where there is nothing to say."""
+        return ""
+
     # ---- what a snapshot keeps -----------------------------------------------------------
 
     def num_committed(self) -> dict[int, int]:

@@ -28,6 +28,10 @@ class LocalSgdPolicy(RoundPolicy):
     contribution = "weights"
     may_pipeline = True
 
+    @classmethod
+    def told(cls, options: LocalSgdOptions) -> str:
+        return f"{options.local_steps} local steps"
+
     @property
     def local_steps(self) -> int:
         return self.options.local_steps

@@ -40,6 +40,10 @@ class SspPolicy(SinglePolicy):
     options: SspOptions
     least_pipelined_staleness = 1  # the contribution in flight is one ahead
 
+    @classmethod
+    def told(cls, options: SspOptions) -> str:
+        return f"staleness {options.staleness}"
+
     @property
     def staleness_bound(self) -> int:
         return self.options.staleness

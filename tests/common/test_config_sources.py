@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import Resolved, load_config, scalar_text
 from paramserver.common.errors import UsageError
+from paramserver.common.registry import MODES
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +140,9 @@ def test_every_setting_is_a_row_with_its_origin(write: Callable[[str], Path]) ->
     path = write("run:\n\n  steps: 7\n")
     rows = {key: (value, origin) for key, value, origin in load(path).rows()}
     sections = {name: info.annotation for name, info in Config.model_fields.items()}
-    assert set(rows) == {f"{name}.{leaf}" for name, section in sections.items() for leaf in section.model_fields}
+    fields = {f"{name}.{leaf}" for name, section in sections.items() for leaf in section.model_fields}
+    options = {f"policy.{name}" for mode in MODES.names() for name in MODES.load(mode).Options.model_fields}
+    assert set(rows) == fields | options
     assert rows["run.steps"] == ("7", f"{path}:3")
     assert rows["run.seed"] == ("0", "default")
     assert {origin for key, (_, origin) in rows.items() if key != "run.steps"} == {"default"}

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from paramserver.common.errors import UsageError
+from paramserver.common.user_code import UserCodeError, format_user_traceback, user_code
 from paramserver.worker.tasks.linear import Linear
-from paramserver.worker.training.task_loader import UserCodeError, format_user_traceback, load_task, user_code
+from paramserver.worker.training.task_loader import load_task
 
 CPU = torch.device("cpu")
 

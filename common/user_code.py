@@ -1,0 +1,153 @@
+"""Classes and functions in a user's own file, `FILE.py:NAME`: tasks and modes of one's own.
+
+A mistake in the name is a UsageError. An exception of the user's own code becomes a UserCodeError, whose
+traceback begins in the user's file: what is ours above it helps nobody.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+from zlib import crc32
+
+from .errors import ParamServerError, UsageError, did_you_mean
+
+
+class UserCodeError(Exception):
+    """An exception of the user's own code; `original` is it. `format_user_traceback` shows where it arose."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(f"{type(original).__name__}: {original}")
+        self.original = original
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Around every call of the user's code: its exceptions become UserCodeError, except the errors raised on purpose.
+
+    KeyboardInterrupt, SystemExit, ParamServerError and UserCodeError pass through.
+    """
+    try:
+        yield
+    except (ParamServerError, UserCodeError):
+        raise
+    except Exception as error:
+        raise UserCodeError(error) from error
+
+
+def format_user_traceback(error: UserCodeError | Exception) -> str:
+    """The traceback as Python prints it, from the first frame of the user's on; frames below stay."""
+    original = error.original if isinstance(error, UserCodeError) else error
+    shown = _from_first(original.__traceback__, _is_users)
+    if shown is None:  # e.g. torch's collate function, given what the user's data set returned
+        shown = _from_first(original.__traceback__, lambda module: not _is_machinery(module))
+    if shown is None:  # e.g. a syntax error: Python could not run a line of the file
+        return "".join(traceback.format_exception_only(original))
+    return "".join(traceback.format_exception(type(original), original, shown))
+
+
+def _from_first(trace: TracebackType | None, wanted: Callable[[str], bool]) -> TracebackType | None:
+    while trace is not None and not wanted(trace.tb_frame.f_globals.get("__name__", "")):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_users(module: str) -> bool:
+    """Whether a frame of `module` is where the reader should begin; for a built-in task that is its file."""
+    return not _is_machinery(module) and module.partition(".")[0] != "torch"
+
+
+def _is_machinery(module: str) -> bool:
+    """By module name, not by path: a user's file may well lie in a checkout of ours."""
+    if module.startswith("paramserver.worker.tasks."):
+        return False
+    return module.partition(".")[0] in {"paramserver", "importlib"}
+
+
+def is_in_file(name: str) -> bool:
+    """Whether a name is `FILE.py:NAME`, not a built-in one's."""
+    return ".py:" in name
+
+
+def line_of(error: UserCodeError) -> str:
+    """`FILE.py:7`, where in the user's code an exception arose."""
+    original = error.original
+    if isinstance(original, SyntaxError):
+        return f"{original.filename}:{original.lineno}"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(original.__traceback__)
+        if _is_users(frame.f_globals.get("__name__", ""))
+    ]
+    return lines[-1] if lines else "?"
+
+
+def split_name(what: str, name: str) -> tuple[Path, str]:
+    """The file, as an absolute path, and what it is to define. UsageError about a `what` ("mode") where there is no
+    such file."""
+    file, _, attribute = name.strip().rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(
+            f"{what} {name}: no file {path}",
+            fix="the path is relative to the working directory; the form is FILE.py:NAME",
+        )
+    return path, attribute
+
+
+def load_from_file(what: str, name: str) -> Any:
+    """What `FILE.py:NAME`, the name of a `what`, stands for. Raises UsageError and UserCodeError."""
+    path, attribute = split_name(what, name)
+    module = _import(path)
+    if attribute not in vars(module):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        fix = did_you_mean(attribute, own) if own else "it defines no class: write one"
+        raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
+    return getattr(module, attribute)
+
+
+def _import(path: Path) -> ModuleType:
+    """Run the file at `path` once per process and return it as a module."""
+    folder = str(path.parent)
+    if folder not in sys.path:  # as `python FILE.py` does, so that the file can import its neighbours
+        sys.path.insert(0, folder)
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before the file runs: dataclasses and pickle look their module up
+    try:
+        with user_code():
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's stem where `import STEM` means this very file, otherwise a name that nothing else has.
+
+    The stem lets a DataLoader worker started by spawn, which gets our sys.path but not our
+    modules, unpickle objects of the file. A file called e.g. random.py must not take the place
+    of the real one.
+    """
+    stem = path.stem
+    loaded = sys.modules.get(stem)
+    if loaded is None:
+        spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
+        origin = spec.origin if spec else None
+    else:
+        origin = getattr(loaded, "__file__", None)
+    if origin is not None and Path(origin).resolve() == path:
+        return stem
+    return f"{stem}_{crc32(str(path).encode()):08x}"
