@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from ...common.config.schema import Config
+from ...common.config.schema import Config, own_modes
 from ...common.errors import ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
@@ -36,7 +36,8 @@ def shared_config(config: Config) -> str:
 
 def with_shared(config: Config, text: str) -> Config:
     """This shard's configuration with the coordinator's shared sections."""
-    return Config.model_validate({**config.model_dump(), **json.loads(text)})
+    told = json.loads(text)
+    return Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
 
 
 class ShardServer:
