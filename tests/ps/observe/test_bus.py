@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.reporting.history import History
-from paramserver.ps.core.facts import AnswerGiven, Fact, RunEnded, VersionCommitted, WorkerJoined, WorkerLeft
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.ps.core.facts import (
+    AnswerGiven,
+    Fact,
+    RunEnded,
+    StatusTaken,
+    VersionCommitted,
+    WorkerJoined,
+    WorkerLeft,
+)
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
+from paramserver.ps.observe.status_log import StatusSink
 from paramserver.tests.loopback.conftest import Cluster
 
 
@@ -114,6 +124,24 @@ def test_closing_waits_for_a_sink_that_hangs_no_longer_than_it_is_told() -> None
     bus.close(within_s=0.1)
     assert "close" not in sink.events
     sink.may_go_on.set()
+
+
+# ---- the status ----------------------------------------------------------------------------------
+
+
+def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = WorkerStatus(rank=0, state="computing", step=12, loss=0.25)
+    taken = Status(mode="ssp", version=24, elapsed_s=6.0, step=12, steps=50, workers=[worker])
+    for is_json in (False, True):
+        bus = Bus([StatusSink(is_json)])
+        bus.publish(0.0, StatusTaken(taken))
+        bus.close()
+    said = capsys.readouterr()
+    assert said.err.splitlines()[0] == "step 12/50  version 24  loss 0.250  eta 19 s"
+    assert "samples_per_s" in said.out + said.err  # of the event
+    assert Status.parse(taken.fields()) == taken
+    assert "versions" not in taken.fields()  # where there is one server process
+    assert Status.parse({**taken.fields(), "workers": [{"rank": "none"}]}) is None
 
 
 # ---- the history ---------------------------------------------------------------------------------
