@@ -70,8 +70,10 @@ class Contributions:
         self.started_at: float | None = None
         self.ended_at: float | None = None  # of the last contribution
         self._staged: dict[int, _Staged] = {}
+        self._rejected: dict[int, str] = {}  # why a rank's next contribution has to be computed again
         self._skipped: dict[int, str] = {}  # why nothing of a rank's last counted contribution is folded
         self._are_few = False  # contributions of the last round
+        self._weights: dict[int, float] = {}  # by rank, of what was folded since the last commit
         self._in_mean: list[Identity] = []  # folded since the last commit
 
     # ---- taking ---------------------------------------------------------------------------
@@ -105,7 +107,7 @@ class Contributions:
         if judgement.action in ("reject", "halt"):
             self._model.staging.give_back(body)
             self._note(worker, contribution, "rejected")
-            self._reject(worker, contribution, judgement)
+            self._reject(worker, contribution, judgement, now)
             return
         if math.isfinite(told.loss):
             worker.stats.loss = told.loss
@@ -170,8 +172,9 @@ class Contributions:
             self._skipped[worker.rank] = f"{judgement.what} ({judgement.limit}): counted as a step, nothing folded"
             log.warning("skipped", rank=worker.rank, step=contribution.number, reason=judgement.what)
 
-    def _reject(self, worker: Worker, contribution: Contribution, judgement: Judgement) -> None:
-        """Count it, answer with fresh weights, and end the run when it goes on, or at once."""
+    def _reject(self, worker: Worker, contribution: Contribution, judgement: Judgement, now: float) -> None:
+        """Count it, answer with fresh weights when the mode lets the worker go on, and end the run when there are
+        too many, or at once."""
         limit, version = self._config.store.max_nonfinite, self._policy.version
         worker.stats.rejected += 1
         worker.stats.rejected_in_a_row += 1
@@ -182,7 +185,9 @@ class Contributions:
         elif row >= limit:
             self._fail(rejected_too_often(worker.rank, row, limit, version, judgement))
         else:
-            self._go(worker, "REJECTED", f"{judgement.what}: nothing folded")
+            self._rejected[worker.rank] = f"{judgement.what}: nothing folded"
+            worker.state = "waiting"
+            self.perform(self._policy.rejected(worker.rank, now))
 
     # ---- carrying out decisions -----------------------------------------------------------
 
@@ -192,9 +197,9 @@ class Contributions:
             match decision:
                 case Fold(rank, weight):
                     self._fold(rank, weight)
-                case Commit(ranks, reason):
+                case Commit(ranks, reason) as commit:
                     log.debug("commit", version=self._policy.version, ranks=ranks, reason=reason)
-                    self._commit(ranks)
+                    self._commit(ranks, commit.lr_scale(self._weights))
                     has_committed = True
                 case Answer(rank, outcome, reason):
                     self._answer(self._roster.workers[rank], outcome, reason)
@@ -208,6 +213,8 @@ class Contributions:
 
     def _answer(self, worker: Worker, outcome: Outcome, reason: str) -> None:
         name = outcome.name
+        if outcome is Outcome.REJECTED:
+            reason = self._rejected.pop(worker.rank, reason)
         if outcome in (Outcome.APPLIED, Outcome.REPEATED) and worker.rank in self._skipped:
             name, reason = "REJECTED", self._skipped[worker.rank]  # it is not to build on what it sent
         if worker.gets_weights(name):
@@ -228,6 +235,7 @@ class Contributions:
         if body is None:
             return
         self._in_mean.append(identity)
+        self._weights[rank] = weight
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):
@@ -238,7 +246,7 @@ class Contributions:
         may_keep = not staging.is_own(body)
         self._tensors.submit(partial(store.fold, body, weight, rank, may_keep), folded)
 
-    def _commit(self, ranks: tuple[int, ...]) -> None:
+    def _commit(self, ranks: tuple[int, ...], lr_scale: float) -> None:
         store, publisher = self._model.store, self._model.publisher
         live = sorted(self._policy.members)
         # In a round everyone steps under one schedule; the lowest rank's word counts.
@@ -248,10 +256,10 @@ class Contributions:
         publication = publisher.next(publisher.latest.version + 1)
         self._warn_of_few(len(self._in_mean), store.aggregator.fewest)
         self._publish(self.now(), VersionCommitted(publication.version, tuple(self._in_mean), tuple(live)))
-        self._in_mean = []
+        self._in_mean, self._weights = [], {}
         target, made = publication.segment.body, publication.made
         self._tensors.submit(
-            lambda: store.commit(len(live), lowest, hyperparameters, target, made),
+            lambda: store.commit(len(live), lowest, hyperparameters, target, made, lr_scale),
             self._model.staging.reclaim,
         )
 

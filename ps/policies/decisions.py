@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -67,6 +68,14 @@ class Commit:
     ranks: tuple[int, ...]
     reason: str
     scales: tuple[float, ...] = ()
+
+    def lr_scale(self, weights: Mapping[int, float]) -> float:
+        """What the learning rate is multiplied by. `weights` by rank; of nothing folded there is none."""
+        total = sum(weights.get(rank, 0.0) for rank in self.ranks)
+        if not self.scales or not total:
+            return 1.0
+        scaled = zip(self.ranks, self.scales, strict=True)
+        return sum(weights.get(rank, 0.0) * scale for rank, scale in scaled) / total
 
 
 @dataclass(frozen=True)

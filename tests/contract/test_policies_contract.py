@@ -8,6 +8,7 @@ it happen anyway.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,8 @@ class Worker:
     state: str = "waiting"  # waiting, computing, finished
     unanswered: Contribution | None = None
     is_repeat: bool = False
+    is_away: bool = False  # its connection is lost, and its answer with it
+    counts_for_nothing: bool = False  # the unanswered contribution was dropped or rejected: it may be sent again
     was_admitted_before_return: bool = False  # since its last answer somebody slower came back
 
 
@@ -107,8 +110,11 @@ class ModelStore:
                     assert rank in self.staged, f"discard of rank {rank}, which has nothing staged"
                     contribution = self.staged.pop(rank)
                     discarded = True
-                case Commit(ranks, reason):
+                case Commit(ranks, reason, scales):
                     assert reason, "a commit without a reason"
+                    assert len(scales) in (0, len(ranks)), "one scale for each contribution, or none"
+                    assert all(scale > 0 for scale in scales)
+                    assert not scales or self.policy.contribution == "gradient", "a mean of weights has no rate"
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)
                     assert sorted(ranks) == folded, "commit names other ranks than were folded"
@@ -131,6 +137,7 @@ class ModelStore:
 
     def _answer(self, worker: Worker, outcome: Outcome) -> None:
         assert worker.state == "waiting", f"answer to rank {worker.rank}, which is {worker.state}"
+        assert not worker.is_away, f"answer to rank {worker.rank}, whom it does not reach"
         assert not self.is_held, f"rank {worker.rank} goes on while training holds ({outcome.name})"
         key = (worker.rank, worker.unanswered.number) if worker.unanswered else None
         if outcome is Outcome.START:
@@ -142,7 +149,8 @@ class ModelStore:
             # Where the original is still in an open round, so must be the answer to its repeat.
             assert key not in self.staged.values()
             assert key not in self.in_mean
-        elif outcome is Outcome.DROPPED:
+        elif outcome in (Outcome.DROPPED, Outcome.REJECTED):
+            assert worker.counts_for_nothing
             assert self.accepted[key] == 0
             assert key not in self.staged.values()
         else:
@@ -157,6 +165,7 @@ class ModelStore:
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
+        worker.counts_for_nothing = False
         assert self.policy.num_counted[worker.rank] == worker.step
 
 
@@ -175,7 +184,10 @@ class World:
         self.last_steps: dict[int, int] = {}
         self.is_sound = True  # False from the first broken promise on
 
-    def event(self, name: str, *arguments: Any, rank: int | None = None) -> list[Any]:
+    def event(
+        self, name: str, *arguments: Any, rank: int | None = None, held_back: tuple[int, int] | None = None
+    ) -> list[Any]:
+        """`held_back`: staged by the same rank, which the event's own body stands in front of."""
         self.is_sound = False
         decisions = getattr(self.policy, name)(*arguments, self.now)
         self.events.append((name, (*arguments, self.now)))
@@ -183,6 +195,8 @@ class World:
         if not self.store.is_held:
             self.store.has_started = True
         self.store.carry_out(decisions, rank)
+        if held_back is not None and rank is not None:
+            self.store.staged[rank] = held_back
         self.check()
         return decisions
 
@@ -211,7 +225,7 @@ class World:
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
         self.store.staged[rank] = key
         self.store.weights[key] = float(num_samples) if self.common.weighting == "samples" else 1.0
-        worker.state, worker.unanswered = "waiting", contribution
+        worker.state, worker.unanswered, worker.is_away = "waiting", contribution, False
         before, self.is_sound = self.policy.num_counted[rank], False
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
@@ -235,6 +249,7 @@ class World:
                 assert self.store.lead(rank) <= bound + 1 - self.common.pipelined
         else:
             assert Discard(rank) in decisions, "neither accepted nor discarded"
+        worker.counts_for_nothing = not grown
         self.store.carry_out(decisions, rank)
         self.check()
 
@@ -243,7 +258,7 @@ class World:
         held_back = self.store.staged.pop(rank, None)  # the original, where it waits to be folded
         self.store.staged[rank] = (rank, worker.step)
         worker.unanswered = replace(Contribution(worker.step, worker.base_version), num_samples=99)
-        worker.state, worker.is_repeat = "waiting", True
+        worker.state, worker.is_repeat, worker.is_away, worker.counts_for_nothing = "waiting", True, False, False
         accepted = self.store.accepted.copy()
         if held_back is None:
             decisions = self.event("contributed", rank, worker.unanswered, rank=rank)
@@ -262,12 +277,37 @@ class World:
 
     def refuse(self, rank: int, step: int, kind: str) -> None:
         """A contribution that must be refused, whole and without effect on anyone."""
+        held_back = self.store.staged.pop(rank, None)
         self.store.staged[rank] = (rank, step)
         version, last = self.policy.version, dict(self.policy.num_counted)
-        decisions = self.event("contributed", rank, Contribution(step, version), rank=rank)
+        decisions = self.event("contributed", rank, Contribution(step, version), rank=rank, held_back=held_back)
         assert [type(decision) for decision in decisions] == [Discard, Refuse]
         assert decisions[1].kind == kind
         assert (self.policy.version, self.policy.num_counted) == (version, last)
+
+    def reject(self, rank: int) -> None:
+        """Its next contribution has come, and cannot be used."""
+        worker = self.store.live[rank]
+        worker.unanswered = Contribution(worker.step + 1, worker.base_version)
+        worker.state, worker.is_away, worker.counts_for_nothing = "waiting", False, True
+        counted = dict(self.policy.num_counted)
+        self.event("rejected", rank, rank=rank)
+        assert self.policy.num_counted == counted
+
+    def disconnect(self, rank: int) -> None:
+        """Its connection is lost; it is a member still."""
+        self.store.live[rank].is_away = True
+        self.policy.disconnected(rank)
+        self.events.append(("disconnected", (rank,)))
+        self.decided.append(None)
+        self.check()
+
+    def ask_again(self, rank: int) -> None:
+        """A worker that is back asks for what it was not told."""
+        if self.store.live[rank].counts_for_nothing:
+            self.contribute(rank)
+        else:
+            self.repeat(rank)
 
     # ---- what holds after every event ----
 
@@ -289,7 +329,11 @@ class World:
             assert 0 <= policy.next_local_steps(rank) <= policy.local_steps
             assert 0 <= policy.steps_done(rank) <= self.common.training_steps
             assert policy.upload_position(rank) >= 0
-        waiting = {rank for rank, worker in store.live.items() if worker.state == "waiting"}
+        uncommitted = Counter(rank for rank, _ in [*store.staged.values(), *store.in_mean])
+        assert policy.num_committed() == {rank: n - uncommitted[rank] for rank, n in policy.num_counted.items()}
+        for state in (policy.saved_state(), policy.full_state()):
+            assert json.loads(json.dumps(state)) == state
+        waiting = {rank for rank, worker in store.live.items() if worker.state == "waiting" and not worker.is_away}
         reasons = policy.waiting(0.0)
         assert set(reasons) == waiting, "waiting() names others than those that wait"
         assert all(reasons.values())
@@ -305,7 +349,7 @@ class World:
             return
         busy = set(self.store.live) - waiting
         assert busy, f"all of {sorted(waiting)} wait: {self.policy.waiting(0.0)}"
-        computing = {rank for rank in busy if self.store.live[rank].state == "computing"}
+        computing = {rank for rank in busy if self.store.live[rank].state != "finished"}  # or away, and asks again
         assert computing, f"{sorted(waiting)} wait, and nobody else will ever contribute"
         if self.policy.staleness_bound is not None:
             slowest = min(worker.step for worker in self.store.live.values())
@@ -316,6 +360,7 @@ class World:
         fresh = policy_of(self.mode, self.settings)
         for (name, arguments), decided in zip(self.events, self.decided, strict=True):
             assert getattr(fresh, name)(*arguments) == decided
+        assert fresh.full_state() == self.policy.full_state()
 
     def settle_everything(self) -> None:
         """When everybody missing joins and everybody contributes, all that was accepted is committed."""
@@ -323,6 +368,9 @@ class World:
         for rank in range(wanted):
             if rank not in self.store.live:
                 self.join(rank)
+        for rank, worker in list(self.store.live.items()):
+            if worker.is_away and worker.state == "waiting":
+                self.ask_again(rank)
         for _ in range(2 * (_MAX_RANK + 2) * (1 + max(self.last_steps.values(), default=0))):
             if not self.store.staged and not self.store.in_mean:
                 break
@@ -413,6 +461,34 @@ class PolicyMachine(RuleBasedStateMachine):
             self.world.refuse(rank, step, "STEP_GAP")
             self.world.leave(rank)  # a refused call ends
 
+    @precondition(lambda self: self.ranks("computing"))
+    @rule(pick=st.integers(0, 20))
+    def contributes_what_cannot_be_used(self, pick: int) -> None:
+        computing = self.ranks("computing")
+        self.world.reject(computing[pick % len(computing)])
+
+    @precondition(lambda self: self.world.store.live)
+    @rule(pick=st.integers(0, 20))
+    def loses_its_connection(self, pick: int) -> None:
+        live = list(self.world.store.live)
+        self.world.disconnect(live[pick % len(live)])
+
+    def owed(self) -> list[int]:
+        """Ranks that lost their connection before they were answered."""
+        return [rank for rank in self.ranks("waiting") if self.world.store.live[rank].is_away]
+
+    @precondition(lambda self: self.owed())
+    @rule(pick=st.integers(0, 20))
+    def asks_again(self, pick: int) -> None:
+        self.world.ask_again(self.owed()[pick % len(self.owed())])
+
+    @precondition(lambda self: self.owed())
+    @rule(pick=st.integers(0, 20))
+    def goes_on_without_asking(self, pick: int) -> None:
+        rank = self.owed()[pick % len(self.owed())]
+        if not self.world.store.live[rank].counts_for_nothing:
+            self.world.refuse(rank, self.world.policy.num_counted[rank] + 1, "STEP_GAP")
+
     @rule(rank=st.integers(0, 9))
     def speaks_without_having_joined(self, rank: int) -> None:
         if rank not in self.world.store.live and rank not in self.world.store.staged:
@@ -433,6 +509,72 @@ class PolicyMachine(RuleBasedStateMachine):
 def test_any_order_of_events(mode: str) -> None:
     machine = type(f"{mode}Machine", (PolicyMachine,), {"mode": mode})
     run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+# ---- scales ------------------------------------------------------------------------------------
+
+
+def test_the_rate_of_a_commit_is_scaled_by_the_weighted_mean_of_its_scales() -> None:
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale({1: 3.0, 3: 1.0}) == pytest.approx((0.5 + 3 * 0.25) / 4)
+    assert Commit((3,), "", (0.2,)).lr_scale({3: 64.0}) == pytest.approx(0.2)
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale({1: 3.0}) == 0.25, "of rank 3 nothing was folded"
+    assert Commit((3, 1), "").lr_scale({1: 3.0, 3: 1.0}) == 1.0
+    assert Commit((3,), "", (0.2,)).lr_scale({}) == 1.0
+
+
+# ---- going on from a snapshot --------------------------------------------------------------------
+
+
+class Twins:
+    """Two policies that are given the same events and must decide the same."""
+
+    def __init__(self, first: Policy, second: Policy) -> None:
+        self._first, self._second = first, second
+
+    def __getattr__(self, name: str) -> Any:
+        of_first = getattr(self._first, name)
+        if name not in ("joined", "left", "contributed", "rejected", "tick"):
+            return of_first
+
+        def both(*arguments: Any) -> Any:
+            decided = of_first(*arguments)
+            assert getattr(self._second, name)(*arguments) == decided
+            return decided
+
+        return both
+
+
+def play_on(world: World, data: st.DataObject) -> None:
+    """Workers contribute, go and come back, in any order."""
+    for _ in range(data.draw(st.integers(0, 25))):
+        live = sorted(world.store.live)
+        actions = [("contribute", rank) for rank in live if world.store.live[rank].state == "computing"]
+        actions += [("reject", rank) for _, rank in actions] + [("leave", rank) for rank in live]
+        actions += [("join", rank) for rank in range(3) if rank not in live]
+        action, rank = data.draw(st.sampled_from(actions))
+        world.now += data.draw(st.sampled_from([0.0, 1.0, 3.0]))
+        getattr(world, action)(rank)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@given(told=mode_settings(), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, told: dict[str, Any], data: Any) -> None:
+    world = World(mode, {**told, "training_steps": 1000, "num_workers": None})
+    play_on(world, data)
+    world.settle_everything()  # what is in no version is not saved
+    saved = world.policy
+    state = json.loads(json.dumps(saved.saved_state()))
+    restored = policy_of(mode, world.settings)
+    restored.restore(saved.version, saved.num_committed(), state)
+    assert restored.saved_state() == saved.saved_state()
+    for rank in sorted(world.store.live):
+        world.leave(rank)
+    for rank in sorted(world.last_steps):
+        world.join(rank)
+        restored.joined(rank, world.now)
+    world.policy = Twins(saved, restored)  # type: ignore[assignment]
+    play_on(world, data)
 
 
 # ---- holds ----------------------------------------------------------------------------------
