@@ -80,7 +80,10 @@ class Family:
 
 
 MODES = Family(
-    "paramserver.ps.policies", "mode", frozenset({"base", "decisions", "rounds", "single", "standing"}), "Policy"
+    "paramserver.ps.policies",
+    "mode",
+    frozenset({"base", "decisions", "rounds", "rules", "single", "standing"}),
+    "Policy",
 )
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))

@@ -8,7 +8,7 @@ What must hold (I1 to I9 are the invariants of docs/robustness.md):
   one counts once a newer has joined (I1, I4);
 - a snapshot's steps are those committed at its version, and a restart goes on from the newest (I3, I5);
 - versions grow by one per commit, and nobody is given weights older than those they had (I9);
-- a round is made of the live workers, in ssp nobody runs ahead of the bound (I7).
+- what the mode promises (`Policy.rules`), e.g. that a round is made of the live workers (I7).
 
 The lines of a server that was killed, or whose disk was full, may lack their end (`_is_cut`): what stands in the
 snapshot that the next start goes on from is then believed, and nothing is said of what only workers know.
@@ -18,15 +18,13 @@ After a problem the replay takes the history's word for it, so that one mistake 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..common.registry import MODES
+from ..ps.policies.rules import Rule
 from .history_lines import Line, Problem
 from .lineage import Lineage, Tally
-
-# Modes with a rule of their own; of any other mode only what holds for all is checked.
-_ROUND_MODES = frozenset({"sync", "localsgd"})  # a commit is a round
-_SINGLE_MODES = frozenset({"async", "ssp"})  # a commit is one contribution
-_BOUNDED_MODES = frozenset({"ssp"})  # the start line's `staleness` bounds the lead
 
 # Outcomes of a contribution that make it a step of the rank, and those that the tally counts here.
 _COUNTING = frozenset({"accepted", "skipped"})
@@ -59,9 +57,7 @@ class Replay:
         self.lineage = Lineage({})
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: steps by then
         self.version = 0
-        self._mode = ""
-        self._bound: int | None = None
-        self._is_strict = True  # rounds close with every live worker, or not at all
+        self._rules: list[Rule] = []  # of the mode
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
@@ -89,6 +85,11 @@ class Replay:
     def _say(self, message: str) -> None:
         self.problems.append(Problem(self._line.file, self._line.number, message))
 
+    def _say_broken(self, found: Iterable[str | None]) -> None:
+        for message in found:
+            if message is not None:
+                self._say(message)
+
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
     def _on_start(self, line: Line) -> None:
@@ -101,9 +102,8 @@ class Replay:
                 self._close_run()
             self._begin_run(line, version, steps)
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        self._mode = line["mode"]
-        self._bound = line.fields.get("staleness") if self._mode in _BOUNDED_MODES else None
-        self._is_strict = not line.fields.get("straggler_timeout_s") and not line.fields.get("backup_workers")
+        mode = line["mode"]  # of one that is not installed here only what holds for all is checked
+        self._rules = [rule(line.fields) for rule in MODES.load(mode).rules] if mode in MODES.names() else []
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._is_cut = True
 
@@ -253,11 +253,7 @@ class Replay:
             self._say(
                 f"rank {rank} step {step} is accepted, and rank {rank} was not let go on after step {member.step}"
             )
-        if self._mode in _ROUND_MODES and line["base_version"] != self.version:
-            self._say(
-                f"rank {rank} step {step} stands on version {line['base_version']} and is accepted in the round "
-                f"after version {self.version}"
-            )
+        self._say_broken(rule.counted(rank, step, line["base_version"], self.version) for rule in self._rules)
         member.step, member.is_member, member.is_answered = step, True, False
 
     def _on_commit(self, line: Line) -> None:
@@ -281,10 +277,10 @@ class Replay:
                 self._say(problem)
             self.ever_committed.add((self.run or "", rank, step))
         skipped = self._take_skipped(version, line.number)
-        self._check_set(version, len(line["contributions"]) + len(skipped))
+        self._check_all_are_in(version)
         missing = sorted(members - {rank for rank, _, _ in line["contributions"]} - skipped)
-        if missing and self._mode in _ROUND_MODES and self._is_strict:
-            self._say(f"version {version} was made without the live rank {', '.join(map(str, missing))}")
+        num_contributions = len(line["contributions"]) + len(skipped)
+        self._say_broken(rule.committed(version, num_contributions, missing) for rule in self._rules)
 
     def _take_skipped(self, version: int, number: int) -> set[int]:
         """Ranks whose step counts in this version though nothing of it was folded."""
@@ -294,10 +290,8 @@ class Replay:
         self._skipped.clear()
         return skipped
 
-    def _check_set(self, version: int, num_steps: int) -> None:
-        """A version holds all that was accepted since the one before; in some modes that is one step."""
-        if self._mode in _SINGLE_MODES and num_steps != 1:
-            self._say(f"version {version} holds {num_steps} steps; in {self._mode} each is a version")
+    def _check_all_are_in(self, version: int) -> None:
+        """A version holds all that was accepted since the one before."""
         if self._open:
             left = ", ".join(f"rank {rank} step {step}" for rank, (_, step) in sorted(self._open.items()))
             self._say(f"version {version} leaves out what was accepted before: {left}")
@@ -320,8 +314,7 @@ class Replay:
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
         ahead = step - (self._min_step() or 0)
-        if self._bound is not None and ahead > self._bound:
-            self._say(f"rank {rank} may go on {ahead} steps ahead of the slowest: at most {self._bound} are allowed")
+        self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
         member.version, member.is_answered = version, True
 
     def _begin_rank(self, rank: int, step: int) -> None:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
 from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Refuse
+from .rules import Rule
 from .standing import Standing
 
 __all__ = [
@@ -70,6 +71,8 @@ class Policy(ABC):
 
     # The mode's own options: a subclass beside its policy, whose fields `--help` and the configuration show.
     Options: ClassVar[type[Section]] = Section
+    # What its histories must keep to, beyond what holds in every mode.
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
     # What workers send: the server runs the optimizer on gradients and averages weights.
     contribution: ClassVar[Literal["gradient", "weights"]] = "gradient"
     # Whether a commit is one step along the gradients of all, which something other than their mean may then

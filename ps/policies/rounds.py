@@ -19,6 +19,7 @@ from pydantic import Field
 
 from ...common.config.option import Section
 from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .rules import RoundRule
 
 
 class RoundOptions(Section):
@@ -31,6 +32,7 @@ class RoundOptions(Section):
 class RoundPolicy(Policy):
     Options = RoundOptions
     options: RoundOptions
+    rules = (RoundRule,)
 
     def __init__(self, common: Common, options: RoundOptions) -> None:
         super().__init__(common, options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .base import Contribution, Decision, Fold, Member, Policy
+from .rules import Rule, SingleRule
 
 
 class SinglePolicy(Policy):
     may_pipeline = True
+    rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule,)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         self._count(member)

@@ -28,6 +28,7 @@ from pydantic import Field
 
 from ...common.config.option import Section
 from .base import Member, names
+from .rules import LeadRule, SingleRule
 from .single import SinglePolicy
 
 
@@ -38,6 +39,7 @@ class SspOptions(Section):
 class SspPolicy(SinglePolicy):
     Options = SspOptions
     options: SspOptions
+    rules = (SingleRule, LeadRule)
     least_pipelined_staleness = 1  # the contribution in flight is one ahead
 
     @classmethod

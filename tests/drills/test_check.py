@@ -21,6 +21,7 @@ from paramserver.common.registry import MODES
 from paramserver.drills.check import Verdict, check
 from paramserver.ps.core.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
+from paramserver.ps.policies.rules import Rule
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 ALL_MODES = MODES.names()
@@ -596,3 +597,27 @@ def test_the_command(tmp_path) -> None:
     assert "every contribution was applied once" in kept.stdout
     assert f"{bad}:8: rank 0 step 1 is committed again: it was on line 5" in broken.stdout
     assert "cannot be read" in missing.stderr
+
+
+# ---- rules of a mode ------------------------------------------------------------------------------
+
+
+class _NeverSoFarAhead(Rule):
+    def answered(self, rank: int, lead: int) -> str | None:
+        return f"rank {rank} is as far ahead as it must not be" if lead == self.start["options_of_ours"] else None
+
+
+def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,)})
+    monkeypatch.setattr(type(MODES), "names", lambda self: ["own"])
+    monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
+    lines: list[Line] = [
+        {"op": "start", "role": "server", "t": 0.0, "run": "r", "server_incarnation": 1, "mode": "own", "workers": None,
+         "staleness": None, "version": 0, "steps": {}, "source": None, "options_of_ours": 0},
+        {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
+        {"op": "answer", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "step": 0, "version": 0,
+         "outcome": "START"},
+    ]  # fmt: skip
+    assert "rank 0 is as far ahead as it must not be" in messages(lines)
+    lines[0]["options_of_ours"] = 3
+    assert "as far ahead as it must not be" not in messages(lines)

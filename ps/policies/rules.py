@@ -1,0 +1,67 @@
+"""What the history of a run in some mode must keep to, beyond what holds in every mode. Pure.
+
+`ps-launch check` makes a mode's rules from the `start` line of the history (mode, options) and asks them about
+the lines that follow. A rule of your own is a subclass, named in `Policy.rules`. Each question is answered with
+a sentence where the rule is broken, with None where it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Rule:
+    """One rule; `start` has the fields of the history's start line."""
+
+    def __init__(self, start: Mapping[str, Any]) -> None:
+        self.start = start
+
+    def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
+        """A contribution, computed on `base_version`, counts while the newest version is `version`."""
+        return None
+
+    def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
+        """A version is made of so many contributions, without the live ranks that are missing."""
+        return None
+
+    def answered(self, rank: int, lead: int) -> str | None:
+        """A rank may go on, with so many contributions more than the slowest live one."""
+        return None
+
+
+class RoundRule(Rule):
+    """A version is one contribution of every live worker, unless rounds may close without some."""
+
+    def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
+        if base_version == version:
+            return None
+        return (
+            f"rank {rank} step {number} stands on version {base_version} and is accepted in the round "
+            f"after version {version}"
+        )
+
+    def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
+        may_lack = self.start.get("straggler_timeout_s") or self.start.get("backup_workers")
+        if not missing or may_lack:
+            return None
+        return f"version {version} was made without the live rank {', '.join(map(str, missing))}"
+
+
+class SingleRule(Rule):
+    """Every contribution is a version."""
+
+    def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
+        if num_contributions == 1:
+            return None
+        return f"version {version} holds {num_contributions} steps; in {self.start['mode']} each is a version"
+
+
+class LeadRule(Rule):
+    """Nobody goes on further ahead of the slowest than the bound (`staleness` in the start line)."""
+
+    def answered(self, rank: int, lead: int) -> str | None:
+        bound = self.start.get("staleness")
+        if bound is None or lead <= bound:
+            return None
+        return f"rank {rank} may go on {lead} steps ahead of the slowest: at most {bound} are allowed"
