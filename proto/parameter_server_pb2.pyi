@@ -473,14 +473,18 @@ class Register(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., shards: _Optional[int] = ..., address: _Optional[str] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotName, _Mapping]]] = ..., keeps_snapshots: _Optional[bool] = ..., program_version: _Optional[str] = ...) -> None: ...
 
 class SnapshotName(_message.Message):
-    __slots__ = ("run", "server_incarnation", "version")
+    __slots__ = ("run", "server_incarnation", "version", "problem", "has_begun")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     run: str
     server_incarnation: int
     version: int
-    def __init__(self, run: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    problem: str
+    has_begun: bool
+    def __init__(self, run: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., version: _Optional[int] = ..., problem: _Optional[str] = ..., has_begun: _Optional[bool] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()

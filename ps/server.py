@@ -25,9 +25,10 @@ from .shards.collect import collect
 from .shards.coordinator import Coordinator
 from .shards.orders import BeginRun, End
 from .shards.server import shared_config
-from .snapshots.checkpoint import Loaded
-from .snapshots.resharding import Available
-from .snapshots.snapshots import Snapshots, resume, resume_at
+from .snapshots.available import Available
+from .snapshots.common import choose_common
+from .snapshots.resume import after_going_back
+from .snapshots.run_adapter import RunSnapshots, resume_at
 from .wire.listening import Listening
 from .wire.security import check_security, security_text
 from .wire.service import ParameterServerService
@@ -66,7 +67,7 @@ class Server:
             self.run.name, self.run.incarnation = before.run.name, before.run.incarnation + 1
             self.run.roster.membership.restore(before.run.roster.membership.num_joins)
         self._go_back = asyncio.Event()
-        self._snapshots: Snapshots | None = None
+        self._snapshots: RunSnapshots | None = None
         self._listening = Listening(config)
         self._coordinator: Coordinator | None = None
         if config.server.shards > 1:
@@ -77,7 +78,9 @@ class Server:
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
-        return Server(config, before=self)
+        return Server(
+            after_going_back(config, self._snapshots is not None and self._snapshots.has_written), before=self
+        )
 
     @property
     def address(self) -> str:
@@ -86,14 +89,15 @@ class Server:
     async def start(self) -> None:
         """Go on from a snapshot, if there is one, and listen; BindError when the address cannot be had."""
         if self._coordinator is None:
-            loaded = resume(self.run, self._config)
+            available = Available(self._config)
+            resume_at(self.run, self._config, available, available.newest())
             self._keep_snapshots()
         else:
             self._available = Available(self._config)
         service = ParameterServerService(self.run, self._config)
         self._listening.bind()
         if self._coordinator is None:
-            self._note_start(loaded)
+            self._note_start()
         self._bus.begin(self.run)
         await self._listening.serve(service.handler())
         config = self._config
@@ -110,7 +114,7 @@ class Server:
 
     def _keep_snapshots(self) -> None:
         if self._config.checkpoint.dir is not None:
-            self._snapshots = Snapshots(self.run, self._config)
+            self._snapshots = RunSnapshots(self.run, self._config)
 
     # ---- several shards ---------------------------------------------------------------------
 
@@ -118,13 +122,14 @@ class Server:
         """All shards are here: begin, or go on from what all of them have."""
         assert self._coordinator is not None
         try:
-            name = self._coordinator.common_snapshot(self._available.names)
-            loaded = resume_at(self.run, self._config, self._available, name)
+            held = {0: self._available.entries, **self._coordinator.snapshots}
+            name = choose_common(held) if self._config.checkpoint.resume != "never" else None
+            resume_at(self.run, self._config, self._available, name)
             self._keep_snapshots()
         except ParamServerError as error:
             self.run.fail(error)
             return
-        self._note_start(loaded)
+        self._note_start()
         begin = BeginRun(self.run.name, self.run.incarnation, name, shared_config(self._config))
         self._coordinator.begin_run(begin)
 
@@ -153,7 +158,7 @@ class Server:
         code = error.exit_code if isinstance(error, ParamServerError) else EXIT_BUG
         await self._coordinator.stop(End(str(error), code) if error is not None else End())
 
-    def _note_start(self, loaded: Loaded | None) -> None:
+    def _note_start(self) -> None:
         config, run = self._config, self.run
         rounds = {name: getattr(run.policy.options, name, None) for name in ("straggler_timeout_s", "backup_workers")}
         started = RunStarted(
@@ -164,7 +169,7 @@ class Server:
             run.policy.num_committed(),
             config.run.workers,
             run.policy.staleness_bound,
-            source=str(loaded.path) if loaded is not None else None,
+            source=run.model.source or None,
             skipped=tuple(run.skipped_snapshots),
             options={name: value for name, value in rounds.items() if value},
         )

@@ -55,6 +55,8 @@ TENSOR_WORK = [
     "ps/snapshots/checkpoint.py",
     "ps/snapshots/manifest.py",
     "ps/snapshots/files.py",
+    "ps/snapshots/available.py",
+    "ps/snapshots/resharding.py",
     "ps/tensors/store.py",
     "ps/tensors/sanity.py",
     "ps/tensors/aggregation/*",

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...common.errors import Reason, UsageError, refusal
+from ...common.errors import Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..core.judgement import judge_whole
+from ..snapshots.common import Entry
 from ..wire.connected import Worker
 from . import orders
 from .alone import Alone, StagedPart
@@ -115,24 +116,10 @@ class Coordinator(Alone):
         if self._has_begun:
             self.on_lost(shard)
 
-    def common_snapshot(self, here: tuple[orders.SnapshotName, ...]) -> orders.SnapshotName | None:
-        """The newest that all shards can begin with. Raises UsageError for shards of different runs."""
-        common = set(here)
-        for attendant in self._attendants.values():
-            common &= set(attendant.register.snapshots)
-        if common:
-            return max(common)
-        runs = {0: {name.run for name in here}}
-        runs |= {shard: {name.run for name in one.register.snapshots} for shard, one in self._attendants.items()}
-        if len(set.union(*runs.values())) > 1:
-            kinds = "; ".join(
-                f"shard {shard} of run {', '.join(sorted(of)) or '(none)'}" for shard, of in sorted(runs.items())
-            )
-            raise UsageError(
-                f"the shards have snapshots of different runs: {kinds}",
-                fix="give each shard its own --checkpoint-dir of one run, or begin anew with --resume never",
-            )
-        return None
+    @property
+    def snapshots(self) -> dict[int, tuple[Entry, ...]]:
+        """What the other shards say they can begin with."""
+        return {shard: attendant.register.snapshots for shard, attendant in self._attendants.items()}
 
     def begin_run(self, order: orders.BeginRun) -> None:
         """All are here and this shard has what it begins with: the others are told what that is."""

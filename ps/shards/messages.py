@@ -8,8 +8,8 @@ from typing import Any
 from ...common.errors import Reason, refusal
 from ...proto import parameter_server_pb2 as pb
 from ..core.judgement import Judgement
+from ..snapshots.common import Entry, SnapshotName
 from . import orders
-from .orders import SnapshotName
 
 _ACTIONS = ("take", "reject", "skip", "halt")
 _MAX_SNAPSHOTS = 1000
@@ -23,7 +23,7 @@ def report_to_proto(report: orders.Report) -> pb.ShardReport:
                     shard=report.shard,
                     shards=report.shards,
                     address=report.address,
-                    snapshots=[_snapshot_to_proto(name) for name in report.snapshots],
+                    snapshots=[_snapshot_to_proto(*entry) for entry in report.snapshots],
                     keeps_snapshots=report.keeps_snapshots,
                     program_version=report.program_version,
                 )
@@ -62,7 +62,7 @@ def report_from_proto(message: pb.ShardReport) -> orders.Report:
 def _register(message: pb.Register) -> orders.Register:
     if len(message.snapshots) > _MAX_SNAPSHOTS:
         raise refusal(Reason.BAD_REQUEST, f"{len(message.snapshots)} snapshots; at most {_MAX_SNAPSHOTS} are possible")
-    snapshots = tuple(_snapshot_from_proto(name) for name in message.snapshots)
+    snapshots = tuple(Entry(_snapshot_from_proto(name), name.problem, name.has_begun) for name in message.snapshots)
     return orders.Register(
         message.shard, message.shards, message.address, snapshots, message.keeps_snapshots, message.program_version
     )
@@ -154,8 +154,14 @@ def order_from_proto(message: pb.ShardOrder) -> orders.Order:
     raise refusal(Reason.BAD_REQUEST, f"the coordinator sent an order of kind {kind}, which this shard does not know")
 
 
-def _snapshot_to_proto(name: SnapshotName) -> pb.SnapshotName:
-    return pb.SnapshotName(run=name.run, server_incarnation=name.server_incarnation, version=name.version)
+def _snapshot_to_proto(name: SnapshotName, problem: str = "", has_begun: bool = False) -> pb.SnapshotName:
+    return pb.SnapshotName(
+        run=name.run,
+        server_incarnation=name.server_incarnation,
+        version=name.version,
+        problem=problem,
+        has_begun=has_begun,
+    )
 
 
 def _snapshot_from_proto(message: pb.SnapshotName) -> SnapshotName:

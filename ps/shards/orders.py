@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.judgement import SOUND, Judgement
-from ..snapshots.common import SnapshotName
+from ..snapshots.common import Entry, SnapshotName
 
 # ---- a shard to the coordinator -------------------------------------------------------------------
 
@@ -15,7 +15,7 @@ class Register:
     shard: int
     shards: int
     address: str
-    snapshots: tuple[SnapshotName, ...] = ()
+    snapshots: tuple[Entry, ...] = ()
     keeps_snapshots: bool = False
     program_version: str = ""
 

@@ -12,8 +12,9 @@ from ...common.version import PROGRAM_VERSION
 from ..core.modes import make_policy
 from ..core.run import Run
 from ..observe.sinks import make_bus
-from ..snapshots.resharding import Available
-from ..snapshots.snapshots import Snapshots, resume_at
+from ..snapshots.available import Available
+from ..snapshots.resume import after_going_back
+from ..snapshots.run_adapter import RunSnapshots, resume_at
 from ..wire.listening import Listening
 from ..wire.service import ParameterServerService
 from . import orders
@@ -50,11 +51,11 @@ class ShardServer:
         self._listening = Listening(config)
         self._link = Link(config)
         self._run: FollowerRun | None = None
-        self._snapshots: Snapshots | None = None
+        self._snapshots: RunSnapshots | None = None
 
     def after(self, config: Config) -> ShardServer:
         """The server that goes on where this one went back."""
-        return ShardServer(config)
+        return ShardServer(after_going_back(config, self._snapshots is not None and self._snapshots.has_written))
 
     @property
     def address(self) -> str:
@@ -89,7 +90,7 @@ class ShardServer:
             server.shard,
             server.shards,
             server.advertise or self.address,
-            available.names,
+            available.entries,
             self._config.checkpoint.dir is not None,
             PROGRAM_VERSION,
         )
@@ -129,7 +130,7 @@ class ShardServer:
         resume_at(run, config, available, begin.snapshot)
         run.name, run.incarnation = begin.run, begin.server_incarnation
         if config.checkpoint.dir is not None:
-            self._snapshots = snapshots = Snapshots(run, config)
+            self._snapshots = snapshots = RunSnapshots(run, config)
             run.take_snapshot = snapshots.take
             snapshots.on_attempt = lambda: self._link.report(orders.Durable(run.saved_version))
             self._link.report(orders.Durable(run.saved_version))

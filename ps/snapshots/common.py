@@ -28,6 +28,7 @@ class Entry(NamedTuple):
 
     name: SnapshotName
     problem: str = ""
+    has_begun: bool = True  # workers may have trained; before all shards have had a first snapshot none is let in
 
     @property
     def is_whole(self) -> bool:
@@ -37,13 +38,14 @@ class Entry(NamedTuple):
 def choose_common(held: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
     """The newest moment that every shard has whole; `held` has the entries of each shard by its number.
 
-    None only where no shard has any snapshot, whole or damaged: then the run begins. Raises CheckpointError that says
-    what each shard has when there are some and none is common, UsageError when they are of different runs.
+    None only where no shard has any snapshot, whole or damaged, or none but the first of a run that has let nobody in:
+    then the run begins. Raises CheckpointError that says what each shard has when there are some and none is common,
+    UsageError when they are of different runs.
     """
     common = set.intersection(*({entry.name for entry in entries if entry.is_whole} for entries in held.values()))
     if common:
         return max(common)
-    if not any(held.values()):
+    if not any(entry.has_begun for entries in held.values() for entry in entries):
         return None
     runs = {shard: {entry.name.run for entry in entries if entry.is_whole} for shard, entries in sorted(held.items())}
     if all(runs.values()) and not set.intersection(*runs.values()):

@@ -3,6 +3,7 @@
     DIR/snapshot-000000001200-3/      version 1200, written by the third server process of the run
     DIR/.writing-<pid>-<random>/      not whole yet; DIR/.removing-... no longer
     DIR/.lock                         held while one process writes or removes there
+    DIR/begun                         all shards have had a snapshot: before that no worker is let in
 
 A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is
 killed leaves a `.writing-` directory. The kernel frees a lock with its process, so whoever holds the
@@ -28,6 +29,7 @@ MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"snapshot-([0-9]{12,20})-([0-9]{1,20})(\.old)?")
 _LEFTOVERS = (".writing-", ".removing-")
+_BEGUN = "begun"
 
 
 def snapshot_name(version: int, server_incarnation: int) -> str:
@@ -55,7 +57,12 @@ def candidates(place: str | Path) -> list[Path]:
 
 def next_incarnation(directory: str | Path) -> int:
     """One more than of any snapshot in `directory`, damaged ones included: what its writer has to be called."""
-    return 1 + max((_age(path)[0] for path in candidates(directory)), default=0)
+    return 1 + max((age_of(path)[0] for path in candidates(directory)), default=0)
+
+
+def age_of(path: Path) -> tuple[int, int]:
+    """(server incarnation, version) as the name of a snapshot says, which sorts by age; zeros for another name."""
+    return _age(path)[:2]
 
 
 def _age(path: Path) -> tuple[int, int, bool]:
@@ -71,6 +78,19 @@ def prepare(directory: str | Path) -> None:
         probe = directory / f"{_LEFTOVERS[0]}{os.getpid()}-{secrets.token_hex(4)}"
         probe.mkdir()
         probe.rmdir()
+
+
+def mark_begun(directory: Path) -> None:
+    """Remember that all shards have had a snapshot, so that workers were let in. CheckpointError when that fails."""
+    with writing_to(directory):
+        if not has_begun(directory):
+            (directory / _BEGUN).touch()
+            sync(directory)
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether workers may have trained on what lies in `directory`."""
+    return (directory / _BEGUN).exists()
 
 
 def prune(directory: str | Path, keep: int, least_common: int | None = None) -> list[Path]:

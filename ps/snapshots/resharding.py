@@ -1,114 +1,16 @@
-"""Snapshots of a server with several shards: where they lie, which fit together, and another number of shards.
-
-    DIR/snapshot-...                 of a server that is one process
-    DIR/shard-0-of-2/snapshot-...    of two
-    DIR/shard-1-of-2/snapshot-...
-
-A moment of a run (run, server incarnation, version) can be gone on from when the snapshots of all its
-shards are whole. A shard needs its own only, where the number of shards is the same; for another number
-every shard puts its share together from all of them, so all must be where it can read them.
-"""
+"""Snapshots of a run of some number of shards, for another number: each share put together from all the old ones."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
-from ...common.config.schema import Config
-from ...common.errors import CheckpointError
-from ...common.reporting.log import get_logger
 from ...common.tensors.sharding import Share, divide
-from .checkpoint import Loaded, load
-from .common import SnapshotName
-from .files import candidates
-from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Manifest, tensor_entries
-
-log = get_logger()
+from .checkpoint import Loaded
+from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, tensor_entries
 
 Tensors = Mapping[str, torch.Tensor]
-
-_NAME = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
-
-
-def snapshot_dir(config: Config, place: str | None = None) -> Path:
-    """Where this shard's snapshots lie, in `place` or checkpoint.dir."""
-    directory = Path(place or config.checkpoint.dir or "")
-    return _shard_dir(directory, config.server.shard, config.server.shards)
-
-
-def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
-    return directory / f"shard-{shard}-of-{num_shards}" if num_shards > 1 else directory
-
-
-class Available:
-    """The good snapshots this shard can begin with, and how to load one."""
-
-    def __init__(self, config: Config) -> None:
-        self._shard, self._num_shards = config.server.shard, config.server.shards
-        options = config.checkpoint
-        place = options.dir if options.resume in (None, "latest") else options.resume
-        self.skipped: list[Path] = []
-        # Of each moment, the snapshots of all the shards that were; one where there were as many as now.
-        self._found: dict[SnapshotName, list[Loaded]] = {}
-        if options.resume != "never" and place is not None:
-            self._look(Path(place))
-        if options.resume is not None and options.resume != "never" and not self._found:
-            raise CheckpointError(
-                f"there is no snapshot in {place} to go on from (checkpoint.resume is {options.resume})",
-                fix="name a directory that ps-server --checkpoint-dir wrote to, or begin anew without --resume",
-            )
-
-    def _look(self, place: Path) -> None:
-        own = _shard_dir(place, self._shard, self._num_shards)
-        for loaded in self._good(own):
-            self._found[_name(loaded)] = [loaded]
-        for num_shards in _other_numbers(place, self._num_shards):
-            sets = [
-                {_name(one): one for one in self._good(_shard_dir(place, i, num_shards))} for i in range(num_shards)
-            ]
-            for name in set.intersection(*(set(found) for found in sets)):
-                self._found.setdefault(name, [found[name] for found in sets])
-
-    def _good(self, directory: Path) -> list[Loaded]:
-        found = []
-        for path in candidates(directory):
-            try:
-                found.append(load(path))
-            except CheckpointError as error:
-                self.skipped.append(path)
-                log.warning("snapshot_skipped", path=str(path), reason=error.message)
-        return found
-
-    @property
-    def names(self) -> tuple[SnapshotName, ...]:
-        return tuple(sorted(self._found))
-
-    def load(self, name: SnapshotName) -> Loaded:
-        """This shard's share of it."""
-        parts = self._found[name]
-        if len(parts) == 1 and _num_shards(parts[0].manifest) == self._num_shards:
-            return parts[0]
-        log.warning("resharded", path=str(parts[0].path.parent), shards=len(parts), now=self._num_shards)
-        return merge(parts, self._shard, self._num_shards)
-
-
-def _other_numbers(place: Path, num_shards: int) -> list[int]:
-    """Numbers of shards, other than this one, of which all directories are there."""
-    names = [_NAME.fullmatch(path.name) for path in place.iterdir()] if place.is_dir() else []
-    numbers = {int(name[2]) for name in names if name is not None} | {1}
-    return sorted(n for n in numbers - {num_shards} if all(_shard_dir(place, i, n).is_dir() for i in range(n)))
-
-
-def _name(loaded: Loaded) -> SnapshotName:
-    manifest = loaded.manifest
-    return SnapshotName(manifest.server_incarnation, manifest.version, manifest.run)
-
-
-def _num_shards(manifest: Manifest) -> int:
-    return manifest.share.shards if manifest.share is not None else 1
 
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:

@@ -56,13 +56,21 @@ class Model:
     def agree(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
         """The first worker's model and optimizer are the run's; another one must be the same."""
         if self.whole is None:
-            if self._has_optimizer:
-                for group in optimizer.groups:
-                    check_hyperparameters(optimizer.name, group.hyperparameters)
-                find_optimizer(optimizer.name)
+            self.check_optimizer(optimizer)
             self.adopt(layout, optimizer)
         else:
             self._check_same(rank, layout, optimizer)
+
+    def check_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
+        does not take, no parameter at all. Where workers run the optimizer it may be any."""
+        if not self._has_optimizer:
+            return
+        find_optimizer(optimizer.name)
+        for group in optimizer.groups:
+            check_hyperparameters(optimizer.name, group.hyperparameters)
+        if not any(group.tensors for group in optimizer.groups):
+            raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer holds no parameter")
 
     def share_of(self, whole: Layout) -> Share:
         """What this server holds of a model, the run's or another; LIMIT_EXCEEDED for one too small for its shards."""

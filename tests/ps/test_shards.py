@@ -16,6 +16,7 @@ from paramserver.ps.shards import orders
 from paramserver.ps.shards.attend import _reachable
 from paramserver.ps.shards.gather import Gather
 from paramserver.ps.shards.messages import order_from_proto, order_to_proto, report_from_proto, report_to_proto
+from paramserver.ps.snapshots.common import Entry
 
 numbers = st.integers(0, 2**31)
 names = st.builds(orders.SnapshotName, numbers, numbers, st.text(max_size=9))
@@ -23,7 +24,7 @@ actions = st.sampled_from(["take", "reject", "skip", "halt"])
 texts = st.text(max_size=9)
 judgements = st.builds(Judgement, actions, texts, texts, st.booleans(), st.floats(0, 1e9), st.floats(0, 1))
 _FIELDS = {
-    "snapshots": st.lists(names, max_size=3).map(tuple),
+    "snapshots": st.lists(st.builds(Entry, names, texts, st.booleans()), max_size=3).map(tuple),
     "snapshot": st.none() | names,
     "judgement": judgements,
     "bytes": st.dictionaries(st.text(max_size=5), numbers, max_size=3),

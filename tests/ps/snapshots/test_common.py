@@ -35,6 +35,17 @@ def test_only_a_run_without_any_snapshot_begins():
             choose_common(held)
 
 
+def test_a_run_that_has_let_nobody_in_yet_begins_again():
+    """A shard was killed while it wrote the first snapshot of all."""
+    first = Entry(SnapshotName(1, 0, "r"), has_begun=False)
+    assert choose_common({0: [first], 1: []}) is None
+    assert choose_common({0: [first], 1: [damaged(0)._replace(has_begun=False)]}) is None
+    assert choose_common({0: [first], 1: [first]}) == first.name
+    for begun in (first._replace(has_begun=True), whole(7)):
+        with pytest.raises(CheckpointError):
+            choose_common({0: [first, begun], 1: []})
+
+
 def test_what_is_missing_where_is_said():
     held = {0: [whole(version) for version in range(10, 17)], 1: [damaged(8, 2)], 2: []}
     with pytest.raises(CheckpointError) as caught:
@@ -54,8 +65,8 @@ def test_snapshots_of_different_runs_are_a_mistake_of_the_command_line():
         choose_common({0: [whole(5, run="a")], 1: [whole(5, run="b")]})
 
 
-entries = st.lists(st.builds(Entry, st.builds(SnapshotName, st.integers(1, 3), st.integers(0, 4), st.just("r")),
-                             st.sampled_from(["", "damaged"])), max_size=5)  # fmt: skip
+names = st.builds(SnapshotName, st.integers(1, 3), st.integers(0, 4), st.just("r"))
+entries = st.lists(st.builds(Entry, names, st.sampled_from(["", "damaged"]), st.just(True)), max_size=5)
 
 
 @given(st.dictionaries(st.integers(0, 3), entries, min_size=1))

@@ -24,10 +24,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from paramserver.common.config.schema import Config
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.snapshots.checkpoint import Written, load, load_newest, write
+from paramserver.ps.snapshots.available import Available
+from paramserver.ps.snapshots.checkpoint import Loaded, Written, load, write
 from paramserver.ps.snapshots.files import candidates, next_incarnation, prepare, prune, writing_to
 from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest, optimizer_entry, tensor_entries
 
@@ -155,6 +157,13 @@ def peak_rss() -> float:
     return float(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1e3  # type: ignore[index]
 
 
+def load_newest(place: Path) -> Loaded | None:
+    """As a server of one process finds it."""
+    available = Available(Config(checkpoint={"dir": str(place)}))
+    name = available.newest()
+    return available.load(name) if name is not None else None
+
+
 # ---- which is the newest ----------------------------------------------------------------------------
 
 
@@ -189,11 +198,22 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     assert prune(tmp_path, 3) == []
 
 
+def test_pruning_keeps_the_newest_that_all_shards_have(tmp_path: Path) -> None:
+    """Another shard's disk has been full for longer than checkpoint.keep."""
+    for version in range(5):
+        snapshot(tmp_path, version, 1)
+    assert [path.name[-14:] for path in prune(tmp_path, 2, least_common=1)] == ["000000000002-1", "000000000000-1"]
+    assert [path.name[-14:] for path in candidates(tmp_path)] == ["000000000004-1", "000000000003-1", "000000000001-1"]
+    snapshot(tmp_path, 5, 1)
+    prune(tmp_path, 2, least_common=5)
+    assert [path.name[-14:] for path in candidates(tmp_path)] == ["000000000005-1", "000000000004-1"]
+
+
 def test_the_same_version_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
     snapshot(tmp_path, 4)
     write(tmp_path, manifest_of(4, steps={0: 99}), files_of(4))
     assert len(candidates(tmp_path)) == 1 and hidden(tmp_path) == []
-    assert load(candidates(tmp_path)[0]).manifest.steps == {0: 99}
+    assert load(candidates(tmp_path)[0]).manifest.contributions == {0: 99}
 
 
 def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
@@ -237,11 +257,12 @@ def test_damage_of_any_file_is_noticed_and_the_previous_one_used(
     snapshot(tmp_path, 1)
     path = snapshot(tmp_path, 2)
     harm(path / file)
-    told: list[tuple[Path, str]] = []
-    found = load_newest(tmp_path, on_bad=lambda *what: told.append(what))
-    assert found is not None and found.manifest.version == 1
-    assert [place for place, _ in told] == [path]
-    assert "manifest.json" in told[0][1] or file in told[0][1]
+    available = Available(Config(checkpoint={"dir": str(tmp_path)}))
+    found = available.load(available.newest())
+    assert found.manifest.version == 1 and available.skipped == [path]
+    newest, older = available.entries
+    assert newest.name.version == 2 and ("manifest.json" in newest.problem or file in newest.problem)
+    assert older.is_whole
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
         load_newest(path)
 

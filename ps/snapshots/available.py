@@ -1,0 +1,152 @@
+"""The snapshots a shard can begin with: where they lie, which of them are whole, and one of them loaded.
+
+    DIR/snapshot-...                 of a server that is one process
+    DIR/shard-0-of-2/snapshot-...    of two
+    DIR/shard-1-of-2/snapshot-...
+
+A moment of a run (run, server incarnation, version) can be gone on from when the snapshots of all its
+shards are whole. A shard needs its own only, where the number of shards is the same; for another number
+every shard puts its share together from all of them, so all must be where it can read them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.config.schema import Config
+from ...common.errors import CheckpointError
+from ...common.reporting.log import get_logger
+from .checkpoint import Loaded, load
+from .common import Entry, SnapshotName
+from .files import age_of, candidates
+from .files import has_begun as has_begun_in
+from .manifest import Manifest
+from .resharding import merge
+
+log = get_logger()
+
+_NAME = re.compile(r"shard-([0-9]{1,4})-of-([0-9]{1,4})")
+
+
+def snapshot_dir(config: Config) -> Path:
+    """Where this shard's snapshots are written: checkpoint.dir, or a folder of its own in it."""
+    return _shard_dir(Path(config.checkpoint.dir or ""), config.server.shard, config.server.shards)
+
+
+def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
+    return directory / f"shard-{shard}-of-{num_shards}" if num_shards > 1 else directory
+
+
+@dataclass
+class _Moment:
+    """What lies here of one moment of a run, which had `num_shards` shards."""
+
+    num_shards: int
+    age: tuple[int, int]  # server incarnation, version
+    paths: dict[int, Path]  # the snapshots to read, by shard; of a run divided as this one, its own alone
+    missing: tuple[int, ...] = ()  # shards whose snapshot is needed and not here
+    entry: Entry | None = None  # once it was looked at
+
+    @property
+    def path(self) -> Path:
+        return next(iter(self.paths.values()))
+
+
+class Available:
+    """What checkpoint.resume says can be gone on from, newest first.
+
+    Nothing stays open or mapped: snapshots are verified by reading them, and only the one that is loaded is held, by
+    whoever has it. Raises CheckpointError where a snapshot was asked for and there is none at all.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._shard, self._num_shards = config.server.shard, config.server.shards
+        options = config.checkpoint
+        place = options.dir if options.resume in (None, "latest") else options.resume
+        self._place = Path(place) if options.resume != "never" and place is not None else None
+        self._moments = self._look(self._place) if self._place is not None else []
+        self.skipped: list[Path] = []  # newer than the one loaded, and of no use
+        if options.resume not in (None, "never") and not self._moments:
+            raise CheckpointError(
+                f"there is no snapshot in {place} to go on from (checkpoint.resume is {options.resume})",
+                fix="name a directory that ps-server --checkpoint-dir wrote to, or begin anew without --resume",
+            )
+
+    def _look(self, place: Path) -> list[_Moment]:
+        own = _shard_dir(place, self._shard, self._num_shards)
+        found = [_Moment(self._num_shards, age_of(path), {self._shard: path}) for path in candidates(own)]
+        for num_shards in _other_numbers(place, self._num_shards):
+            parts = [_by_age(_shard_dir(place, shard, num_shards)) for shard in range(num_shards)]
+            for age in set().union(*parts):
+                paths = {shard: of[age] for shard, of in enumerate(parts) if age in of}
+                missing = tuple(shard for shard in range(num_shards) if shard not in paths)
+                found.append(_Moment(num_shards, age, paths, missing))
+        return sorted(found, key=lambda moment: moment.age, reverse=True)  # of two of one age, this division's first
+
+    def _entry(self, moment: _Moment) -> Entry:
+        """Read all of it, once: is it whole?"""
+        if moment.entry is None:
+            name, problem = SnapshotName(*moment.age, ""), ""
+            try:
+                names = {_name_of(load(path).manifest) for path in moment.paths.values()}
+                name = min(names)
+                if len(names) > 1:
+                    problem = f"its parts are of different runs, {' and '.join(sorted(one.run for one in names))}"
+                elif moment.missing:
+                    of = ", ".join(map(str, moment.missing))
+                    problem = f"the part of shard {of} of {moment.num_shards} is not in {self._place}"
+            except CheckpointError as error:
+                problem = error.message
+            if problem:
+                log.warning("snapshot_skipped", path=str(moment.path), reason=problem)
+            has_begun = name.version > 0 or any(has_begun_in(path.parent) for path in moment.paths.values())
+            moment.entry = Entry(name, problem, has_begun)
+        return moment.entry
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All that is here, whole or not, newest first."""
+        return tuple(self._entry(moment) for moment in self._moments)
+
+    def newest(self) -> SnapshotName | None:
+        """The newest whole one, for a server of one process; None where there is none at all. Raises CheckpointError
+        where there are some and none is whole. Older ones are not read."""
+        for moment in self._moments:
+            entry = self._entry(moment)
+            if entry.is_whole:
+                return entry.name
+        if not self._moments:
+            return None
+        raise CheckpointError(
+            f"no snapshot in {self._place} can be used: "
+            + "; ".join(moment.entry.problem for moment in self._moments if moment.entry is not None),
+            fix="put back a copy of one, or begin anew with checkpoint.resume=never",
+        )
+
+    def load(self, name: SnapshotName) -> Loaded:
+        """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
+        them is gone: let go of it once the store has been restored."""
+        moment = next(one for one in self._moments if self._entry(one).is_whole and self._entry(one).name == name)
+        self.skipped = [one.path for one in self._moments
+                        if one.age > moment.age and one.entry is not None and not one.entry.is_whole]  # fmt: skip
+        if moment.num_shards == self._num_shards:
+            return load(moment.path, is_verified=True)
+        log.warning("resharded", path=str(moment.path.parent), shards=moment.num_shards, now=self._num_shards)
+        parts = [load(moment.paths[shard], is_verified=True) for shard in range(moment.num_shards)]
+        return merge(parts, self._shard, self._num_shards)
+
+
+def _by_age(directory: Path) -> dict[tuple[int, int], Path]:
+    return {age_of(path): path for path in reversed(candidates(directory))}  # of one and its .old, the new one
+
+
+def _name_of(manifest: Manifest) -> SnapshotName:
+    return SnapshotName(manifest.server_incarnation, manifest.version, manifest.run)
+
+
+def _other_numbers(place: Path, num_shards: int) -> list[int]:
+    """Numbers of shards, other than this one, of which there are snapshots of at least one shard."""
+    names = [_NAME.fullmatch(path.name) for path in place.iterdir()] if place.is_dir() else []
+    return sorted(({int(name[2]) for name in names if name is not None} | {1}) - {num_shards})

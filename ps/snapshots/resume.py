@@ -1,0 +1,94 @@
+"""Going on from a snapshot: the model as it was, and a server incarnation that no other start of the run has had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from ...common.config.schema import Config
+from ...common.errors import CheckpointError, ParamServerError
+from ...common.reporting.log import get_logger
+from ..tensors.model import Model
+from .available import Available, snapshot_dir
+from .checkpoint import Loaded
+from .common import SnapshotName
+from .files import next_incarnation, prepare, sync
+from .store_state import restore
+
+log = get_logger()
+
+_INCARNATION = "incarnation"
+
+
+def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
+    """Give a model that has not begun the weights and the optimizer state of a snapshot.
+
+    Returns what was saved beside the tensors: run, server_incarnation, version, policy, steps, num_joins, training.
+    Nothing of the files is held on to. Raises CheckpointError for a snapshot that this run cannot go on from.
+    """
+    loaded = available.load(name)
+    manifest = loaded.manifest
+    for what, now, then in (("mode", config.run.mode, manifest.mode), ("seed", config.run.seed, manifest.seed)):
+        if now != then:
+            log.warning("resumed_with_another", what=what, now=now, snapshot=then)
+    whole, optimizer = loaded.whole
+    if optimizer is None:
+        raise CheckpointError(f"snapshot {loaded.path} names no optimizer")
+    try:
+        model.check_optimizer(optimizer)
+    except ParamServerError as error:
+        raise CheckpointError(
+            f"snapshot {loaded.path} was made in mode {manifest.mode} with {optimizer.name}, which this run's server "
+            f"cannot run: {error.message}",
+            fix="go on in the mode it was made in, or begin anew with --resume never",
+        ) from None
+    model.source = str(loaded.path)
+    model.adopt(whole, optimizer)
+    model.begin(model.new_memory(), lambda store: restore(store, loaded))
+    saved = saved_of(loaded)
+    if manifest.mode != config.run.mode:
+        saved["policy"] = {}  # another mode's state
+    return saved
+
+
+def saved_of(loaded: Loaded) -> dict[str, Any]:
+    """What `Snapshots.take` was given, and the version."""
+    manifest = loaded.manifest
+    return {
+        "run": manifest.run,
+        "server_incarnation": manifest.server_incarnation,
+        "version": manifest.version,
+        "policy": dict(manifest.policy),
+        "steps": dict(manifest.contributions),
+        "num_joins": dict(manifest.num_joins),
+        "training": dict(manifest.training),
+    }
+
+
+def new_incarnation(config: Config, least: int) -> int:
+    """The server incarnation of this start, `least` or more, for a run that keeps snapshots. Written down before it
+    is used: a server that dies before its first snapshot had one too. CheckpointError where that cannot be done."""
+    directory = snapshot_dir(config)
+    prepare(directory)
+    path, new = directory / _INCARNATION, directory / f"{_INCARNATION}.new"
+    known = 0
+    with contextlib.suppress(OSError, ValueError):
+        known = int(path.read_text())
+    incarnation = max(least, known + 1, next_incarnation(directory))
+    try:
+        new.write_text(f"{incarnation}\n")
+        sync(new)
+        os.replace(new, path)
+        sync(directory)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="choose another checkpoint.dir") from None
+    return incarnation
+
+
+def after_going_back(config: Config, has_written: bool) -> Config:
+    """The configuration of a server that goes back in its process: what it wrote itself is what it goes on from,
+    also where it was told to begin anew or to go on from elsewhere."""
+    if not has_written:
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": None})})

@@ -1,0 +1,191 @@
+"""A snapshot on its way to the disk, and going on from it: what fails is an alarm, and whoever waits goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import CheckpointError
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.ps.core.facts import SnapshotTaken
+from paramserver.ps.snapshots.available import Available
+from paramserver.ps.snapshots.files import candidates, writing_to
+from paramserver.ps.snapshots.resume import after_going_back, new_incarnation, resume_model
+from paramserver.ps.snapshots.snapshots import Snapshots
+from paramserver.ps.tensors.model import Model
+from paramserver.ps.tensors.thread import TensorThread
+
+LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
+SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
+SAVED = {
+    "run": "r", "server_incarnation": 3, "policy": {"window": [1, 2]}, "steps": {0: 4, 1: 5}, "num_joins": {0: 1},
+    "training": {"elapsed_s": 1.5},
+}  # fmt: skip
+
+
+def of(place: Path, mode: str = "sync", keep: int = 2) -> Config:
+    return Config(run={"mode": mode}, checkpoint={"dir": str(place), "keep": keep})
+
+
+class Rig:
+    """A model that trains by itself, and its snapshots."""
+
+    def __init__(self, config: Config) -> None:
+        self.ends: list[BaseException] = []
+        self.told: list[SnapshotTaken] = []
+        self.tensors = TensorThread(self.ends.append)
+        self.model = Model(config, self.tensors, has_optimizer=True)
+        self.model.agree(0, LAYOUT, SPEC)
+        self.model.begin(self.model.new_memory())
+        self.model.store.weights.zero_()
+        self.snapshots = Snapshots(self.model, self.tensors, config, self.told.append)
+
+    def commit(self) -> None:
+        store = self.model.store
+        self.tensors.submit(lambda: store.fold(torch.ones(8).view(torch.uint8), 1.0, 0))
+        self.tensors.submit(lambda: store.commit(1, 0, None))
+
+    async def take(self) -> int:
+        """What the caller is told when it is over."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.snapshots.take(SAVED, done.set_result)
+        return await done
+
+
+def in_loop(scenario: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    def run(tmp_path: Path) -> None:
+        asyncio.run(asyncio.wait_for(scenario(tmp_path), 20))
+
+    run.__name__, run.__doc__ = scenario.__name__, scenario.__doc__
+    return run
+
+
+def versions(place: Path) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in candidates(place)]
+
+
+# ---- taking --------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
+    rig = Rig(of(tmp_path))
+    rig.commit()
+    assert await rig.take() == 1
+    (fact,) = rig.told
+    assert (fact.version, fact.contributions) == (1, {0: 4, 1: 5})
+    model = Model(of(tmp_path), rig.tensors, has_optimizer=True)
+    available = Available(of(tmp_path))
+    saved = resume_model(of(tmp_path), available, available.newest(), model)
+    assert saved == {**SAVED, "version": 1}
+    assert torch.equal(model.store.tensors()["w"], torch.full((8,), -0.5))
+    assert model.source == fact.path
+
+
+@in_loop
+async def test_one_is_pruned_when_a_newer_one_is_on_all_shards(tmp_path):
+    """Another shard's disk is full for longer than checkpoint.keep."""
+    rig = Rig(of(tmp_path))
+    for version in range(1, 7):
+        rig.commit()
+        assert await rig.take() == version
+        rig.snapshots.prune(min(version, 2))
+    rig.snapshots.close()
+    assert versions(tmp_path) == [6, 5, 2]
+    rig = Rig(of(tmp_path))
+    rig.snapshots.prune(6)
+    rig.snapshots.close()
+    assert versions(tmp_path) == [6, 5]
+
+
+@in_loop
+async def test_a_snapshot_that_cannot_be_written_leaves_the_newest_common_one(tmp_path):
+    rig = Rig(of(tmp_path))
+    rig.commit()
+    assert await rig.take() == 1
+    rig.snapshots.prune(1)
+    rig.commit()
+    with writing_to(tmp_path):
+        assert await rig.take() == 1, "the newest that is known to be on all shards"
+    rig.commit()
+    assert await rig.take() == 3
+    assert versions(tmp_path) == [3, 1] and rig.ends == []
+
+
+@in_loop
+async def test_a_capture_that_fails_is_an_alarm_and_nobody_waits_for_it(tmp_path):
+    rig = Rig(of(tmp_path))
+    rig.commit()
+    assert await rig.take() == 1
+    rig.snapshots.prune(1)
+    optimizer, rig.model.store.optimizer = rig.model.store.optimizer, object()
+    assert await rig.take() == 1
+    assert rig.ends == [] and versions(tmp_path) == [1]
+    rig.model.store.optimizer = optimizer
+    rig.commit()
+    assert await rig.take() == 2
+
+
+@in_loop
+async def test_after_a_failed_commit_no_snapshot_is_taken(tmp_path):
+    """Half of the windows are stepped, and the table of contributions counts the commit."""
+    rig = Rig(of(tmp_path))
+    rig.commit()
+    assert await rig.take() == 1
+    rig.snapshots.prune(1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("snapshot-*/*")}
+    rig.tensors.submit(lambda: rig.model.store.fold(torch.ones(3).view(torch.uint8), 1.0, 0))
+    rig.tensors.submit(lambda: rig.model.store.commit(1, 0, None))
+    assert len(rig.ends) == 1, "the run ends"
+    assert await rig.take() == 1
+    rig.snapshots.close()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("snapshot-*/*")} == before
+
+
+# ---- going on --------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_can_run(tmp_path):
+    """In localsgd workers run any optimizer. A mode with the server's own says which it cannot."""
+    tensors = TensorThread(lambda error: None)
+    for index, (spec, says) in enumerate([
+        (OptimizerSpec("TheirOwn", (GroupSpec(("w",), {"temperature": 3.0}),)), "unknown optimizer 'TheirOwn'"),
+        (OptimizerSpec("LBFGS", (GroupSpec(("w",), {"lr": 1.0}),)), "does not work elementwise"),
+        (OptimizerSpec("SGD", (GroupSpec((), {"lr": 1.0}),)), "nothing to train"),
+        (OptimizerSpec("SGD", ()), "nothing to train"),
+        (OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": -1.0}),)), "Invalid learning rate"),
+    ]):  # fmt: skip
+        place = tmp_path / str(index)
+        config = of(place, "localsgd")
+        model = Model(config, tensors, has_optimizer=False)
+        model.adopt(LAYOUT, spec)
+        model.begin(model.new_memory())
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        snapshots = Snapshots(model, tensors, config, lambda fact: None)
+        snapshots.take(SAVED, done.set_result)
+        await done
+        snapshots.close()
+        assert len(candidates(place)) == 1
+        available = Available(of(place))
+        with pytest.raises(CheckpointError, match=says):
+            resume_model(of(place), available, available.newest(), Model(of(place), tensors, has_optimizer=True))
+
+
+def test_every_start_has_an_incarnation_of_its_own(tmp_path):
+    assert [new_incarnation(of(tmp_path), 1) for _ in range(3)] == [1, 2, 3]
+    assert new_incarnation(of(tmp_path), 7) == 7
+
+
+def test_who_goes_back_goes_on_from_what_it_wrote_whatever_it_was_to_begin_with(tmp_path):
+    config = of(tmp_path)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "never"})})
+    assert after_going_back(config, has_written=True).checkpoint.resume is None
+    assert after_going_back(config, has_written=False).checkpoint.resume == "never"
