@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from ..common.errors import ParamServerError
 from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
-from .events import Event, parse_event, parse_status
-from .plan import SERVER, Child, Plan, ProcessSpec
-from .screen import Screen, make_screen
-from .supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from .plan.process import SERVER, Child, ProcessSpec
+from .plan.runs import Plan
+from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from .view.events import Event, parse_event, parse_status
+from .view.screen import Screen, make_screen
 
 _TICK_S = 0.1
 

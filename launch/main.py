@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..common.reporting.summary import Summary
     from .backends.base import Site
     from .job import Outcome
-    from .plan import Machine, Plan, Request
+    from .plan.runs import Machine, Plan, Request
 
 _COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
@@ -36,8 +36,8 @@ def launch(
 ) -> int:
     """Start a server and N workers, watch them, and end them together."""
     from ..common.user_code import is_in_file
-    from .files import SINGLE
-    from .plan import Request
+    from .plan.files import SINGLE
+    from .plan.runs import Request
 
     modes = _modes(flags["run.mode"])
     run_mode = next((name for name in modes if name != SINGLE), None)
@@ -67,7 +67,7 @@ def main() -> None:
 def _modes(text: str | None) -> tuple[str, ...]:
     """The modes of a comma list, by their own names; empty when the flag was not given."""
     from ..common.registry import MODES, canonical_mode, mode_label
-    from .files import SINGLE
+    from .plan.files import SINGLE
 
     if text is None:
         return ()
@@ -86,7 +86,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
 def _resolve(config_path: str | None, flags: Flags, sets: list[str]) -> Resolved:
     """The settings, with a number of workers. The launcher's own RANK and the like mean nothing here."""
     from ..common.config.sources import LAUNCHER_ENV_NAMES, load_config
-    from .plan import DEFAULT_NUM_WORKERS
+    from .plan.runs import DEFAULT_NUM_WORKERS
 
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     resolved = load_config(config_path, flags, sets, environ)
@@ -107,8 +107,8 @@ def _plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     from ..common.registry import BACKENDS, check_contributions, check_pipelined
     from ..common.reporting.output import check_writable
     from .backends.base import Site
-    from .plan import plan_runs
-    from .remote import check_exposure, check_remote, hosts_of
+    from .hosts.remote import check_exposure, check_remote, hosts_of
+    from .plan.runs import plan_runs
 
     config = resolved.config
     backend = BACKENDS.load(config.launch.backend)
@@ -144,8 +144,8 @@ def _plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
 
 def _machine(site: Site, *, spans_hosts: bool) -> Machine:
     """What the plans need to know of this machine, and of the others."""
-    from .plan import Machine
-    from .remote import placement_of
+    from .hosts.remote import placement_of
+    from .plan.runs import Machine
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
@@ -175,7 +175,7 @@ def _run(plans: list[Plan], site: Site) -> int:
 
     from ..common.registry import BACKENDS
     from .job import run_all
-    from .screen import discard_from_now_on
+    from .view.screen import discard_from_now_on
 
     config = plans[0].config
     outcomes = asyncio.run(run_all(plans, BACKENDS.load(config.launch.backend), site))
@@ -193,7 +193,7 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries."""
     from ..common.registry import mode_label
     from ..common.reporting.report import comparison_table, report_console, summary_table
-    from .outputs import write_run, write_runs
+    from .view.outputs import write_run, write_runs
 
     console = report_console()
     finished: list[Summary] = [outcome.summary for outcome in outcomes if outcome.summary is not None]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import read_pem
-from paramserver.launch.authority import Identity, load_ca
-from paramserver.launch.certs import app
+from paramserver.launch.certs.authority import Identity, load_ca
+from paramserver.launch.certs.main import app
 from paramserver.worker.conversation.security import Security
 
 

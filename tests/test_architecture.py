@@ -36,12 +36,8 @@ PURE = [
     "ps/core/membership.py",
     "ps/core/judgement.py",
     "worker/session.py",
-    "launch/plan.py",
-    "launch/placement.py",
-    "launch/settings.py",
-    "launch/supervise.py",
-    "launch/restarts.py",
-    "launch/files.py",
+    "launch/plan/*",
+    "launch/supervise/*",
     "ps/core/leases.py",
     "ps/shards/gather.py",
     "ps/snapshots/common.py",
@@ -284,6 +280,36 @@ def mode_comparisons(source: str) -> list[str]:
 def test_no_code_asks_which_mode_it_is(name: str) -> None:
     """The mode lives in its one file; everything else asks the policy what it wants."""
     assert mode_comparisons((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+# ---- rooms ------------------------------------------------------------------------------------------
+
+ROOMY = ("launch", "drills")
+
+
+@pytest.mark.parametrize("package", ROOMY)
+def test_a_folder_is_seen_at_a_glance(package: str) -> None:
+    entries: dict[Path, set[str]] = {}
+    for name in FILES:
+        path = Path(name)
+        for child in (path, *path.parents):
+            entries.setdefault(child.parent, set()).add(child.name)
+    crowded = {str(folder): len(names) for folder, names in entries.items() if len(names) > 12}
+    assert [folder for folder in crowded if folder.split("/")[0] == package] == []
+
+
+@pytest.mark.parametrize("package", ROOMY)
+def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+    modules = {"paramserver." + name.removesuffix(".py").replace("/", "."): name for name in FILES}
+    waiting = {
+        name: {modules[imported] for imported in imports_of(name) if imported in modules} - {name}
+        for name in FILES
+        if name.startswith(f"{package}/")
+    }
+    while free := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    assert sorted(waiting) == []
 
 
 # ---- the reader itself -------------------------------------------------------------------------------

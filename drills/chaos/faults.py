@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Protocol
 
-from ...launch.plan import SERVER, Child
+from ...launch.plan.process import SERVER, Child
 from .plan import Fault
 from .processes import Handle, job_processes
 from .proxy import DOWN, UP, Network

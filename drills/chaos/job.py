@@ -14,8 +14,8 @@ from typing import Any
 
 from ...common.reporting.status import Status
 from ...launch.backends.local import LocalBackend
-from ...launch.events import Event, parse_event, parse_status
-from ...launch.plan import SERVER, Child, ProcessSpec
+from ...launch.plan.process import SERVER, Child, ProcessSpec
+from ...launch.view.events import Event, parse_event, parse_status
 from .faults import Injector, Say
 from .plan import Fault
 from .processes import children_of, job_processes, rank_of_port

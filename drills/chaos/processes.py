@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...launch.plan import SERVER, Child
+from ...launch.plan.process import SERVER, Child
 
 _PROC = Path("/proc")
 _ZOMBIE = "Z"

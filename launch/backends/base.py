@@ -43,11 +43,11 @@ from typing import ClassVar
 
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
-from ..agent.connection import Connection
-from ..events import LineSplitter
-from ..exits import CANNOT_START
-from ..hosts import Host
-from ..plan import WILDCARDS, Child, ProcessSpec
+from ..hosts.connection import Connection
+from ..plan.hosts import Host
+from ..plan.process import WILDCARDS, Child, ProcessSpec
+from ..supervise.exits import CANNOT_START
+from ..view.events import LineSplitter
 
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]
@@ -120,7 +120,7 @@ class Running:
 
 
 class AgentBackend(Backend):
-    """What backends have in common whose processes are started by agents (`launch/agent/`), wherever those are."""
+    """What backends have in common whose processes an agent starts (`launch/hosts/agent.py`), wherever it is."""
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         self._on_line = on_line

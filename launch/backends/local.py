@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...common.config.schema import Config
-from ..agent.connection import Connection, Route, agent_command
-from ..hosts import THIS_MACHINE
-from ..plan import ProcessSpec
+from ..hosts.connection import Connection, Route, agent_command
+from ..plan.hosts import THIS_MACHINE
+from ..plan.process import ProcessSpec
 from .base import AgentBackend, OnExit, OnLine, Running, Site
 
 

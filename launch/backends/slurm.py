@@ -1,7 +1,7 @@
 """Processes as steps of a Slurm job: `srun` in the allocation the launcher runs in, or in one it makes itself.
 
 Each process is a step of one task on the node that the backend chose, so that each can be ended and started
-again alone: an agent (`launch/agent/agent.py`) with that one process, to which srun carries the launcher's words
+again alone: an agent (`launch/hosts/agent.py`) with that one process, to which srun carries the launcher's words
 over its standard input. Signals do not do it: srun answers a SIGTERM by killing its step, and a killed srun
 leaves its step behind.
 
@@ -24,10 +24,10 @@ from typing import Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
-from ..agent.connection import Connection, Route, Unreachable, agent_command
-from ..allocation import Allocation, Place, parse_counts, place
-from ..exits import CANNOT_START, HOST_LOST
-from ..plan import Child, ProcessSpec
+from ..hosts.connection import Connection, Route, Unreachable, agent_command
+from ..plan.allocation import Allocation, Place, parse_counts, place
+from ..plan.process import Child, ProcessSpec
+from ..supervise.exits import CANNOT_START, HOST_LOST
 from .base import AgentBackend, OnExit, OnLine, Running, Site, with_host
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")

@@ -1,6 +1,6 @@
 """Processes on other machines, over the system's ssh: one connection and one agent per host.
 
-The agent (`launch/agent/agent.py`) starts the host's processes and ends them all when the connection ends, however it
+The agent (`launch/hosts/agent.py`) starts the host's processes and ends them all when the connection ends, however it
 ends; this side speaks to it through a `Connection`. A host that was lost is connected to anew when one of its
 processes is started again, after what may be left there of the lost connection has been killed.
 """
@@ -18,12 +18,12 @@ from typing import Any
 from ...common.config.schema import LaunchConfig
 from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
-from ..agent.connection import BOOTSTRAP, Connection, Guardian, Route, Unreachable
-from ..exits import HOST_LOST
-from ..files import code_file
-from ..host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
-from ..hosts import THIS_MACHINE, Host
-from ..plan import WILDCARDS, Child, ProcessSpec
+from ..hosts.connection import BOOTSTRAP, Connection, Guardian, Route, Unreachable
+from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
+from ..plan.files import code_file
+from ..plan.hosts import THIS_MACHINE, Host
+from ..plan.process import WILDCARDS, Child, ProcessSpec
+from ..supervise.exits import HOST_LOST
 from .base import AgentBackend, OnExit, OnLine, Running, Site, command_text, handed_on, with_host
 
 _REACH_S = 5.0

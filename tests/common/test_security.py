@@ -23,7 +23,7 @@ from paramserver.common.security import (
     split_address,
     warn_of_readable_secrets,
 )
-from paramserver.launch.authority import Validity, make_ca, make_server, make_worker
+from paramserver.launch.certs.authority import Validity, make_ca, make_server, make_worker
 
 SECRET = "s3cret-of-this-test"
 tokens = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=200)

@@ -28,7 +28,7 @@ def test_it_loads_no_torch() -> None:
 @pytest.mark.slow
 def test_a_server_that_serves_with_tls_and_a_token_and_one_that_is_gone(cluster: Cluster) -> None:
     certs = cluster.folder / "certs"
-    code = "from paramserver.launch.certs import main; main()"
+    code = "from paramserver.launch.certs.main import main; main()"
     subprocess.run([sys.executable, "-c", code, "init", str(certs)], check=True, capture_output=True)
     pem = ("--cert", str(certs / "server.crt"), "--key", str(certs / "server.key"))
     server = cluster.server("--mode", "async", "--token-file", str(certs / "token"), *pem)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.launch.agent.agent import end_with
+from paramserver.launch.hosts.agent import end_with
 
 NEEDED = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "mungekey")
 DEADLINE_S = 30.0

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from paramserver.common.errors import UsageError
-from paramserver.launch.allocation import Allocation, Place, parse_counts, place
-from paramserver.launch.plan import SERVER, Child, ProcessSpec
+from paramserver.launch.plan.allocation import Allocation, Place, parse_counts, place
+from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
 from paramserver.tests.engines.conftest import EngineRun
 from paramserver.tests.engines.slurm import SlurmCluster
 from paramserver.tests.loopback.conftest import Process

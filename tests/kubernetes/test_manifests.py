@@ -24,8 +24,8 @@ import pytest
 import yaml
 
 from paramserver.common.config.schema import Config
-from paramserver.launch.plan import Child
-from paramserver.launch.restarts import can_mend
+from paramserver.launch.plan.process import Child
+from paramserver.launch.supervise.restarts import can_mend
 from paramserver.tests.loopback.conftest import Cluster, Process
 
 ROOT = Path(__file__).parents[2]

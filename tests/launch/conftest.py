@@ -18,9 +18,17 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.launch.backends.base import Site
-from paramserver.launch.plan import SERVER, Child
-from paramserver.launch.remote import hosts_of
-from paramserver.launch.supervise import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from paramserver.launch.hosts.remote import hosts_of
+from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.supervise.supervisor import (
+    Decision,
+    Finish,
+    Kill,
+    Restart,
+    Start,
+    Supervisor,
+    Terminate,
+)
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import facts_of
-from paramserver.launch.authority import Validity, host_name, make_ca, make_server
-from paramserver.launch.certs import app
+from paramserver.launch.certs.authority import Validity, host_name, make_ca, make_server
+from paramserver.launch.certs.main import app
 
 
 def certs(*argv: str | Path) -> None:
@@ -233,7 +233,7 @@ def test_show_of_an_empty_directory(tmp_path: Path) -> None:
 def test_help_is_at_once() -> None:
     """Nothing is loaded for it but Typer."""
     code = (
-        "import sys, paramserver.launch.certs\n"
+        "import sys, paramserver.launch.certs.main\n"
         "print([name for name in ('cryptography', 'torch', 'grpc', 'pydantic') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

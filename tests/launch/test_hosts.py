@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.backends.base import threads
-from paramserver.launch.hosts import Host, load_hosts
-from paramserver.launch.placement import Placement, place
-from paramserver.launch.plan import Machine, Plan, Request, plan_runs
-from paramserver.launch.remote import check_exposure, check_remote, listen_of
+from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
+from paramserver.launch.plan.hosts import Host, load_hosts
+from paramserver.launch.plan.placement import Placement, place
+from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "hosts.example.yaml"
 

@@ -42,7 +42,7 @@ def test_help_comes_at_once() -> None:
 def test_the_launcher_never_loads_what_trains() -> None:
     code = (
         "import sys, paramserver.launch.main, paramserver.launch.job, paramserver.launch.backends.local;"
-        "import paramserver.common.reporting.report, paramserver.launch.outputs;"
+        "import paramserver.common.reporting.report, paramserver.launch.view.outputs;"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'grpc', 'google', 'numpy')"
         " or m.startswith(('paramserver.ps', 'paramserver.worker', 'paramserver.proto'))])"
     )

@@ -52,8 +52,8 @@ def test_a_mismatch_is_not_tried_again(marked) -> None:
 
 def test_a_program_that_does_not_exist_is_not_tried_again(marked) -> None:
     (marked.folder / "launch.py").write_text(
-        "from paramserver.launch import plan, main\n"
-        "plan.PROGRAMS['server'] = ('-c', 'import sys; sys.exit(126)')\n"
+        "from paramserver.launch import main\nfrom paramserver.launch.plan import runs\n"
+        "runs.PROGRAMS['server'] = ('-c', 'import sys; sys.exit(126)')\n"
         "main.main()\n"
     )
     process = marked.start("launch.py", "-n", "1", "--checkpoint-dir", "kept")

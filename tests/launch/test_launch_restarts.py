@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.launch.plan import SERVER, Child
-from paramserver.launch.restarts import MAX_BACKOFF_S, Failure, Restarts, can_mend
-from paramserver.launch.supervise import Finish, Kill, Phase, Restart, Start, Supervisor, Terminate
+from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.supervise.restarts import MAX_BACKOFF_S, Failure, Restarts, can_mend
+from paramserver.launch.supervise.supervisor import (
+    Finish,
+    Kill,
+    Phase,
+    Restart,
+    Start,
+    Supervisor,
+    Terminate,
+)
 
 W0, W1 = Child("worker", 0), Child("worker", 1)
 

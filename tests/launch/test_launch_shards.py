@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from paramserver.common.config.sources import load_config
-from paramserver.launch.plan import Machine, Request, plan_runs
-from paramserver.launch.supervise import Supervisor
+from paramserver.launch.plan.runs import Machine, Request, plan_runs
+from paramserver.launch.supervise.supervisor import Supervisor
 
 DEADLINE_S = 15.0
 SOON = ("--set", "launch.backoff_s=0.01")

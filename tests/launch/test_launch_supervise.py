@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.launch.plan import Child
-from paramserver.launch.supervise import Supervisor
+from paramserver.launch.plan.process import Child
+from paramserver.launch.supervise.supervisor import Supervisor
 
 TRANSCRIPTS = {
     "everything goes well": """

@@ -20,9 +20,9 @@ from paramserver.common.reporting.report import (
 )
 from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary, WorkerSummary
-from paramserver.launch.events import LineSplitter, parse_event, parse_status
-from paramserver.launch.plan import SERVER, Child
-from paramserver.launch.view import LastLines, child_line, status_panel
+from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.view.events import LineSplitter, parse_event, parse_status
+from paramserver.launch.view.text import LastLines, child_line, status_panel
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.common.wire.protocol import SERVICE
-from paramserver.launch.authority import Validity, make_worker
+from paramserver.launch.certs.authority import Validity, make_worker
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.worker.conversation.security import Security, open_channel

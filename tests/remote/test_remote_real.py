@@ -35,7 +35,10 @@ def launch(remote, *argv: str, **env: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -> None:
     subprocess.run(
-        [sys.executable, "-m", "paramserver.launch.certs", "init", "certs", "--host", "127.0.0.2", "--workers", "3"],
+        [
+            *(sys.executable, "-m", "paramserver.launch.certs", "init", "certs"),
+            *("--host", "127.0.0.2", "--workers", "3"),
+        ],
         cwd=remote.folder, check=True, capture_output=True,
     )  # fmt: skip
     token = (remote.folder / "certs" / "token").read_text().strip()

@@ -17,7 +17,7 @@ import pytest
 from paramserver.common.config.schema import Config, SecurityConfig
 from paramserver.common.errors import AuthError
 from paramserver.common.security import read_pem
-from paramserver.launch.authority import Identity, Validity, make_ca, make_server, make_worker
+from paramserver.launch.certs.authority import Identity, Validity, make_ca, make_server, make_worker
 from paramserver.worker.conversation.client import Client, Lost
 from paramserver.worker.conversation.security import PLAINTEXT, Security, worker_security
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from paramserver.launch import plan
 from paramserver.launch.main import main
+from paramserver.launch.plan import runs
 
 HERE = Path(__file__).parent
-plan.PROGRAMS["server"] = (str(HERE / "fake_server.py"),)
-plan.PROGRAMS["worker"] = (str(HERE / "fake_worker.py"),)
+runs.PROGRAMS["server"] = (str(HERE / "fake_server.py"),)
+runs.PROGRAMS["worker"] = (str(HERE / "fake_worker.py"),)
 main()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ..common.config.schema import Config, SecurityConfig
-from ..common.config.sources import Resolved
-from ..common.errors import UsageError
-from ..common.registry import mode_label
-from ..common.user_code import is_in_file
+from ...common.config.schema import Config, SecurityConfig
+from ...common.config.sources import Resolved
+from ...common.errors import UsageError
+from ...common.registry import mode_label
+from ...common.user_code import is_in_file
 
 SINGLE = "single"  # not a mode of the server: one worker and no server
 

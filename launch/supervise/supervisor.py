@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ..plan.process import SERVER, Child
 from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
-from .plan import SERVER, Child
 from .restarts import Attempt, Failure, Restarts, can_mend
 
 # A server whose workers are all done has nothing left to do but to write its results. It is told

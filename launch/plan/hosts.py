@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..common.config.option import Section
-from ..common.errors import UsageError, did_you_mean
+from ...common.config.option import Section
+from ...common.errors import UsageError, did_you_mean
 
 THIS_MACHINE = "localhost"  # started without ssh
 

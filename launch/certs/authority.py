@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ..common.errors import AuthError, UsageError
+from ...common.errors import AuthError, UsageError
 
 CA_DAYS = 3650
 # Clocks of a lab differ a little.

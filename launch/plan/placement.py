@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..common.errors import UsageError
+from ...common.errors import UsageError
 from .hosts import THIS_MACHINE, Host
 
 

@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..common.reporting.report import figure, share, status_figures
-from ..common.reporting.status import Status, WorkerStatus
+from ...common.reporting.report import figure, share, status_figures
+from ...common.reporting.status import Status, WorkerStatus
+from ..plan.process import Child
 from .events import Event
-from .plan import Child
 
 _CHILD_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
 _LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
-from ..events import LineSplitter
-from ..exits import HOST_LOST
+from ..supervise.exits import HOST_LOST
+from ..view.events import LineSplitter
 from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..common.config.schema import DEFAULT_ADDRESS, Config
-from ..common.config.sources import Resolved, scalar_text
-from ..common.errors import UsageError
-from ..common.user_code import is_in_file
+from ...common.config.schema import DEFAULT_ADDRESS, Config
+from ...common.config.sources import Resolved, scalar_text
+from ...common.errors import UsageError
+from ...common.user_code import is_in_file
 from .files import is_flag
-
-if TYPE_CHECKING:
-    from .plan import Machine
+from .placement import Placement
 
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
@@ -61,13 +59,13 @@ def for_workers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(("run.mode", "run.other_", "policy."))}
 
 
-def listen_host(resolved: Resolved, machine: Machine) -> str:
+def listen_host(resolved: Resolved, placement: Placement | None, *, spans_hosts: bool) -> str:
     """Where servers listen: a server.listen that someone set, else where the first is placed, else the default."""
     host = resolved.config.server.listen.rpartition(":")[0]
     if not resolved.was_set("server.listen"):
-        if machine.placement is not None:
-            return machine.placement.servers[0].listen
-        if machine.spans_hosts:
+        if placement is not None:
+            return placement.servers[0].listen
+        if spans_hosts:
             return "0.0.0.0"
     return host or DEFAULT_ADDRESS.rpartition(":")[0]
 

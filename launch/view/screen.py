@@ -17,13 +17,13 @@ from typing import Any
 from rich.live import Live
 from rich.text import Text
 
-from ..common.config.schema import Config
-from ..common.reporting.report import PipeConsole, status_line
-from ..common.reporting.status import Status
+from ...common.config.schema import Config
+from ...common.reporting.report import PipeConsole, status_line
+from ...common.reporting.status import Status
+from ..plan.process import Child
+from ..supervise.supervisor import Finish
 from .events import Event
-from .plan import Child
-from .supervise import Finish
-from .view import LastLines, child_line, status_panel
+from .text import LastLines, child_line, status_panel
 
 _MAX_LINES_HELD = 200
 

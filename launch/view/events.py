@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.reporting.status import Status
+from ...common.reporting.status import Status
 
 _LEVELS = ("debug", "info", "warning", "error")
 _MAX_LINE_BYTES = 1 << 20  # a longer one is cut, so that no child fills the launcher's memory

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
-from .hosts import Host
+from ...common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
+from ..plan.hosts import Host
 
 INSTALLED = """
 import importlib.metadata, importlib.util, json, os, sys

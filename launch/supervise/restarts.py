@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from ..plan.process import SERVER, Child
 from .exits import CANNOT_START
-from .plan import SERVER, Child
 
 FORGIVEN_AFTER_S = 60.0
 MAX_BACKOFF_S = 10.0

@@ -19,12 +19,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..common.config.schema import Config
-from ..common.config.sources import Resolved, scalar_text
-from ..common.errors import UsageError
-from ..common.registry import MODES
+from ...common.config.schema import Config
+from ...common.config.sources import Resolved, scalar_text
+from ...common.errors import UsageError
+from ...common.registry import MODES
 from .files import (
     SINGLE,
     check_snapshots,
@@ -36,6 +36,7 @@ from .files import (
     worker_identity,
 )
 from .placement import Place, Placement
+from .process import SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
     arguments,
     check_one_for_all,
@@ -48,7 +49,7 @@ from .settings import (
 )
 
 DEFAULT_NUM_WORKERS = 2
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # and where this machine itself reaches them
+
 
 # Arguments of the interpreter that start each program.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -60,34 +61,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 _OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
 # Beside the launcher's own, what a script is told otherwise (RANK, ...) or decides itself.
 _NOT_FOR_SCRIPTS = ("optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
-
-
-class Child(NamedTuple):
-    """The stable name of a process of the run. Server 0 coordinates; further ones are its shards."""
-
-    role: str  # "server" or "worker"
-    rank: int
-
-    def __str__(self) -> str:
-        if self.role == "server":
-            return f"server shard {self.rank}" if self.rank else "server"
-        return f"{self.role} {self.rank}"
-
-
-SERVER = Child("server", 0)
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process to start. `env` is added to the environment the backend gives."""
-
-    child: Child
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    host: str = ""  # where it was placed; "": where the backend likes
-    sharing: int = 0  # processes that divide that host's cores; 0: the number of threads is not the launcher's to set
-    needs: tuple[str, ...] = ()  # files it reads,
-    leaves: tuple[str, ...] = ()  # and writes, as it finds them where it runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +229,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     server = None
     identities: tuple[Mapping[str, Any], ...] = ()
     shards: tuple[Mapping[str, Any], ...] = ({},)
-    listen = listen_host(resolved, machine)
+    listen = listen_host(resolved, machine.placement, spans_hosts=machine.spans_hosts)
     if mode != SINGLE:
         server = _server(resolved, machine, common, env, num_shards)
         kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
@@ -291,7 +264,7 @@ def _server(
     """The coordinator; as shard 0 of several it takes its share of the cores."""
     listen, port = resolved.config.server.listen, resolved.config.launch.port
     if port is not None or not resolved.was_set("server.listen"):
-        listen = f"{listen_host(resolved, machine)}:{port or 0}"
+        listen = f"{listen_host(resolved, machine.placement, spans_hosts=machine.spans_hosts)}:{port or 0}"
     own: dict[str, Any] = {"server.listen": listen}
     if num_shards > 1:
         own = {"server.shards": num_shards, **own}

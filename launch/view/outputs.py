@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ..common.errors import OutputError
-from ..common.reporting.summary import Summary
+from ...common.errors import OutputError
+from ...common.reporting.summary import Summary
 
 
 def write_run(path: str, summary: Summary) -> None:

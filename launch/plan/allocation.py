@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..common.errors import UsageError
-from .plan import Child, ProcessSpec
+from ...common.errors import UsageError
+from .runs import Child, ProcessSpec
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.config.cli import make_app, run_app
-from ..common.errors import OutputError, UsageError
+from ...common.config.cli import make_app, run_app
+from ...common.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from .authority import Identity, Validity
@@ -69,7 +69,7 @@ def init(
     force: ForceOption = False,
 ) -> None:
     """Make a CA, certificates for server, shards and workers, and a token; then say how to use them."""
-    from ..common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX
+    from ...common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX
     from .authority import CA_DAYS, Validity, host_name, load_ca, make_ca
 
     if renew and force:
@@ -101,8 +101,8 @@ def show(directory: DirArgument) -> None:
 
     from rich.table import Table
 
-    from ..common.reporting.report import report_console
-    from ..common.security import facts_of
+    from ...common.reporting.report import report_console
+    from ...common.security import facts_of
     from .authority import is_signed_by
 
     paths = sorted(directory.glob("*.crt"), key=_by_rank)
@@ -148,7 +148,7 @@ def _ours(directory: Path) -> list[Path]:
 
 def _hosts_of(path: Path) -> tuple[str, ...]:
     """What the certificate is for; the defaults when there is none."""
-    from ..common.security import facts_of
+    from ...common.security import facts_of
 
     return facts_of(_read(path)).names if path.exists() else (*_ANYWHERE, *_own_name())
 
@@ -176,13 +176,13 @@ def _own_name() -> list[str]:
 
 
 def _worker_names(workers: int | None) -> list[str]:
-    from ..common.security import ANY_RANK, RANK_PREFIX
+    from ...common.security import ANY_RANK, RANK_PREFIX
 
     return [f"{RANK_PREFIX}{rank}" for rank in range(workers)] if workers else [ANY_RANK]
 
 
 def _shard_names(shards: int | None) -> list[str]:
-    from ..common.security import SHARD_PREFIX
+    from ...common.security import SHARD_PREFIX
 
     return [f"{SHARD_PREFIX}{shard}" for shard in range(shards or 0)]
 
@@ -245,7 +245,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _say_next(directory: Path, names: list[str], shards: list[str], hosts: list[str], renewed: bool) -> None:
-    from ..common.security import SHARD_PREFIX, facts_of
+    from ...common.security import SHARD_PREFIX, facts_of
 
     facts = facts_of(_read(directory / "server.crt"))
     who = ", ".join(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (shards, names) if group)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from ..common.config.schema import Config
-from ..common.config.sources import Resolved
-from ..common.errors import AuthError, UsageError
-from ..common.security import TOKEN_VARIABLE, is_loopback, split_address
-from .files import code_file
-from .hosts import THIS_MACHINE, Host, load_hosts
-from .placement import Placement, num_colocated, place
-from .plan import Plan
+from ...common.config.schema import Config
+from ...common.config.sources import Resolved
+from ...common.errors import AuthError, UsageError
+from ...common.security import TOKEN_VARIABLE, is_loopback, split_address
+from ..plan.files import code_file
+from ..plan.hosts import THIS_MACHINE, Host, load_hosts
+from ..plan.placement import Placement, num_colocated, place
+from ..plan.runs import Plan
 
 _SSH_CONFIG_S = 10.0
 

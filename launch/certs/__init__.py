@@ -1,0 +1,1 @@
+"""ps-certs: certificates for servers and workers."""

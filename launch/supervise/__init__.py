@@ -1,0 +1,1 @@
+"""What to do when something happens to a process: decisions, with their reasons. Pure."""

@@ -1,0 +1,1 @@
+"""What children say, and how people see it."""
