@@ -334,4 +334,7 @@ class Exchange:
         for shard in self._shards:
             shard.client.close()
         self._crew.dismiss()
+        if self._model is not None:
+            for shard in self._shards:
+                shard.transfer.leave_segment()
         self._history.close()

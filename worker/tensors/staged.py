@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ...common.tensors.layout import as_bytes, new_body
+from .pinned import PinnedMemory
 from .transfer import (
     DirectTransfer,
     Indices,
@@ -45,6 +46,7 @@ class StagedTransfer:
         self._is_copying = False  # out of `_in`
         self._segment: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
+        self._pinned: PinnedMemory | None = None  # `_segment`, where there is a GPU
         self._copied: dict[int, torch.cuda.Event] = {}  # copies that began, by tensor
         self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
 
@@ -85,9 +87,10 @@ class StagedTransfer:
 
     def _places_in(self, segment: torch.Tensor) -> list[torch.Tensor]:
         if segment is not self._segment:
+            self.leave_segment()
             self._segment, self._places = segment, exchanged_views(self._model.layout, segment)
             if self._device is not None:
-                _pin_in_place(segment)
+                self._pinned = PinnedMemory(segment, torch.cuda.cudart())
         return self._places
 
     def _copy_out(self, source: Source, groups: list[range], views: list[torch.Tensor]) -> None:
@@ -127,15 +130,15 @@ class StagedTransfer:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def leave_segment(self) -> None:
-        self._segment, self._places = None, []
+        self._copied.clear()
+        if self._pinned is not None:
+            if self._stream is not None:
+                self._stream.synchronize()  # copies into it may be on their way
+            self._pinned.release()
+        self._segment, self._places, self._pinned = None, [], None
 
     def _side_stream(self) -> torch.cuda.StreamContext:
         if self._stream is not None:
             # Copies begin after what the training stream has been given so far.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
-
-
-def _pin_in_place(body: torch.Tensor) -> None:
-    """Lock existing memory, so that copies between it and a GPU are asynchronous. Slower copies if refused."""
-    torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)

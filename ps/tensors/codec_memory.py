@@ -1,0 +1,58 @@
+"""What the codecs of one worker process remember on this side: its contributions are decoded here, its answers encoded.
+
+It lives as long as the process is a member, so it outlasts a stream: what a resumed worker sends again is decoded as if
+it had not been sent before. A START begins with an empty one, there as here. Used in the order of the tensor work.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...common.codecs.base import Codec, Decoder, Encoder, begin_body, take_body
+from ...common.tensors.layout import Layout
+
+
+class CodecMemory:
+    """Of one worker process, for the part of the model that is here."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._decoders: dict[str, Decoder] = {}  # of the codec that the worker has; one, unless it changes its mind
+        self._encoder: Encoder | None = None
+        self._num_answers = 0  # encoded since START
+
+    # ---- contributions --------------------------------------------------------------------
+
+    def take(self, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> None:
+        """A contribution, uint8 [body_bytes], into `body`, uint8 [exchange_bytes]; what was begun before and is not
+        settled has never been. Raises BAD_REQUEST for what the codec cannot decode."""
+        if codec.name not in self._decoders:
+            self._decoders = {codec.name: codec.decoder(self._layout)}
+        self._decoders[codec.name].rollback()
+        take_body(codec, self._decoders[codec.name], self._layout, encoded, body)
+
+    def settle(self, is_folded: bool) -> None:
+        """What was taken last is folded, or will never be."""
+        for decoder in self._decoders.values():
+            decoder.commit() if is_folded else decoder.rollback()
+
+    # ---- answers --------------------------------------------------------------------------
+
+    def encode(self, codec: Codec, body: torch.Tensor) -> torch.Tensor:
+        """Weights, uint8 [>= exchange_bytes], as they are sent, uint8 [body_bytes]. Who asks for them on the stream on
+        which it was answered before has taken that answer."""
+        if self._encoder is None:
+            self._encoder = codec.encoder(self._layout)
+        self._encoder.commit()
+        self._num_answers += 1
+        return begin_body(codec, self._encoder, self._layout, body)
+
+    def resumed(self, num_taken: int) -> None:
+        """The process is back on a new stream, and has taken so many encoded answers whole: of the last one it has
+        all or nothing."""
+        if self._encoder is not None:
+            if num_taken < self._num_answers:
+                self._encoder.rollback()
+            else:
+                self._encoder.commit()
+        self._num_answers = num_taken
