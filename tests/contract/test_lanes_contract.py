@@ -1,0 +1,288 @@
+"""Every lane carries every codec, and memories on both sides agree whatever is lost, refused, dropped or sent again.
+
+The worker's lanes and the server's memory are the real ones; what lies between them is a list of messages that a fault
+may cut off, and hypothesis chooses what goes wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paramserver.common.codecs.base import body_bytes
+from paramserver.common.errors import ParamServerError, Reason
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import as_bytes, new_body
+from paramserver.common.wire.frames import BodyReader, parse
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.tensors.codec_memory import CodecMemory
+from paramserver.worker.lanes.base import Lane
+from paramserver.worker.lanes.down import Down
+from paramserver.worker.lanes.grpc import GrpcLane
+from paramserver.worker.lanes.shared import SharedLane
+from paramserver.worker.lanes.up import Up
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
+
+sys.path.insert(0, str(Path(__file__).parent))
+from delta_codec import DeltaCodec
+
+ALL_CODECS = [*CODECS.names(), "delta"]
+LANES = ["tcp", "shared memory"]
+
+
+def codec_of(name: str) -> Any:
+    return DeltaCodec() if name == "delta" else CODECS.load(name)()
+
+
+class Net(nn.Module):
+    """Parameters of several shapes, and a buffer."""
+
+    def __init__(self, size: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(size, 7)
+        self.norm = nn.BatchNorm1d(7)
+
+
+class Pair:
+    """A worker's two lanes to a shard, and what that shard has of them."""
+
+    def __init__(self, codec: str, lane: str = "tcp", staged: bool = False, size: int = 5) -> None:
+        torch.manual_seed(1)
+        self.net = Net(size)
+        self.model = ModelTensors(self.net)
+        self.layout = self.model.layout
+        self.codec = codec_of(codec)
+        transfer: Any = StagedTransfer(self.model) if staged else make_transfer(self.model)
+        self.sent: list[bytes] = []
+        self.up = Up(self.codec, self.model, transfer, self._send)
+        self.down = Down(self.codec, self.model, transfer)
+        self.lane: Lane = GrpcLane()
+        if lane == "shared memory":
+            self.lane = SharedLane()
+            self.lane.segment = new_body(self.layout.exchange_bytes)
+        self.up.joined(self.lane)
+        self.memory = CodecMemory(self.layout)
+
+    def _send(self, frames: Iterable[bytes]) -> None:
+        self.sent += frames
+
+    def compute(self, seed: int) -> None:
+        """A gradient, of values that the codecs of these tests keep or round."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.net.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        self.net.norm.running_mean.copy_(torch.randn(7, generator=generator))
+
+    def contribute(self) -> list[bytes]:
+        """What the worker sends now."""
+        self.sent = []
+        self.up.contribute(announce, "gradient")
+        return self.sent
+
+    def decode(self, frames: list[bytes]) -> torch.Tensor:
+        """What the shard makes of it, uint8 [exchange_bytes]."""
+        first = parse(pb.WorkerMessage, frames[0])
+        arrived = new_body(first.header.body_bytes)
+        target = as_bytes(arrived)
+
+        def write(offset: int, data: memoryview) -> None:
+            target[offset : offset + len(data)] = data
+
+        def place(offset: int, num_bytes: int) -> None:
+            assert self.lane.segment is not None
+            arrived[offset : offset + num_bytes].copy_(self.lane.segment[offset : offset + num_bytes])
+
+        reader = BodyReader(first.header.body_bytes, write, place if first.header.in_segment else None)
+        reader.feed(first)
+        for raw in frames[1:]:
+            reader.feed(parse(pb.WorkerMessage, raw))
+        assert reader.is_complete
+        if self.codec.is_identity:
+            return arrived
+        body = new_body(self.layout.exchange_bytes)
+        self.memory.take(self.codec, arrived, body)
+        return body
+
+    def answer(self, weights: torch.Tensor) -> torch.Tensor:
+        """The shard's answer as it travels, uint8."""
+        return weights if self.codec.is_identity else self.memory.encode(self.codec, weights)
+
+    def take(self, answer: torch.Tensor, break_off: bool = False) -> None:
+        """It comes to the worker, or half of it does."""
+
+        def receive(write: Any) -> None:
+            half = len(answer) // 2
+            write(0, as_bytes(answer)[:half])
+            if break_off:
+                raise ConnectionError
+            write(half, as_bytes(answer)[half:])
+
+        self.down.take(len(answer), "" if self.codec.is_identity else self.codec.name, receive)
+
+    def restart(self) -> None:
+        """The worker is told to start: both sides begin with nothing."""
+        self.up.answered("START")
+        self.down.started()
+        self.memory = CodecMemory(self.layout)
+
+
+def announce(num_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
+    return pb.WorkerMessage(contribution=pb.Contribution(body_bytes=num_bytes, codec=codec, in_segment=in_segment))
+
+
+def weights_of(layout: Any, seed: int) -> torch.Tensor:
+    body = new_body(layout.exchange_bytes)
+    generator = torch.Generator().manual_seed(seed)
+    for entry, (spec, view) in zip(layout.entries, layout.views(new_padded(layout, body)), strict=False):
+        if entry.end <= layout.exchange_bytes and view.is_floating_point():
+            body[entry.offset : entry.end].view(torch.float32).copy_(
+                torch.randn(max(1, spec.num_elements), generator=generator)
+            )
+    return body
+
+
+def new_padded(layout: Any, body: torch.Tensor) -> torch.Tensor:
+    """`body` with room for what is never exchanged."""
+    return torch.cat([body, new_body(layout.total_bytes - layout.exchange_bytes)])
+
+
+# ---- every lane, every codec ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("codec", ALL_CODECS)
+@pytest.mark.parametrize("lane", LANES)
+def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(lane: str, codec: str, staged: bool) -> None:
+    pair = Pair(codec, lane, staged)
+    for seed in range(3):
+        pair.compute(seed)
+        first = pair.contribute()
+        pair.up.joined(pair.lane)  # the stream was lost
+        again = pair.contribute()
+        assert again == first
+        pair.decode(first)
+        body = pair.decode(again)
+        pair.memory.settle(True)
+        pair.up.answered("APPLIED")
+        assert torch.equal(body[pair.layout.parameter_bytes :], as_tensor(pair.model, pair.layout.parameter_bytes))
+
+
+def as_tensor(model: ModelTensors, start: int) -> torch.Tensor:
+    """The body of a gradient from byte `start`, raw."""
+    pieces = make_transfer(model).gather("gradient")[0].pieces
+    return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)[start:]
+
+
+@pytest.mark.parametrize("codec", ALL_CODECS)
+def test_a_body_of_another_size_or_codec_is_refused_by_the_worker(codec: str) -> None:
+    pair = Pair(codec)
+    with pytest.raises(ParamServerError) as error:
+        pair.down.take(body_bytes(pair.codec, pair.layout) + 1, "", lambda write: None)
+    assert error.value.reason is Reason.BAD_REQUEST
+    with pytest.raises(ParamServerError):
+        pair.down.take(body_bytes(pair.codec, pair.layout), "another", lambda write: None)
+
+
+# ---- memories agree, whatever happens ------------------------------------------------------------------
+
+UP_FATES = [
+    "applied",
+    "applied",
+    "dropped",
+    "rejected",
+    "lost on the way",
+    "withdrawn",
+    "answer lost",
+    "start",
+]
+DOWN_FATES = ["taken", "taken", "broken off", "never came", "taken, then reset", "start"]
+
+
+def memories(pair: Pair) -> tuple[Any, Any]:
+    encoder, decoder = pair.up._encoder, pair.memory._decoders.get("delta")
+    return encoder, decoder
+
+
+@given(fates=st.lists(st.sampled_from(UP_FATES), max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_contributions_are_remembered_once_on_both_sides(fates: list[str]) -> None:
+    pair = Pair("delta")
+    seed = 0
+    pair.compute(seed)
+    for fate in fates:
+        frames = pair.contribute()
+        if fate != "lost on the way":
+            body = pair.decode(frames)
+        if fate in ("lost on the way", "withdrawn"):
+            pair.memory.settle(False)
+            pair.up.joined(pair.lane)
+            continue  # resumed: the same contribution again
+        if fate == "start":
+            pair.memory.settle(False)
+            pair.restart()
+            continue
+        is_folded = fate in ("applied", "answer lost")
+        pair.memory.settle(is_folded)
+        outcome = {"applied": "APPLIED", "answer lost": "REPEATED", "dropped": "DROPPED", "rejected": "REJECTED"}[fate]
+        if fate == "answer lost":  # and asked for again on a new stream, before anything else
+            pair.memory.settle(False)
+            pair.up.joined(pair.lane)
+        pair.up.answered(outcome)
+        encoder, decoder = memories(pair)
+        assert encoder.num_counted == decoder.num_counted
+        for mine, theirs in zip(encoder.values, decoder.values, strict=True):
+            assert torch.equal(mine, theirs)
+        if is_folded:  # what was folded is what the worker believes it is
+            for run, mine in zip(encoder.runs, encoder.values, strict=True):
+                assert torch.equal(run.view(body), mine)
+        seed += 1
+        pair.compute(seed)
+
+
+@given(fates=st.lists(st.sampled_from(DOWN_FATES), max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_answers_are_remembered_once_on_both_sides(fates: list[str]) -> None:
+    pair = Pair("delta")
+    for seed, fate in enumerate(fates):
+        if fate == "start":
+            pair.restart()
+            continue
+        answer = pair.answer(weights_of(pair.layout, seed))
+        if fate == "broken off":
+            with pytest.raises(ConnectionError):
+                pair.take(answer, break_off=True)
+        elif fate != "never came":
+            pair.take(answer)
+        if fate != "taken":  # the stream is lost, the process resumes
+            pair.memory.resumed(pair.down.num_taken)
+        if fate.startswith("taken"):
+            decoder: Any = pair.down._decoder
+            held = torch.cat([parameter.detach().reshape(-1) for parameter in pair.net.parameters()])
+            assert torch.equal(held, torch.cat(decoder.values))
+
+
+# ---- what cannot be decoded ----------------------------------------------------------------------------
+
+
+def test_bytes_that_no_encoder_made_are_a_refusal_and_nothing_is_remembered() -> None:
+    pair = Pair("delta")
+    pair.compute(0)
+    spoiled = new_body(body_bytes(pair.codec, pair.layout))
+    spoiled[0] = 9
+    with pytest.raises(ParamServerError, match="codec 'delta' cannot decode") as error:
+        pair.memory.take(pair.codec, spoiled, new_body(pair.layout.exchange_bytes))
+    assert error.value.reason is Reason.BAD_REQUEST
+    pair.decode(pair.contribute())
+    pair.memory.settle(True)
+    pair.up.answered("APPLIED")
+    encoder, decoder = memories(pair)
+    assert encoder.num_counted == decoder.num_counted == 1
