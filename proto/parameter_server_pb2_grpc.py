@@ -90,7 +90,7 @@ class ParameterServerServicer:
 
     def Attend(self, request_iterator, context):
         """Between shards of one server, not for workers: shard 1, 2, ... tells the coordinator, shard 0, what has come
-        to it, and is told what happens. Closing the stream is the loss of the shard.
+        to it, and is told what happens. A stream that breaks off is made again within a lease, and nothing is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,15 +33,11 @@ FILES = [
 PURE = [
     "common/config/option.py",
     "ps/policies/*",
-    "ps/core/membership.py",
-    "ps/core/judgement.py",
+    "ps/core/*",
     "worker/session.py",
     "launch/plan/*",
     "launch/supervise/*",
-    "ps/core/leases.py",
-    "ps/shards/gather.py",
     "ps/snapshots/common.py",
-    "ps/shards/orders.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
@@ -80,7 +76,6 @@ WIRE_USERS = {
     "ps/wire/listening.py",
     "ps/health.py",
     "ps/wire/security.py",
-    "ps/shards/messages.py",
     "ps/shards/attend.py",
     "ps/shards/link.py",
     "ps/shards/channel.py",
@@ -106,7 +101,6 @@ GRPC_USERS = WIRE_USERS - {
     "worker/lanes/up.py",
     "common/wire/frames.py",
     "ps/wire/delivery.py",
-    "ps/shards/messages.py",
 }
 
 
@@ -239,6 +233,48 @@ def test_a_mode_imports_modes_and_what_options_are_made_of_only(name: str) -> No
     assert [imported for imported in forbidden_in(name, {"paramserver"}) if not imported.startswith(known)] == []
     theirs = {imported.split(".")[0] for imported in imports_of(name)} - {"paramserver", "pydantic"}
     assert theirs <= set(sys.stdlib_module_names), "of others' pydantic only, for a mode's options"
+
+
+# ---- rooms ---------------------------------------------------------------------------------------
+
+# From the lowest; an import goes down or sideways.
+ROOMS_OF_THE_SERVER = ["policies", "core", "tensors", "snapshots", "engine", "observe", "wire", "shards"]
+ROOMS_OF_THE_SERVER += ["server", "health", "main", "__main__"]
+
+
+def room_of(module: str) -> int | None:
+    """The place of `paramserver.ps.ROOM...` in the order; None for what is not of the server."""
+    parts = module.split(".")
+    if parts[:2] != ["paramserver", "ps"] or len(parts) < 3:
+        return None
+    return ROOMS_OF_THE_SERVER.index(parts[2])
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/") and name != "ps/__init__.py"])
+def test_no_import_runs_up(name: str) -> None:
+    here = room_of("paramserver." + name.removesuffix(".py").replace("/", "."))
+    assert here is not None
+    up = [imported for imported in imports_of(name) if (room := room_of(imported)) is not None and room > here]
+    assert up == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {"paramserver." + name.removesuffix(".py").replace("/", "."): name for name in FILES}
+    graph = {name: {modules[one] for one in imports_of(name) if one in modules} - {name} for name in FILES}
+    done: set[str] = set()
+
+    def circle_from(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := circle_from(other, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    assert [found for name in FILES if (found := circle_from(name, []))] == []
 
 
 # ---- what is nowhere -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who holds which rank. Pure: ranks, incarnations and fencing, nothing of connections.
+"""Who holds which rank, and for how long in silence: ranks, incarnations, fencing, leases; nothing of connections.
 
 A rank is a worker's stable name; an incarnation is a number that grows with every join of a
 rank. The newest incarnation is the rank: an older process that still speaks is fenced.
@@ -109,3 +109,44 @@ def replaced(rank: int, incarnation: int) -> ParamServerError:
         f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
         fix="give every worker its own --rank",
     )
+
+
+# Leases are looked at five times a second; a longer pause than this means that this process stood still.
+_STANDSTILL_S = 1.0
+
+
+class Leases:
+    """Who has not been heard of for too long; `now` is monotonic seconds. Who has said no first word has no deadline.
+
+    A worker's signs of life are its heartbeats and its contributions. The time in which this process was
+    frozen itself does not count: nobody could be heard then.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._heard: dict[int, float] = {}
+        self._looked_at: float | None = None
+
+    def renew(self, rank: int, now: float) -> None:
+        """A sign of life."""
+        self._heard[rank] = now
+
+    def has(self, rank: int) -> bool:
+        """Whether the rank has said a first word."""
+        return rank in self._heard
+
+    def forget(self, rank: int) -> None:
+        """The rank has left."""
+        self._heard.pop(rank, None)
+
+    def look(self, now: float) -> list[int]:
+        """Ranks whose lease has ended; call it every fraction of a second."""
+        if self._looked_at is not None and now - self._looked_at > _STANDSTILL_S:
+            for rank in self._heard:
+                self._heard[rank] = now
+        self._looked_at = now
+        return sorted(rank for rank, heard in self._heard.items() if now - heard > self.lease_s)
+
+    def silent_s(self, rank: int, now: float) -> float:
+        """Seconds since the rank's last sign of life."""
+        return now - self._heard.get(rank, now)

@@ -1,4 +1,4 @@
-"""Who is here: seats, connected workers, their signs of life. Decides nothing about training.
+"""Who is here: seats, workers, their signs of life. Decides nothing about training.
 
     joins ──> connected ──goodbye──────────────────────────────> gone
                   │  ▲
@@ -15,25 +15,48 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..wire.connected import Worker
-from .leases import Leases
-from .membership import Membership
+from .events import Joined
+from .membership import Leases, Membership, Seat
 from .stats import WorkerStats
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a process says of itself when it joins (Join in the proto); zeros and empty: nothing."""
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One process that has a rank."""
 
-    rank: int | None = None
-    run: str = ""
-    incarnation: int = 0
-    server_incarnation: int = 0
-    process: str = ""
-    is_seated: bool = False  # by the coordinator of several shards: rank and incarnation are what it gave
-    resumes: bool = False  # as the coordinator said
+    seat: Seat
+    process: str = ""  # whose heartbeats count for it
+    model: tuple[str, str] = ("", "")  # model and optimizer it has offered, on all shards
+    is_resumed: bool = False  # goes on where it was: no START is due
+    is_away: bool = False  # its stream is lost, its process is not; or it is on its way back
+    is_finished: bool = False
+    can_evaluate: bool = False
+    waiting_since: float | None = None
+    staleness: int = 0  # of its contribution that is not answered yet
+    wants_weights: bool = True  # with the answer to it
+    hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
+    num_contributed: int = 0  # since this process began: how far its own schedules are
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
+
+    @property
+    def incarnation(self) -> int:
+        return self.seat.incarnation
+
+    @property
+    def has_offered(self) -> bool:
+        return bool(self.model[0])
+
+    def goes_on_from(self, old: Worker) -> None:
+        """The same process on a new stream."""
+        self.is_resumed = self.is_away = True  # away until all shards know what it trains
+        self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
+        self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
 
 
 class Roster:
@@ -48,8 +71,8 @@ class Roster:
         self._limit = limit
         self.was_anyone_here = False
 
-    def seat(self, asked: Asked) -> tuple[Worker, Worker | None]:
-        """A place for a process, and the worker of an older process or connection that had it."""
+    def seat(self, asked: Joined) -> tuple[Worker, Worker | None]:
+        """A place for a process, and the worker of an older process or stream that had it."""
         if asked.rank not in self.workers and len(self.workers) >= self._limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
@@ -60,17 +83,9 @@ class Roster:
         old = self.workers.pop(seat.rank, None)
         self.was_anyone_here = True
         self._leases.forget(seat.rank)
-        stats = self.stats.setdefault(seat.rank, WorkerStats(seat.rank))
-        stats.num_joins += 1
-        stats.lane = "tcp"  # until it offers a segment
-        worker = self.workers[seat.rank] = Worker(seat, stats, process=asked.process)
+        self.stats.setdefault(seat.rank, WorkerStats(seat.rank)).num_joins += 1
+        worker = self.workers[seat.rank] = Worker(seat, process=asked.process)
         return worker, old
-
-    def place(self, worker: Worker) -> None:
-        """A worker that another shard has seated has this rank now."""
-        self.membership.place(worker.seat)
-        self.workers[worker.rank] = worker
-        self.was_anyone_here = True
 
     def remove(self, worker: Worker) -> bool:
         """The worker is gone; False when its rank is another's already."""
@@ -80,27 +95,25 @@ class Roster:
         self._leases.forget(worker.rank)
         return True
 
-    def is_current(self, worker: Worker) -> bool:
-        return self.membership.is_current(worker.seat)
-
     @property
     def live_ranks(self) -> list[int]:
         return self.membership.live_ranks
 
     def find(self, rank: int, incarnation: int) -> Worker | None:
-        """The worker of this incarnation, while it is a member."""
+        """The worker of this incarnation, while it holds the rank."""
         worker = self.workers.get(rank)
-        return worker if worker is not None and worker.seat.incarnation == incarnation else None
+        return worker if worker is not None and worker.incarnation == incarnation else None
 
     # ---- signs of life --------------------------------------------------------------------
 
     def heart_began(self, process: str) -> None:
+        """A heartbeat stream is open."""
         self._hearts[process] += 1
 
     def heart_stopped(self, process: str) -> Worker | None:
         """A heartbeat stream has ended. Returns the worker that is gone with it."""
         self._hearts[process] -= 1
-        if self._hearts[process]:
+        if self._hearts[process] > 0:
             return None
         del self._hearts[process]
         return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
@@ -108,17 +121,19 @@ class Roster:
     def has_heart(self, worker: Worker) -> bool:
         return bool(worker.process) and worker.process in self._hearts
 
-    def heard(self, rank: int, process: str, now: float) -> bool:
-        """A heartbeat: from the first one on, the worker has a lease. False when it is not a member."""
+    def heard(self, rank: int, process: str, now: float) -> None:
+        """A heartbeat: from the first one on, the worker has a lease."""
+        if self.is_member(rank, process):
+            self._leases.renew(rank, now)
+
+    def is_member(self, rank: int, process: str) -> bool:
+        """Whether this process holds the rank."""
         worker = self.workers.get(rank)
-        if worker is None or not process or worker.process != process:
-            return False
-        self._leases.renew(rank, now)
-        return True
+        return worker is not None and bool(process) and worker.process == process
 
     def spoke(self, worker: Worker, now: float) -> None:
         """Something of its exchange came: as good as a heartbeat, for who has a lease."""
-        if self.is_current(worker) and self._leases.has(worker.rank):
+        if self._leases.has(worker.rank):
             self._leases.renew(worker.rank, now)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:

@@ -1,389 +1,446 @@
-"""The run: who comes and goes, what the policy makes of it, and when it is over.
+"""The run: `apply(event) -> effects`. Holds policy, roster, leases, counters and contributions, and no clock.
 
-Lives on the event loop, which is the only writer of policy, roster and counters; what happens to
-contributions is in `contributions.py`. Nothing here knows gRPC, or which mode runs.
+Same events, same state, same effects, on every shard: so history, replay, simulation and several shards are one
+mechanism, and a bug report is a list of events. What a contribution leads to is in `contributions.py`. An exception in
+here is a mistake of ours: the run ends, and what it holds is no state to take a snapshot of.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-import secrets
-import time
-from collections.abc import Awaitable, Callable
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
-from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Layout
-from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.segments import Segment
-from ..observe.bus import Bus
 from ..policies.base import Policy
-from ..shards import orders
-from ..shards.alone import Alone
-from ..tensors.model import Model
-from ..tensors.thread import TensorThread
-from ..wire.connected import Done, SendWeights, Waiting, Worker
+from . import effects, events
 from .contributions import Contributions
+from .effects import Effect, Log, Tell
 from .facts import WorkerJoined, WorkerLeft
 from .membership import replaced
-from .roster import Asked, Roster
+from .roster import Roster, Worker
+from .snapshot_rhythm import Rhythm
 
-log = get_logger()
 
-_SAY_WAITING_S = 1.0
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run is told, of its configuration."""
+
+    mode: str = ""
+    num_workers: int | None = None
+    max_workers: int = 1024  # where num_workers is None
+    lease_s: float = 5.0
+    absent_s: float = 15.0  # how long the end waits for a rank that was lost before its last training step
+    max_rejected: int = 10  # contributions of one worker in a row that end the run
+    keeps_snapshots: bool = False
+    every_steps: int | None = None  # training steps between two snapshots
+    every_s: float | None = None
+    waits_for_first_snapshot: bool = False  # several shards: one lost before the first would be the end
 
 
 class Run:
-    """One run from the first join to the final weights.
+    """One run from the first join to the final weights. `name` and `incarnation` (of the server) identify it."""
 
-    `finished` resolves when the run is over: with None, or the error that ended it.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        now: Callable[[], float] = time.monotonic,
-        bus: Bus | None = None,
-    ) -> None:
-        self.config = config
+    def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
+        self.options = options
         self.policy = policy
-        self.name = secrets.token_hex(6)
-        self.incarnation = 1  # of this server, in the run
-        self.saved_version = 0  # of the newest snapshot of this shard
-        self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
-        self.bus = bus or Bus()
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.name = name
+        self.incarnation = incarnation
+        self.roster = Roster(options.num_workers, options.max_workers, options.lease_s)
+        self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s)
+        self.contributions = Contributions(policy, self.roster, options.mode, options.max_rejected)
+        self.model: tuple[str, str] | None = None  # what all workers train: names of model and optimizer
+        self.has_weights = False
+        self.bringer: Worker | None = None  # of the initial weights
+        self.is_holding = False  # everyone waits for the first snapshot on all shards
+        self.is_closed = False  # nothing is applied any more
+        self.is_done = False  # everyone has been told that the run is over
         self.final: dict[str, float] = {}
-        self.tensors = TensorThread(self.fail)
-        self.model = Model(config, self.tensors, policy.contribution == "gradient")
-        self.roster = Roster(config.run.workers, config.limits.workers, config.server.lease_s)
-        self.on_begin: Callable[[], object] = lambda: None
-        self.before_final: Callable[[], Awaitable[None]] | None = None
-        self.contributions = Contributions(
-            config, policy, self.roster, self.model, self.tensors, publish=self.bus.publish, now=now, fail=self.fail
-        )
-        self.shards: Alone = Alone(self)
-        self._perform = self.contributions.perform
-        self.now = now
-        self._bringer: Worker | None = None  # of the initial weights
         self._lost_at: dict[int, float] = {}
-        self._holds = False  # everyone waits for the first snapshot
-        self._done_sent = False
-        self._said_waiting_at = -math.inf
+
+    # ---- one event ------------------------------------------------------------------------
+
+    def apply(self, event: events.Event) -> list[Effect]:
+        """What happens changes the state; what is to be done about it is returned, in order."""
+        match event:
+            case events.Joined():
+                found = self._joined(event)
+            case events.HeartBegan(process=process):
+                self.roster.heart_began(process)
+                return []
+            case events.HeartStopped(process=process):
+                gone = self.roster.heart_stopped(process)
+                found = self._leave(gone, "closed", "connection lost", event.at) if gone is not None else iter(())
+            case events.Heard(rank=rank, process=process):
+                self.roster.heard(rank, process, event.at)
+                return []
+            case events.Stored():
+                found = self._stored(event)
+            case events.Ticked():
+                found = self._ticked(event.at)
+            case events.Stopped():
+                found = self._close(_stopping(), event.at)
+            case events.Failed(message=message, fix=fix):
+                found = self._fail(_error_of(message, fix, event.exit_code))
+            case events.OfAWorker():
+                worker = self.roster.find(event.rank, event.incarnation)
+                found = self._of_a_worker(worker, event) if worker is not None else self._of_nobody(event)
+            case _:
+                raise AssertionError(event)
+        return list(found)
+
+    def _of_a_worker(self, worker: Worker, event: events.OfAWorker) -> Iterator[Effect]:
+        if not isinstance(event, events.Disconnected | events.Left):
+            self.roster.spoke(worker, event.at)
+        match event:
+            case events.Disconnected(reason=reason):
+                return self._disconnected(worker, reason, event.at)
+            case events.Left(how=how, reason=reason, figures=figures):
+                self.final |= figures
+                return self._leave(worker, how, reason, event.at)
+            case events.Expelled(reason=name, message=message):
+                return self._expel(worker, refusal(Reason[name], message), event.at)
+            case events.Offered():
+                return self._offered(worker, event)
+            case events.Brought():
+                return self._brought(worker, event)
+            case events.Finished():
+                return self._finished(worker, event)
+            case events.Contributed():
+                return self._contributed(worker, event)
+            case events.Repeated(number=number):
+                return self._repeated(worker, number, event.at)
+        raise AssertionError(event)
+
+    def _of_nobody(self, event: events.OfAWorker) -> Iterator[Effect]:
+        """It was let go, or a newer process has its rank. What its call hears it has been told."""
+        if isinstance(event, events.Contributed):
+            yield from self.contributions.refuse(event)
 
     # ---- a worker's way in ----------------------------------------------------------------
 
-    def join(self, asked: Asked, **where: Any) -> Worker:
-        """Seat a process; an older one with this rank is told that it was replaced."""
+    def _joined(self, asked: events.Joined) -> Iterator[Effect]:
+        try:
+            self._check_join(asked)
+            may_resume = self._may_resume(asked)
+            if self.is_done and not may_resume:
+                raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
+            worker, old = self.roster.seat(asked)
+        except ParamServerError as error:
+            yield effects.NotSeated(asked.stream, error)
+            return
+        rank, incarnation = worker.rank, worker.incarnation
+        self._lost_at.pop(rank, None)
+        if old is not None:
+            if may_resume:
+                worker.goes_on_from(old)
+            yield from self._displace(old, worker, asked.at)
+        number = self.policy.num_counted.get(rank, 0)
+        yield effects.Seated(asked.stream, rank, incarnation, may_resume, number)
+        yield Tell(WorkerJoined(rank, incarnation, number, may_resume))
+
+    def _check_join(self, asked: events.Joined) -> None:
         if asked.run and asked.run != self.name:
             raise refusal(
                 Reason.RUN_MISMATCH,
                 f"this worker belongs to run {asked.run}, the server runs {self.name}: it was started anew",
                 fix="start the worker again to join the new run",
             )
-        if self.contributions.is_closed:
+        if self.is_closed:
             raise _stopping()
-        may_resume = self._may_resume(asked)
-        if self._done_sent and not may_resume:
-            raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
-        worker, old = self.roster.seat(asked)
-        self._lost_at.pop(worker.rank, None)
-        worker.resumes = worker.is_away = may_resume  # until it has said what it trains
-        if old is not None:
-            self._displace(old, worker)
-        log.info("joined", rank=worker.rank, incarnation=worker.seat.incarnation, resumed=may_resume, **where)
-        step = self.policy.num_counted.get(worker.rank, 0)
-        self.bus.publish(self.now(), WorkerJoined(worker.rank, worker.seat.incarnation, step, may_resume))
-        return worker
 
-    def _may_resume(self, asked: Asked) -> bool:
+    def _may_resume(self, asked: events.Joined) -> bool:
         """The process lost a connection and nothing else: it goes on where it was."""
         known = self.roster.find(asked.rank, asked.incarnation) if asked.rank is not None else None
         return known is not None and asked.server_incarnation == self.incarnation and known.rank in self.policy.members
 
-    def _displace(self, old: Worker, new: Worker) -> None:
-        old.evict(replaced(old.rank, old.seat.incarnation))
-        if new.resumes:
-            self.shards.happens(orders.Away(old.rank, old.seat.incarnation))
+    def _displace(self, old: Worker, new: Worker, at: float) -> Iterator[Effect]:
+        """An older stream or process of a rank is told that it was replaced."""
+        yield effects.Refuse(old.rank, old.incarnation, replaced(old.rank, old.incarnation))
+        yield effects.Withdraw(old.rank, old.incarnation)
+        if new.is_resumed:
             self.policy.disconnected(new.rank)
-            new.staleness, new.hyperparameters = old.staleness, old.hyperparameters
             return
-        self.bus.publish(
-            self.now(), WorkerLeft(old.rank, old.seat.incarnation, "replaced", "another process took its rank")
-        )
-        now = self.shards.happens(orders.Left(old.rank, old.seat.incarnation))
-        self._perform(self.policy.left(old.rank, now))
-        log.warning("replaced", rank=old.rank, incarnation=old.seat.incarnation, by=new.seat.incarnation)
+        yield Tell(WorkerLeft(old.rank, old.incarnation, "replaced", ""))
+        yield Log("warning", "replaced", {"rank": old.rank, "incarnation": old.incarnation, "by": new.incarnation})
+        yield from self._perform(self.policy.left(old.rank, at), at)
 
-    def offer(self, worker: Worker, layout: Layout, optimizer: OptimizerSpec) -> None:
-        """A worker says what it trains. The first one's model and optimizer are the run's."""
-        if not self.roster.is_current(worker):
-            raise refusal(Reason.NOT_JOINED, f"rank {worker.rank} was let go before it said what it trains")
-        self.model.agree(worker.rank, layout, optimizer)
-        if worker.resumes:
-            self.shards.happens(orders.Resumed(worker.rank, worker.seat.incarnation))
-            worker.state, worker.is_away = "computing", False
-            log.info("resumed", rank=worker.rank, step=self.policy.num_counted[worker.rank], tensors=worker.stats.lane)
+    def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
+        """Every shard knows what it trains. The first one's model and optimizer are the run's."""
+        worker.model = (event.model, event.optimizer)
+        if self.model is None:
+            self.model = worker.model
+            yield effects.Adopt(worker.rank, worker.incarnation)
+        elif self.model != worker.model:
+            reason = Reason.MODEL_MISMATCH if self.model[0] != event.model else Reason.OPTIMIZER_MISMATCH
+            error = refusal(reason, f"what rank {worker.rank} trains differs from what the run trains")
+            yield from self._expel(worker, error, event.at)
             return
-        worker.state = "waiting"
-        self.shards.offered(worker)
+        if worker.is_resumed:
+            worker.is_away = False
+            yield Log("info", "resumed", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
+        elif not self.is_holding:
+            if self.has_weights:
+                yield from self._enter(worker, event.at)
+            elif self.bringer is None:
+                yield self._ask_for_weights(worker)
 
-    def admit(self, worker: Worker) -> None:
-        """A worker has said what it trains, to all shards: it gets weights, or is asked for them."""
-        worker.is_admitted = True
-        if self._holds:
+    def _ask_for_weights(self, worker: Worker) -> Effect:
+        self.bringer = worker
+        return effects.AskForWeights(worker.rank, worker.incarnation)
+
+    def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
+        if worker is not self.bringer or self.has_weights:
+            error = refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
+            yield from self._expel(worker, error, event.at)
             return
-        if self.model.has_weights:
-            self.enter(worker)
-        elif self._bringer is None:
-            self._ask_for_weights(worker)
+        self.has_weights, self.bringer = True, None
+        yield effects.Begin(worker.rank, worker.incarnation)
+        if self.rhythm.is_kept:  # who goes on from nothing would be another run
+            yield self._take_snapshot(event.at)
+        self.is_holding = self.rhythm.is_writing and self.options.waits_for_first_snapshot
+        if not self.is_holding:
+            yield from self._enter_all(event.at)
 
-    def _ask_for_weights(self, worker: Worker) -> None:
-        self.shards.happens(orders.Bring(worker.rank, worker.seat.incarnation))
-        self._bringer = worker
-        worker.state = "uploading"
-        worker.outbox.put_nowait(SendWeights())
+    def _enter_all(self, at: float) -> Iterator[Effect]:
+        self.is_holding = False
+        for worker in list(self.roster.workers.values()):
+            if worker.has_offered and worker.rank not in self.policy.members:
+                yield from self._enter(worker, at)
 
-    def initialise(self, worker: Worker, weights: Segment) -> None:
-        """The initial weights have come, uint8 [total_bytes], to this shard."""
-        if self.model.has_weights or worker is not self._bringer:
-            raise refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
-        self.model.check_finite(worker.rank, weights)
-        self.shards.brought(worker, weights)
-
-    def begin(self, weights: Segment) -> None:
-        """They have come to all shards: build the store and let everyone in."""
-        self.shards.happens(orders.Begin())
-        self.model.begin(weights)
-        self.on_begin()
-        if self.shards.is_writing:  # a shard lost before all have something to go back to would be the end
-            self._holds = True
-            holding = asyncio.ensure_future(self.shards.settled())
-            holding.add_done_callback(lambda _: self._enter_all())
-        else:
-            self._enter_all()
-
-    def _enter_all(self) -> None:
-        self._holds = False
-        if self.contributions.is_closed:
-            return
-        for waiting in list(self.workers.values()):
-            if waiting.is_admitted and waiting.state in ("waiting", "uploading"):
-                self.enter(waiting)
-
-    def enter(self, worker: Worker) -> None:
+    def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Let a worker in; its answer comes when the mode allows it to start."""
-        now = self.shards.happens(orders.Entered(worker.rank, worker.seat.incarnation))
-        worker.state = "waiting"
-        worker.waiting_since = self.now()
-        decisions = self.policy.joined(worker.rank, now)
-        log.info("admitted", rank=worker.rank, step=self.policy.num_counted[worker.rank], tensors=worker.stats.lane)
-        self._perform(decisions)
+        worker.waiting_since = at
+        decisions = self.policy.joined(worker.rank, at)
+        yield Log("info", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
+        yield from self._perform(decisions, at)
 
-    @property
-    def min_step(self) -> int:
-        """Training steps (batches) behind the slowest live rank."""
-        return min((self.policy.steps_done(rank) for rank in self.policy.members or self.policy.num_counted), default=0)
+    # ---- contributions --------------------------------------------------------------------
 
-    @property
-    def durable_version(self) -> int:
-        """Of the newest snapshot that all shards have."""
-        return min(self.saved_version, self.shards.durable_version(self.saved_version))
+    def _contributed(self, worker: Worker, event: events.Contributed) -> Iterator[Effect]:
+        if self.is_closed:
+            return self.contributions.refuse(event)
+        if worker.rank not in self.policy.members:
+            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
+            return self._refused(worker, event, error)
+        return self._after(self.contributions.taken(worker, event), event.at)
 
-    @property
-    def workers(self) -> dict[int, Worker]:
-        return self.roster.workers
+    def _refused(self, worker: Worker, event: events.Contributed, error: ParamServerError) -> Iterator[Effect]:
+        yield from self.contributions.refuse(event)
+        yield from self._expel(worker, error, event.at)
 
-    def ask_again(self, worker: Worker, step: int) -> None:
-        """A worker asks again for the answer to a contribution that counts already."""
-        self.contributions.check_repeat(worker, step)
-        self.shards.asked(worker, step)
+    def _repeated(self, worker: Worker, number: int, at: float) -> Iterator[Effect]:
+        counted = self.policy.num_counted.get(worker.rank, 0)
+        if worker.rank not in self.policy.members or number != counted:
+            what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
+            return self._expel(worker, refusal(Reason.STEP_GAP, what), at)
+        return self._after(self.contributions.repeated(worker, number, at), at)
+
+    def _perform(self, decisions: list[Any], at: float) -> Iterator[Effect]:
+        return self._after(self.contributions.perform(decisions, at), at)
+
+    def _after(self, found: Iterator[Effect], at: float) -> Iterator[Effect]:
+        """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
+        for effect in found:
+            yield effect
+            if isinstance(effect, effects.Commit):
+                self.rhythm.committed()
+            elif isinstance(effect, effects.End):
+                yield from self._close(effect.error or _stopping(), at)
+        if self.rhythm.is_due(self.min_training_steps, at) and not self.is_closed:
+            yield self._take_snapshot(at)
+
+    # ---- snapshots ------------------------------------------------------------------------
+
+    def _take_snapshot(self, at: float) -> Effect:
+        attempt = self.rhythm.begin(self.policy.version, self.min_training_steps, at)
+        return effects.TakeSnapshot(attempt, self.policy.version, self.saved(at))
+
+    def _stored(self, event: events.Stored) -> Iterator[Effect]:
+        """All shards are through with an attempt."""
+        if not self.rhythm.ended(event.attempt, event.durable):
+            return
+        yield effects.Prune(self.rhythm.durable_version)
+        if self.is_closed:
+            if self.has_weights and self.rhythm.wants_last(self.policy.version):
+                yield self._take_snapshot(event.at)
+            return
+        if self.is_holding:
+            yield from self._enter_all(event.at)
+        yield from self._end_if_over(event.at)
+
+    # ---- who goes -------------------------------------------------------------------------
+
+    def _disconnected(self, worker: Worker, reason: str, at: float) -> Iterator[Effect]:
+        """Its stream broke off. While its heart beats it may come back to where it was."""
+        if not (self.roster.has_heart(worker) and worker.rank in self.policy.members):
+            yield from self._leave(worker, "closed", reason, at)
+            return
+        worker.is_away = True
+        self.policy.disconnected(worker.rank)
+        yield effects.Withdraw(worker.rank, worker.incarnation)
+        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": reason})
+
+    def _expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
+        yield effects.Refuse(worker.rank, worker.incarnation, error)
+        yield from self._leave(worker, "closed", error.message, at)
+
+    def _leave(self, worker: Worker, how: str, reason: str, at: float) -> Iterator[Effect]:
+        """A worker is gone, and nobody waits for it."""
+        rank, incarnation = worker.rank, worker.incarnation
+        self.roster.remove(worker)
+        is_goodbye = how == "goodbye"
+        yield effects.Withdraw(rank, incarnation, ends_streams=not is_goodbye)
+        level = "info" if is_goodbye else "warning"
+        yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
+        yield Tell(WorkerLeft(rank, incarnation, how, reason))
+        if not self.has_weights:
+            yield from self._pass_on(worker)
+        if self.is_closed:
+            return
+        was_member = rank in self.policy.members
+        yield from self._perform(self.policy.left(rank, at), at)
+        if was_member and not is_goodbye and self.policy.next_local_steps(rank):
+            self._lost_at[rank] = at
+        yield from self._end_if_over(at)
+
+    def _pass_on(self, gone: Worker) -> Iterator[Effect]:
+        """Who was to bring the weights may be gone: another one brings them, or the model is nobody's."""
+        heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
+        if self.bringer is gone:
+            self.bringer = None
+            if heirs:
+                yield self._ask_for_weights(heirs[0])
+        if not heirs and self.model is not None:
+            self.model = None
+            yield effects.ForgetModel()
 
     # ---- the end --------------------------------------------------------------------------
 
-    def finish(self, worker: Worker, transfer_s: float, can_evaluate: bool) -> None:
-        """A worker has taken all its steps; it is told the final weights when all have."""
-        worker.stats.transfer_s += transfer_s
-        worker.state, worker.can_evaluate = "finished", can_evaluate
-        log.info("finished", rank=worker.rank, steps=worker.stats.steps)
-        if self._done_sent:  # it lost its connection when it was told
-            self.tensors.then(lambda: self._send_done([worker], []))
-        self._end_if_over()
+    def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
+        """It has taken all its training steps; it is told the final weights when all have."""
+        stats = self.roster.stats[worker.rank]
+        stats.transfer_s += event.transfer_s
+        worker.is_finished, worker.can_evaluate = True, event.can_evaluate
+        worker.waiting_since = None
+        yield Log("info", "finished", {"rank": worker.rank, "steps": stats.steps})
+        if self.is_done:  # it lost its connection when it was told
+            yield effects.TellDone(((worker.rank, worker.incarnation),), None, self.policy.version)
+        yield from self._end_if_over(event.at)
 
-    def _end_if_over(self) -> None:
+    def _end_if_over(self, at: float) -> Iterator[Effect]:
         """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""
-        live = list(self.workers.values())
-        if not self._done_sent and self._absent():
+        live = list(self.roster.workers.values())
+        if self.is_closed or (not self.is_done and self.absent(at)):
             return
-        if not live and self.roster.was_anyone_here and (self._done_sent or self.is_any_rank_through()):
-            self._resolve(None)
-        if self._done_sent or not live or any(worker.state != "finished" for worker in live):
+        if not live and self.roster.was_anyone_here and (self.is_done or self.is_any_rank_through):
+            self.is_closed = True
+            yield effects.End()
+        if self.is_done or not live or not all(worker.is_finished for worker in live):
             return
-        self._done_sent = True
-        evaluators = sorted(worker.rank for worker in live if worker.can_evaluate)
-        if self.before_final is None:
-            self._tell_done(live, evaluators[:1])
-        else:  # once a worker has left, what it did cannot be done again
-            saving = asyncio.ensure_future(self.before_final())
-            saving.add_done_callback(lambda _: self._tell_done(live, evaluators[:1]))
-
-    def _tell_done(self, live: list[Worker], evaluators: list[int]) -> None:
-        self.shards.happens(orders.Done(tuple(evaluators)))
-        self.tensors.then(lambda: self._send_done(live, evaluators))
-
-    def _send_done(self, live: list[Worker], evaluators: list[int]) -> None:
-        for worker in live:
-            worker.outbox.put_nowait(Done(self.model.publisher.latest.version, worker.rank in evaluators))
-
-    def report(self, worker: Worker, metrics: dict[str, float]) -> None:
-        """Figures of the final evaluation."""
-        self.final.update(metrics)
-
-    def stream_ended(self, worker: Worker, reason: str) -> None:
-        """A worker's stream broke off. While its heart beats it may come back to where it was."""
-        if not self.roster.is_current(worker):
+        if self.has_weights and self.rhythm.wants_last(self.policy.version):
+            # Once a worker has left, what it did cannot be done again.
+            if not self.rhythm.is_writing:
+                yield self._take_snapshot(at)
             return
-        if self.roster.has_heart(worker) and worker.rank in self.policy.members:
-            worker.is_away, worker.state = True, "away"
-            self.shards.happens(orders.Away(worker.rank, worker.seat.incarnation))
-            self.policy.disconnected(worker.rank)
-            log.warning("away", rank=worker.rank, incarnation=worker.seat.incarnation, reason=reason)
-        else:
-            self.leave(worker, reason)
+        self.is_done = True
+        evaluator = min((worker.rank for worker in live if worker.can_evaluate), default=None)
+        told = tuple((worker.rank, worker.incarnation) for worker in live)
+        yield effects.TellDone(told, evaluator, self.policy.version)
 
-    def heart_stopped(self, process: str) -> None:
-        """A heartbeat stream has ended; who had lost its other one before is gone now."""
-        worker = self.roster.heart_stopped(process)
-        if worker is not None:
-            self.leave(worker, "connection lost")
-
-    def heard(self, rank: int, process: str) -> bool:
-        """A heartbeat; False when this process is not a member."""
-        return self.roster.heard(rank, process, self.now())
-
-    def leave(self, worker: Worker, reason: str, how: str = "closed") -> None:
-        """A worker is gone. Harmless when a newer process has its rank."""
-        if not self.roster.remove(worker):
-            return
-        event = log.info if how == "goodbye" else log.warning
-        event("left", rank=worker.rank, incarnation=worker.seat.incarnation, reason=reason)
-        self.bus.publish(self.now(), WorkerLeft(worker.rank, worker.seat.incarnation, how, reason))
-        if self._bringer is worker and not self.model.has_weights:
-            self._bringer = None
-            heirs = [w for w in self.workers.values() if w.state == "waiting" and w.is_admitted]
-            if heirs:
-                self._ask_for_weights(heirs[0])
-            else:  # its model is nobody's
-                self.model.forget()
-        if self.contributions.is_closed:
-            return
-        was_member = worker.rank in self.policy.members
-        now = self.shards.happens(orders.Left(worker.rank, worker.seat.incarnation))
-        self._perform(self.policy.left(worker.rank, now))
-        if was_member and how != "goodbye" and self.policy.next_local_steps(worker.rank):
-            self._lost_at[worker.rank] = self.now()
-        self._end_if_over()
-
-    def _absent(self) -> list[int]:
-        """Ranks that were lost before their last step, and not long ago."""
-        since = self.now() - self.config.server.absent_s
+    def absent(self, at: float) -> list[int]:
+        """Ranks that were lost before their last training step, and not long ago."""
+        since = at - self.options.absent_s
         return sorted(rank for rank, lost_at in self._lost_at.items() if lost_at > since)
 
+    @property
     def is_any_rank_through(self) -> bool:
-        """Some rank has taken all its steps: a script may leave then without a word."""
+        """Some rank has taken all its training steps: a script may leave then without a word."""
         return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.num_counted)
 
-    def fail(self, error: BaseException) -> None:
-        """End the run with an error; every worker is told, and nothing more is applied."""
-        self.contributions.is_closed = True
-        if isinstance(error, ParamServerError):
-            for worker in self.workers.values():
-                worker.refuse(error)
-        self._resolve(error)
+    def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
+        """Nothing is decided any more: a round that everyone leaves is not to be closed with those who leave last."""
+        self.is_closed = True
+        for worker in self.roster.workers.values():
+            yield effects.Refuse(worker.rank, worker.incarnation, error)
+        if self.has_weights and not self.rhythm.is_writing and self.rhythm.wants_last(self.policy.version):
+            yield self._take_snapshot(at)
 
-    def _resolve(self, error: BaseException | None) -> None:
-        if self.finished.done():
+    def _fail(self, error: ParamServerError) -> Iterator[Effect]:
+        """Something outside went wrong: what it has left is no state to take a snapshot of."""
+        self.is_closed = True
+        self.rhythm.give_up()
+        for worker in self.roster.workers.values():
+            yield effects.Refuse(worker.rank, worker.incarnation, error)
+        yield effects.End(error)
+
+    def _ticked(self, at: float) -> Iterator[Effect]:
+        silent = self.roster.silent(at)
+        if self.is_closed:
             return
-        if error is None:
-            self.finished.set_result(None)
-        else:
-            self.finished.set_exception(error)
+        for worker, silent_s in silent:
+            reason = f"not heard of for {silent_s:.1f} s (server.lease_s is {self.options.lease_s:g})"
+            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} was let go: {reason}")
+            yield effects.Refuse(worker.rank, worker.incarnation, error)
+            yield from self._leave(worker, "lease", reason, at)
+        if self.has_weights:
+            yield from self._perform(self.policy.tick(at), at)
+        yield from self._end_if_over(at)
 
-    def drain(self) -> None:
-        """The server stops: every worker is told, so that it need not find out. Nothing is decided any more:
-        a round that everyone leaves is not to be closed with those who leave last."""
-        self.contributions.is_closed = True
-        for worker in self.workers.values():
-            worker.refuse(_stopping())
+    # ---- what survives, and what must be the same everywhere --------------------------------
 
-    # ---- time -----------------------------------------------------------------
+    def saved(self, at: float) -> dict[str, Any]:
+        """What a snapshot keeps beside the tensors; JSON. Contributions of an open round are not in the weights."""
+        committed = self.policy.num_committed()
+        stats = {}
+        for rank, one in self.roster.stats.items():
+            stats[str(rank)] = one.saved(len_of_open=self.policy.num_counted.get(rank, 0) - committed.get(rank, 0))
+        return {
+            "run": self.name,
+            "server_incarnation": self.incarnation,
+            "policy": self.policy.saved_state(),
+            "steps": committed,
+            "num_joins": dict(self.roster.membership.num_joins),
+            "training": {"elapsed_s": self.contributions.elapsed_s(at, self.is_over), "stats": stats},
+        }
 
-    def tick(self) -> None:
-        """Called every fraction of a second: time-outs, and a sign of life to those who wait."""
-        if self.contributions.is_closed:
-            return
-        now = self.now()
-        for worker, silent_s in self.roster.silent(now):
-            self._evict(worker, silent_s)
-        if self.model.has_weights:
-            self._perform(self.policy.tick(self.shards.happens(orders.Tick())))
-        self._end_if_over()
-        self.say_waiting()
-
-    def say_waiting(self) -> None:
-        """Once a second, a sign of life to everyone who waits."""
-        now = self.now()
-        if now - self._said_waiting_at < _SAY_WAITING_S:
-            return
-        self._said_waiting_at = now
-        reasons = self.policy.waiting(now)
-        for worker in self.workers.values():
-            if worker.state in ("waiting", "finished") and worker.outbox.empty():
-                worker.outbox.put_nowait(Waiting(self.waiting_for(worker, reasons)))
-
-    def _evict(self, worker: Worker, silent_s: float) -> None:
-        reason = f"not heard of for {silent_s:.1f} s (server.lease_s is {self.config.server.lease_s:g})"
-        self.leave(worker, reason, how="lease")
-        worker.evict(refusal(Reason.NOT_JOINED, f"rank {worker.rank} was let go: {reason}"))
-
-    def waiting_for(self, worker: Worker, reasons: dict[int, str]) -> str:
-        if worker.state == "finished":
-            busy = sorted(other.rank for other in self.workers.values() if other.state != "finished")
-            names = ", ".join(map(str, busy or self._absent()))
-            return f"rank {names} to {'finish' if busy else 'come back'}" if names else ""
-        if worker.is_away:
-            return "its connection"
-        if shard := self.shards.waiting_for(worker):
-            return shard
-        if worker.state != "waiting":
-            return ""
-        if self._holds:
-            return "the first snapshot on all shards"
-        if not self.model.has_weights and self._bringer is not None:
-            return f"initial weights from rank {self._bringer.rank}"
-        return reasons.get(worker.rank, "")
-
-    def division(self, worker: Worker) -> tuple[int, int]:
-        """(num_workers, index): how the data is divided for this worker."""
-        if self.config.run.workers is not None:
-            return self.config.run.workers, worker.rank
-        ranks = self.roster.live_ranks
-        return len(ranks), ranks.index(worker.rank) if worker.rank in ranks else 0
+    def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any]) -> None:
+        """Go on from a snapshot of `model` (names of model and optimizer, as in `Offered`), before any event."""
+        self.model = model
+        self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
+        self.roster.membership.restore(saved["num_joins"])
+        self.policy.restore(version, saved["steps"], saved["policy"])
+        self.contributions.restore(saved["training"])
+        self.rhythm.restore(version, self.min_training_steps)
+        self.has_weights = True
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds from the first answer to the last contribution."""
-        done = self.contributions
-        if done.started_at is None:
-            return done.elapsed_before_s
-        is_over = self._done_sent or not self.workers
-        end = done.ended_at if is_over and done.ended_at is not None else self.now()
-        return done.elapsed_before_s + end - done.started_at
+    def is_over(self) -> bool:
+        """Training has ended, as far as the clock of the summary is concerned."""
+        return self.is_done or not self.roster.workers
+
+    @property
+    def min_training_steps(self) -> int:
+        """Training steps behind the slowest live rank."""
+        ranks = self.policy.members or self.policy.num_counted
+        return min((self.policy.steps_done(rank) for rank in ranks), default=0)
+
+    def digest(self) -> str:
+        """The same on all shards after the same events: of everything that decides."""
+        seats = {rank: worker.incarnation for rank, worker in sorted(self.roster.workers.items())}
+        flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model]
+        state = [self.policy.full_state(), seats, self.roster.membership.num_joins, flags, self.rhythm.state()]
+        text = json.dumps(state, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _stopping() -> ParamServerError:
     return refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")
+
+
+def _error_of(message: str, fix: str, exit_code: int) -> ParamServerError:
+    error = ParamServerError(message, fix=fix)
+    error.exit_code = exit_code
+    return error

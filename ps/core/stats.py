@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ...common.reporting.summary import WorkerSummary
 
@@ -22,19 +23,15 @@ class WorkerStats:
     staleness_sum: int = 0
     staleness_max: int = 0
     lead_max: int = 0
-    skew_max: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
     transfer_s: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
     num_joins: int = 0
     dropped: int = 0
     rejected: int = 0
     rejected_in_a_row: int = 0
     skipped: int = 0
     clipped: int = 0
-    lane: str = "tcp"
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
@@ -54,6 +51,20 @@ class WorkerStats:
         before, before_s = self.exchanged
         self.exchanged = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
+
+    def saved(self, len_of_open: int) -> dict[str, int | float]:
+        """What a snapshot keeps; contributions of an open round are not in the weights, and not counted."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["steps"] -= len_of_open
+        del values["rank"], values["recent"], values["loss"], values["exchanged"]
+        return values
+
+    @classmethod
+    def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
+        """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
+        names = {field.name for field in fields(cls)} - {"rank", "recent", "loss", "exchanged"}
+        known = {name: value for name, value in values.items() if name in names and type(value) in (int, float)}
+        return cls(rank, **known)
 
     @property
     def samples_per_s(self) -> float:
@@ -78,16 +89,12 @@ class WorkerStats:
             staleness_mean=self.staleness_sum / self.steps if self.steps else 0.0,
             staleness_max=self.staleness_max,
             lead_max=self.lead_max,
-            skew_max=self.skew_max,
             compute_s=self.compute_s,
             wait_s=self.wait_s,
             transfer_s=self.transfer_s,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
             restarts=max(0, self.num_joins - 1),
             dropped=self.dropped,
             rejected=self.rejected,
             skipped=self.skipped,
             clipped=self.clipped,
-            lane=self.lane,
         )

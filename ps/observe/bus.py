@@ -12,13 +12,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ...common.reporting.log import get_logger
 from ..core.facts import Fact
-
-if TYPE_CHECKING:
-    from ..core.run import Run
+from ..engine.engine import Engine
 
 log = get_logger()
 
@@ -34,7 +32,7 @@ class Sink:
     does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
     needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
 
-    def begin(self, run: Run) -> None:
+    def begin(self, engine: Engine) -> None:
         """The run stands where it begins, on the event loop; what this raises ends the server's start."""
 
     def take(self, at: float, fact: Fact) -> None:
@@ -54,9 +52,9 @@ class Bus:
     def __init__(self, sinks: Iterable[Sink] = (), capacity: int = _CAPACITY) -> None:
         self._subscriptions = [_Subscription(sink, capacity) for sink in sinks]
 
-    def begin(self, run: Run) -> None:
+    def begin(self, engine: Engine) -> None:
         for subscription in self._subscriptions:
-            subscription.sink.begin(run)
+            subscription.sink.begin(engine)
 
     def publish(self, at: float, fact: Fact) -> None:
         for subscription in self._subscriptions:

@@ -39,9 +39,10 @@ from ...common.reporting.log import get_logger
 from ...common.security import is_loopback, split_address
 from ...common.version import PROGRAM_VERSION
 from ..core.facts import ContributionTaken, Fact, SnapshotTaken, VersionCommitted, WorkerJoined, WorkerLeft
-from ..core.run import Run
-from ..core.stats import WorkerStats
+from ..engine.engine import Engine
+from ..engine.peers import Traffic
 from .bus import Sink
+from .reports import state_of
 
 log = get_logger()
 
@@ -84,13 +85,13 @@ class MetricsSink(Sink):
             _SECONDS,
         )  # fmt: skip
 
-    def begin(self, run: Run) -> None:
+    def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had."""
-        if run.config.checkpoint.dir is not None:
+        if engine.config.checkpoint.dir is not None:
             self.snapshot_at = time.time()
             with suppress(OSError):
-                self.snapshot_at = os.stat(run.model.source).st_mtime
-        self.registry.register(RunCollector(run, self))
+                self.snapshot_at = os.stat(engine.model.source).st_mtime
+        self.registry.register(RunCollector(engine, self))
         shown = CollectorRegistry()
         shown.register(_OnLoop(self.registry, asyncio.get_running_loop()))
         ProcessCollector(registry=shown)
@@ -124,10 +125,10 @@ class MetricsSink(Sink):
 class RunCollector(Collector):
     """The run as it is at the moment of the scrape."""
 
-    def __init__(self, run: Run, sink: MetricsSink) -> None:
-        self._run = run
+    def __init__(self, engine: Engine, sink: MetricsSink) -> None:
+        self._engine = engine
         self._sink = sink
-        self._at_start = {rank: _sums(stats) for rank, stats in run.roster.stats.items()}
+        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}
 
     def collect(self) -> Iterator[Metric]:
         yield from self._progress()
@@ -136,43 +137,44 @@ class RunCollector(Collector):
         yield from self._of_each_rank()
 
     def _progress(self) -> Iterator[Metric]:
-        run = self._run
-        server = run.config.server
+        engine, run = self._engine, self._engine.run
+        server = engine.config.server
         facts = {
-            "run": run.name, "mode": run.config.run.mode, "program_version": PROGRAM_VERSION,
+            "run": run.name, "mode": engine.config.run.mode, "program_version": PROGRAM_VERSION,
             "shard": str(server.shard), "shards": str(server.shards),
         }  # fmt: skip
         info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(facts))
         info.add_metric(list(facts.values()), 1)
         yield info
         yield _gauge("version", "Version of the weights: updates since the run began", run.policy.version)
-        yield _gauge("durable_version", "Version of the newest snapshot; 0 without one", run.durable_version)
+        yield _gauge("durable_version", "Version of the newest snapshot; 0 without one", engine.durable_version)
         if (at := self._sink.snapshot_at) is not None:
             yield _gauge(
                 "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
             )
         yield _gauge("incarnation", "Starts of the server in this run; 1 at first", run.incarnation)
-        yield _gauge("step", "Training steps behind the slowest worker", run.min_step)
-        yield _gauge("steps", "Training steps each worker is to take", run.config.run.steps)
-        yield _gauge("elapsed_seconds", "Of training, over all starts of the server", run.elapsed_s)
+        yield _gauge("step", "Training steps behind the slowest worker", run.min_training_steps)
+        yield _gauge("steps", "Training steps each worker is to take", engine.config.run.steps)
+        yield _gauge("elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s())
 
     def _members(self) -> Iterator[Metric]:
-        run = self._run
-        states = Tally(worker.state for worker in run.workers.values())
+        engine, run = self._engine, self._engine.run
+        states = Tally(state_of(engine, rank) for rank in run.roster.workers)
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
             workers.add_metric([state], states[state])
         yield workers
         yield _gauge("live_workers", "Workers that train: let in and not gone", len(run.policy.members))
-        yield _gauge("min_workers", "Fewer than this and training holds", run.config.policy.min_workers)
-        now = time.monotonic()
-        waits = [now - worker.waiting_since for worker in run.workers.values() if worker.waiting_since is not None]
-        yield _gauge("longest_wait_seconds", "Since when the worker waits that waits longest", max(waits, default=0.0))
+        yield _gauge("min_workers", "Fewer than this and training holds", engine.config.policy.min_workers)
+        now = engine.now()
+        since = [worker.waiting_since for worker in run.roster.workers.values() if worker.waiting_since is not None]
+        longest_s = now - min(since, default=now)
+        yield _gauge("longest_wait_seconds", "Since when the worker waits that waits longest", longest_s)
 
     def _memory(self) -> Iterator[Metric]:
-        model = self._run.model
+        model = self._engine.model
         staging = model.staging if model.has_weights else None
-        limit = self._run.config.server.max_staged
+        limit = self._engine.config.server.max_staged
         yield _gauge("staged_uploads", "Uploads in memory", staging.num_lent if staging else 0)
         yield _gauge("staged_uploads_limit", "Uploads that may be in memory at once", limit)
         yield _gauge("waiting_uploads", "Uploads that wait for memory", staging.num_waiting if staging else 0)
@@ -185,8 +187,8 @@ class RunCollector(Collector):
         sent = _per_rank("sent_bytes", "To this worker over the network")
         seconds = _per_rank("worker_seconds", "What the worker's time went to", "activity")
         loss = GaugeMetricFamily("paramserver_worker_loss", "Mean training loss it said last", labels=["rank"])
-        for rank, stats in sorted(self._run.roster.stats.items()):
-            now, then, name = _sums(stats), self._at_start.get(rank, Tally()), str(rank)
+        for rank, stats in sorted(self._engine.run.roster.stats.items()):
+            now, then, name = _sums(self._engine, rank), self._at_start.get(rank, Tally()), str(rank)
             steps.add_metric([name], now["steps"] - then["steps"])
             samples.add_metric([name], now["samples"] - then["samples"])
             received.add_metric([name], now["bytes_sent"] - then["bytes_sent"])
@@ -217,9 +219,11 @@ def _per_rank(name: str, what: str, *labels: str) -> CounterMetricFamily:
     return CounterMetricFamily(f"paramserver_{name}", what, labels=["rank", *labels])
 
 
-def _sums(stats: WorkerStats) -> dict[str, Any]:
+def _sums(engine: Engine, rank: int) -> dict[str, Any]:
     """The numbers of one rank; what is not there is 0."""
+    stats, traffic = engine.run.roster.stats[rank], engine.traffic.get(rank, Traffic())
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    values |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
     return Tally({name: value for name, value in values.items() if type(value) in (int, float)})
 
 

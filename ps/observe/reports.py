@@ -3,96 +3,109 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
-from ..shards.orders import ShardState
+from ..core.stats import WorkerStats
+from ..engine.engine import Engine
+from ..engine.peers import Traffic
+from ..engine.waiting import reasons
 
-if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..core.stats import WorkerStats
 
-
-def status(run: Run) -> Status:
+def status(engine: Engine) -> Status:
     """Where the run stands."""
-    reasons = run.policy.waiting(run.now())
-    is_one = run.config.server.shards == 1
+    run, now = engine.run, engine.now()
+    is_one = engine.config.server.shards == 1
+    versions = [state.version for state in engine.shard_states.values()]
+    why = reasons(engine, now)
     return Status(
-        mode=run.config.run.mode,
+        mode=engine.config.run.mode,
         version=run.policy.version,
-        elapsed_s=round(run.elapsed_s, 2),
-        step=run.min_step,
-        steps=run.config.run.steps,
-        num_joined=len(run.workers),
-        waiting=_waiting_for_all(run),
-        workers=[_worker(run, stats, reasons) for _, stats in sorted(run.roster.stats.items())],
-        versions=[] if is_one else [run.policy.version, *(state.version for state in run.shards.states.values())],
-        held_bytes=[shard.lasting_bytes for shard in _shards(run)],
+        elapsed_s=round(engine.elapsed_s(), 2),
+        step=run.min_training_steps,
+        steps=engine.config.run.steps,
+        num_joined=len(run.roster.workers),
+        waiting=_waiting_for_all(engine, now),
+        workers=[_worker(engine, stats, why) for _, stats in sorted(run.roster.stats.items())],
+        versions=[] if is_one else [run.policy.version, *versions],
+        held_bytes=[shard.lasting_bytes for shard in _shards(engine)],
     )
 
 
-def _worker(run: Run, stats: WorkerStats, reasons: dict[int, str]) -> WorkerStatus:
-    worker = run.workers.get(stats.rank)
+def _worker(engine: Engine, stats: WorkerStats, why: dict[int, str]) -> WorkerStatus:
+    rank, policy = stats.rank, engine.run.policy
     compute, transfer, wait = stats.shares
     return WorkerStatus(
-        rank=stats.rank,
-        state=worker.state if worker else "gone",
-        step=run.policy.steps_done(stats.rank),
-        lead=run.policy.lead(stats.rank) if stats.rank in run.policy.members else 0,
+        rank=rank,
+        state=state_of(engine, rank),
+        step=policy.steps_done(rank),
+        lead=policy.lead(rank) if rank in policy.members else 0,
         loss=stats.loss if math.isfinite(stats.loss) else None,
         samples_per_s=round(stats.samples_per_s, 1),
         compute_share=round(compute, 3),
         transfer_share=round(transfer, 3),
         wait_share=round(wait, 3),
-        waiting_for=run.waiting_for(worker, reasons) if worker else "",
-        lane=stats.lane,
+        waiting_for=why.get(rank, ""),
+        lane=engine.traffic.get(rank, Traffic()).lane,
     )
 
 
-def _waiting_for_all(run: Run) -> str:
+def state_of(engine: Engine, rank: int) -> str:
+    """What a rank does: joining, waiting, uploading, computing, away, finished or gone."""
+    worker = engine.run.roster.workers.get(rank)
+    if worker is None:
+        return "gone"
+    peer = engine.peers.get((rank, worker.incarnation))
+    return peer.state if peer is not None and not worker.is_away else "away"
+
+
+def _waiting_for_all(engine: Engine, now: float) -> str:
     """What everyone waits for; empty when somebody may compute, or the run is over."""
-    if missing := run.shards.missing():
+    run = engine.run
+    if missing := engine.why_not_ready():
         return missing
-    if not run.workers:
-        return "" if run.is_any_rank_through() else "a worker to join"
-    return run.policy.waiting_reason(run.now()) if run.model.has_weights else "the initial weights"
+    if not run.roster.workers:
+        return "" if run.is_any_rank_through else "a worker to join"
+    return run.policy.waiting_reason(now) if run.has_weights else "the initial weights"
 
 
-def summary(run: Run) -> Summary:
+def summary(engine: Engine) -> Summary:
     """The results so far."""
+    run = engine.run
     final = dict(run.final)
     if "loss" not in final:
         losses = [stats.loss for stats in run.roster.stats.values() if math.isfinite(stats.loss)]
         if losses:
             final["train_loss"] = sum(losses) / len(losses)
     return Summary(
-        mode=run.config.run.mode,
+        mode=engine.config.run.mode,
         staleness_bound=run.policy.staleness_bound,
         local_steps=run.policy.local_steps,
         updates=run.policy.version,
         version=run.policy.version,
-        wall_s=round(run.elapsed_s, 3),
+        wall_s=round(engine.elapsed_s(), 3),
         final=final,
-        workers=_workers(run),
-        shards=_shards(run),
+        workers=_workers(engine),
+        shards=_shards(engine),
     )
 
 
-def _workers(run: Run) -> list[WorkerSummary]:
+def _workers(engine: Engine) -> list[WorkerSummary]:
     """Of each rank, with the bytes it has exchanged with all shards."""
     found = []
-    for rank, stats in sorted(run.roster.stats.items()):
+    for rank, stats in sorted(engine.run.roster.stats.items()):
+        here = engine.traffic.get(rank, Traffic())
+        elsewhere = [state.traffic.get(rank, (0, 0)) for state in engine.shard_states.values()]
         row = stats.summary()
-        for state in run.shards.states.values():
-            sent, received = state.traffic.get(rank, (0, 0))
-            row.bytes_sent, row.bytes_received = row.bytes_sent + sent, row.bytes_received + received
+        row.lane = here.lane
+        row.bytes_sent = here.num_sent + sum(sent for sent, _ in elsewhere)
+        row.bytes_received = here.num_received + sum(received for _, received in elsewhere)
         found.append(row)
     return found
 
 
-def _shards(run: Run) -> list[ShardSummary]:
-    if run.config.server.shards == 1 or not run.model.has_weights:
+def _shards(engine: Engine) -> list[ShardSummary]:
+    if engine.config.server.shards == 1 or not engine.model.has_weights:
         return []
-    states = {0: ShardState(run.policy.version, run.model.store.num_bytes), **run.shards.states}
-    return [ShardSummary(shard=shard, version=one.version, bytes=one.bytes) for shard, one in states.items()]
+    states = {0: engine.state, **engine.shard_states}
+    return [ShardSummary(shard=shard, version=one.version, bytes=one.bytes) for shard, one in sorted(states.items())]

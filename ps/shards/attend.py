@@ -1,74 +1,275 @@
-"""The coordinator's side of the call Attend: reports in, orders out, one call for each other shard."""
+"""The coordinator's side of the call Attend: shards register, report and are told; one call for each of them.
+
+A call that breaks off is a cut while the shard's process lives: it calls again within a lease and is told what it has
+missed. A process that registers anew, or does not call again, has lost its part of the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 import grpc.aio
 
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.security import split_address
+from ...common.version import PROGRAM_VERSION
 from ...common.wire.protocol import refusal_to_status
 from ...proto import parameter_server_pb2 as pb
+from ..core.events import Event
+from ..core.replication import Coordinator, Digest, Tape
+from ..engine.engine import Engine
+from ..engine.peers import ShardState
+from ..snapshots.common import Entry
 from ..wire.security import check_shard
-from . import orders
-from .coordinator import Attendant, Coordinator
-from .messages import order_to_proto, report_from_proto
+from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
 
 log = get_logger()
 
 _ANY_HOST = ("0.0.0.0", "::")
+_GOODBYE_S = 2.0
 
 
-async def attend(
-    coordinator: Coordinator, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
-) -> None:
-    """One shard's whole life: it registers, reports, is told. Ends with its last order, or with the shard."""
-    attendant: Attendant | None = None
-    shard = -1
-    try:
-        first = await anext(reports, None)
-        if first is None:
-            return
-        register = report_from_proto(first)
-        if not isinstance(register, orders.Register):
-            raise refusal(Reason.BAD_REQUEST, "the first report of a shard is not Register")
-        shard = register.shard
-        check_shard(context, shard)
-        attendant = coordinator.register(replace(register, address=_reachable(register.address, context.peer())))
-        tasks = [
-            asyncio.create_task(_hear(coordinator, shard, attendant, reports)),
-            asyncio.create_task(_tell(attendant, context)),
-        ]
+@dataclass(eq=False)
+class Line:
+    """One registered shard. `first` and `last` are what its call begins and ends with."""
+
+    register: Register
+    tape: Tape[Event]
+    first: Order | None = None
+    last: End | None = None
+    is_ready: bool = False
+    is_dismissed: bool = False
+    num_calls: int = 0
+    is_cut: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Attendance:
+    """All other shards. `on_complete` is called when they have registered, `on_lost` with the number of one that is
+    gone for good."""
+
+    def __init__(self, config: Config, engine: Engine, coordinator: Coordinator) -> None:
+        self._config = config
+        self._engine = engine
+        self._coordinator = coordinator
+        self._num_shards = config.server.shards
+        self.lines: dict[int, Line] = {}
+        self._has_begun = False
+        self.on_complete: Callable[[], object] = lambda: None
+        self.on_lost: Callable[[int], object] = lambda shard: None
+        engine.why_not_ready = self._missing
+
+    # ---- shards come and go ---------------------------------------------------------------------
+
+    async def attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
+        """One call of a shard: it registers, reports, is told. Ends with its last order, or with the connection."""
+        line: Line | None = None
+        number_of_call = 0
         try:
-            for done in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
-                done.result()
+            first = await anext(reports, None)
+            if first is None:
+                return
+            register = LINES.read(first.said)
+            if not isinstance(register, Register):
+                raise refusal(Reason.BAD_REQUEST, "the first report of a shard is not Register")
+            check_shard(context, register.shard)
+            register = replace(register, address=_reachable(register.address, context.peer()))
+            line = self._go_on(register) if register.run else self._register(register)
+            line.num_calls += 1
+            line.is_cut = False
+            number_of_call = line.num_calls
+            if len(self.lines) == self._num_shards - 1 and not self._has_begun:
+                self.on_complete()
+            await self._converse(line, register.heard, reports, context)
+        except ParamServerError as error:
+            shard = line.register.shard if line is not None else -1
+            log.warning(
+                "refused", shard=shard, reason=(error.reason or Reason.BAD_REQUEST).value, message=error.message
+            )
+            await context.abort(*refusal_to_status(error))
+        finally:
+            if line is not None and line.num_calls == number_of_call:
+                self._ended(line)
+
+    def _register(self, register: Register) -> Line:
+        """Take in a shard's process; refuses one that cannot be of this run."""
+        shard, num = register.shard, self._num_shards
+        if register.shards != num or not 0 < shard < num:
+            raise refusal(
+                Reason.SHARD_MISMATCH,
+                f"it is shard {shard} of {register.shards}; this server has {num} shards, 0 to {num - 1}",
+                fix=f"start it with --shards {num} --shard 1 to {num - 1}",
+            )
+        if register.program_version != PROGRAM_VERSION:
+            raise refusal(
+                Reason.SHARD_MISMATCH,
+                f"it is paramserver {register.program_version or 'of no version'}, the coordinator {PROGRAM_VERSION}",
+                fix="install the same version everywhere",
+            )
+        if self._config.checkpoint.dir is not None and not register.keeps_snapshots:
+            raise refusal(
+                Reason.SHARD_MISMATCH,
+                f"the coordinator keeps snapshots and shard {shard} does not",
+                fix="start it with --checkpoint-dir too",
+            )
+        known = self.lines.get(shard)
+        if known is not None and known.is_cut:  # its process was started again: what it held is gone
+            self._lose(shard)
+        elif known is not None:
+            raise refusal(Reason.NOT_READY, f"there is a shard {shard} already, at {known.register.address}")
+        if self._has_begun:
+            raise refusal(Reason.NOT_READY, f"shard {shard} has just been lost; the others are about to go back")
+        line = self.lines[shard] = Line(register, self._coordinator.tapes[shard])
+        line.tape.on_put = line.news.set
+        log.info("shard_joined", shard=shard, shards=num, address=register.address, missing=self._absent())
+        return line
+
+    def _go_on(self, register: Register) -> Line:
+        """The same process calls again."""
+        line, run = self.lines.get(register.shard), self._engine.run
+        is_ours = (register.run, register.server_incarnation) == (run.name, run.incarnation) and self._has_begun
+        if line is None or not is_ours or not line.tape.can_go_on_after(register.heard):
+            raise refusal(
+                Reason.RUN_MISMATCH, f"shard {register.shard} was away too long, or the coordinator is another"
+            )
+        line.first = GoOn(line.tape.num_heard)
+        line.news.set()
+        log.info("shard_back", shard=register.shard, missed=len(line.tape.after(register.heard)))
+        return line
+
+    def _ended(self, line: Line) -> None:
+        """Its call has ended."""
+        shard = line.register.shard
+        if self.lines.get(shard) is not line:
+            return
+        if not self._has_begun or line.is_dismissed:
+            del self.lines[shard]
+            self._engine.notify()
+            return
+        line.is_cut = True
+        log.warning("shard_away", shard=shard, lost_in_s=self._config.server.lease_s)
+        num_calls = line.num_calls
+        asyncio.get_running_loop().call_later(self._config.server.lease_s, self._give_up, line, num_calls)
+
+    def _give_up(self, line: Line, num_calls: int) -> None:
+        if line.is_cut and line.num_calls == num_calls and self.lines.get(line.register.shard) is line:
+            self._lose(line.register.shard)
+
+    def _lose(self, shard: int) -> None:
+        del self.lines[shard]
+        if self._has_begun:
+            self.on_lost(shard)
+
+    def _absent(self) -> list[int]:
+        return [shard for shard in range(1, self._num_shards) if shard not in self.lines]
+
+    def _missing(self) -> str:
+        """What keeps workers from joining, as a phrase; empty when all shards are there."""
+        if absent := self._absent():
+            names, num = ", ".join(map(str, absent)), self._num_shards
+            return f"shard {names} of {num} to join (ps-server --shard {absent[0]} --shards {num})"
+        late = [shard for shard, line in sorted(self.lines.items()) if not line.is_ready]
+        return f"shard {', '.join(map(str, late))} to be ready" if late else ""
+
+    @property
+    def snapshots(self) -> dict[int, tuple[Entry, ...]]:
+        """What each shard could go on from."""
+        return {shard: line.register.snapshots for shard, line in self.lines.items()}
+
+    def begin_run(self, order: BeginRun) -> None:
+        """All are here and this shard has what it begins with: the others are told what that is."""
+        self._has_begun = True
+        addresses = (self.lines[shard].register.address for shard in range(1, self._num_shards))
+        self._engine.shard_addresses = ("", *addresses)
+        for line in self.lines.values():
+            line.first = order
+            line.news.set()
+
+    async def stop(self, end: End) -> None:
+        """The run is over: tell the others, and give them a moment to say what they have to say, and go."""
+        for line in list(self.lines.values()):
+            line.last = end
+        self.dismiss()
+        try:
+            async with asyncio.timeout(_GOODBYE_S):
+                while self.lines:
+                    await self._engine.changed()
+        except TimeoutError:
+            log.warning("shards_left_behind", shards=sorted(self.lines))
+
+    def dismiss(self) -> None:
+        """End all calls, after the last order if there is one: whoever hears none goes back to the newest snapshot."""
+        self._has_begun = False  # whom it loses now is no loss
+        for line in self.lines.values():
+            line.is_dismissed = True
+            line.news.set()
+
+    # ---- a call -----------------------------------------------------------------------------------
+
+    async def _converse(
+        self, line: Line, heard: int, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
+    ) -> None:
+        tasks = [asyncio.create_task(self._hear(line, reports)), asyncio.create_task(self._tell(line, heard, context))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if line.is_dismissed:  # it says a last word of its own
+                await asyncio.wait(tasks, timeout=_GOODBYE_S)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()
-    except ParamServerError as error:
-        log.warning("refused", shard=shard, reason=(error.reason or Reason.BAD_REQUEST).value, message=error.message)
-        await context.abort(*refusal_to_status(error))
-    finally:
-        if attendant is not None:
-            coordinator.lost(shard, attendant)
 
+    async def _hear(self, line: Line, reports: AsyncIterator[pb.ShardReport]) -> None:
+        async for message in reports:
+            line.tape.has_been_heard(message.heard)
+            self._take(line, message.number, LINES.read(message.said))
 
-async def _hear(
-    coordinator: Coordinator, shard: int, attendant: Attendant, reports: AsyncIterator[pb.ShardReport]
-) -> None:
-    async for message in reports:
-        coordinator.hear(shard, attendant, report_from_proto(message))
+    def _take(self, line: Line, number: int, said: Report) -> None:
+        shard = line.register.shard
+        match said:
+            case Digest() | Event():
+                self._coordinator.hear(shard, number, said)
+            case Ready():
+                line.is_ready = True
+                self._engine.notify()
+            case ShardState():
+                self._engine.shard_states[shard] = said
+            case ShardFailed(message):
+                log.error("shard_failed", shard=shard, reason=message)
+            case _:
+                raise refusal(Reason.BAD_REQUEST, f"a shard said {type(said).__name__}")
 
+    async def _tell(self, line: Line, heard: int, context: grpc.aio.ServicerContext) -> None:
+        """Send what the shard has not heard, as it comes, until it is dismissed."""
+        while line.first is None and not line.is_dismissed:
+            await self._news(line)
+        if line.first is not None:
+            await self._write(line, 0, line.first, context)
+        while True:
+            for number, event in line.tape.after(heard):
+                await self._write(line, number, event, context)
+                heard = number
+            if line.is_dismissed and not line.tape.after(heard):
+                break
+            await self._news(line)
+        if line.last is not None:
+            await self._write(line, 0, line.last, context)
 
-async def _tell(attendant: Attendant, context: grpc.aio.ServicerContext) -> None:
-    """Send what the shard is to be told, until None."""
-    while (item := await attendant.outbox.get()) is not None:
-        await context.write(order_to_proto(*item))
+    @staticmethod
+    async def _news(line: Line) -> None:
+        await line.news.wait()
+        line.news.clear()
+
+    @staticmethod
+    async def _write(line: Line, number: int, order: Order, context: grpc.aio.ServicerContext) -> None:
+        await context.write(pb.ShardOrder(number=number, heard=line.tape.num_heard, said=LINES.write(order)))
 
 
 def _reachable(address: str, peer: str) -> str:

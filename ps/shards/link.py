@@ -1,12 +1,13 @@
-"""A shard's side of the call Attend: its one connection to the coordinator."""
+"""A shard's side of the call Attend: its one connection to the coordinator, made again when it breaks off."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -16,9 +17,10 @@ from ...common.errors import ParamServerError, Reason, UnreachableError
 from ...common.reporting.log import get_logger
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
-from . import orders
+from ..core.events import Event
+from ..core.replication import Follower
 from .channel import open_channel
-from .messages import order_from_proto, report_to_proto
+from .messages import LINES, BeginRun, End, GoOn, Order, Register, Report
 
 log = get_logger()
 
@@ -45,27 +47,32 @@ class Link:
     def __init__(self, config: Config) -> None:
         self._address = config.server.coordinator
         self._give_up_s = config.worker.give_up_s
+        self._lease_s = config.server.lease_s
         self._channel, self._metadata = open_channel(self._address, config.security, _OPTIONS)
-        self._outgoing: asyncio.Queue[orders.Report | None] = asyncio.Queue()
-        self._call: Any = None
+        self._said: deque[Report] = deque()  # without a number: lost with the connection
+        self._news = asyncio.Event()
+        self._is_over = False  # nothing more is reported
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self.follower: Follower | None = None  # once the run has begun
 
-    def report(self, report: orders.Report) -> None:
-        self._outgoing.put_nowait(report)
+    def report(self, report: Report) -> None:
+        """Say what may be lost."""
+        self._said.append(report)
+        self._news.set()
 
-    async def register(self, register: orders.Register) -> orders.BeginRun:
+    def carry(self, follower: Follower) -> None:
+        """From now on what this one reports is sent, and sent again until it has been heard."""
+        self.follower = follower
+        follower.tape.on_put = self._news.set
+
+    async def register(self, register: Register) -> BeginRun:
         """Register until the coordinator takes this shard in and says what run it is; that may take as long as
         another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s."""
+        self._register = register
         since, waits_said = time.monotonic(), ""
         while True:
-            self._outgoing = asyncio.Queue()
-            self.report(register)
-            self._call = self._channel.stream_stream(
-                f"/{SERVICE}/Attend",
-                request_serializer=pb.ShardReport.SerializeToString,
-                response_deserializer=pb.ShardOrder.FromString,
-            )(self._reports(self._outgoing), metadata=self._metadata)
             try:
-                order = await self._next()
+                order = await self._begin_call(register)
             except LinkLost as lost:
                 waited_s = time.monotonic() - since
                 if waited_s >= self._give_up_s:
@@ -79,18 +86,53 @@ class Link:
                     log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
                 await asyncio.sleep(_TRY_AGAIN_S)
                 continue
-            if not isinstance(order, orders.BeginRun):
+            if not isinstance(order, BeginRun):
                 raise UnreachableError(f"the coordinator at {self._address} began with {type(order).__name__}")
+            self._register = replace(register, run=order.run, server_incarnation=order.server_incarnation)
             return order
 
-    async def events(self) -> AsyncIterator[tuple[orders.Event, float]]:
-        """What happens, in order, with the coordinator's time. Raises LinkLost when it is gone."""
-        while True:
-            order = await self._next()
-            assert not isinstance(order, orders.BeginRun)
-            yield order, self._now
+    async def _begin_call(self, register: Register) -> Order:
+        self._call = self._channel.stream_stream(
+            f"/{SERVICE}/Attend",
+            request_serializer=pb.ShardReport.SerializeToString,
+            response_deserializer=pb.ShardOrder.FromString,
+        )(self._reports(register), metadata=self._metadata)
+        return (await self._next())[1]
 
-    async def _next(self) -> orders.Order:
+    async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
+        """What happens, with its number, in order; over as many connections as it takes. Raises LinkLost when the
+        coordinator is gone, or is another one."""
+        while True:
+            try:
+                number, order = await self._next()
+            except LinkLost as lost:
+                await self._call_again(lost)
+                continue
+            assert isinstance(order, Event | End), order
+            yield number, order
+
+    async def _call_again(self, lost: LinkLost) -> None:
+        """The connection broke off, and the coordinator may still be there: it waits for a lease."""
+        assert self.follower is not None
+        tape = self.follower.tape
+        log.warning("coordinator_away", address=self._address, reason=str(lost))
+        deadline = time.monotonic() + self._lease_s
+        while True:
+            try:
+                order = await self._begin_call(replace(self._register, heard=tape.num_heard))
+            except LinkLost:
+                if time.monotonic() >= deadline:
+                    raise lost from None
+                await asyncio.sleep(_TRY_AGAIN_S)
+                continue
+            except ParamServerError as refused:  # it has gone back, or on without this shard
+                raise LinkLost(refused.message) from None
+            assert isinstance(order, GoOn), order
+            log.info("coordinator_back", address=self._address)
+            return
+
+    async def _next(self) -> tuple[int, Order]:
+        assert self._call is not None
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
@@ -98,22 +140,38 @@ class Link:
             if refused is not None and refused.reason is not Reason.NOT_READY:
                 raise refused from None
             raise LinkLost(refused.message if refused is not None else _text(error)) from None
-        if message is grpc.aio.EOF:
+        if not isinstance(message, pb.ShardOrder):  # the end of the stream
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
                 raise LinkLost(f"{code.name}: {await self._call.details()}")
             raise LinkLost("the coordinator has ended the connection")
-        self._now = message.now
-        return order_from_proto(message)
+        order = LINES.read(message.said)
+        if self.follower is not None:
+            self.follower.tape.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
+        return message.number, order
 
-    @staticmethod
-    async def _reports(outgoing: asyncio.Queue[orders.Report | None]) -> AsyncIterator[pb.ShardReport]:
-        while (report := await outgoing.get()) is not None:
-            yield report_to_proto(report)
+    async def _reports(self, register: Register) -> AsyncIterator[pb.ShardReport]:
+        """What goes out on one connection."""
+        self._said.clear()
+        yield pb.ShardReport(said=LINES.write(register))
+        sent = 0
+        while True:
+            self._news.clear()
+            tape = self.follower.tape if self.follower is not None else None
+            heard = tape.num_heard if tape is not None else 0
+            for number, report in tape.after(sent) if tape is not None else ():
+                yield pb.ShardReport(number=number, heard=heard, said=LINES.write(report))
+                sent = number
+            while self._said:
+                yield pb.ShardReport(heard=heard, said=LINES.write(self._said.popleft()))
+            if self._is_over:
+                return
+            await self._news.wait()
 
     async def finish(self) -> None:
         """Nothing more is reported; returns when the coordinator has heard everything, or does not answer."""
-        self._outgoing.put_nowait(None)
+        self._is_over = True
+        self._news.set()
         with contextlib.suppress(LinkLost, ParamServerError, TimeoutError):
             async with asyncio.timeout(_FINISH_S):
                 while True:
@@ -125,5 +183,6 @@ class Link:
         await self._channel.close()
 
 
-def _text(error: Any) -> str:
+def _text(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.aio.AioRpcError)
     return f"{error.code().name}: {error.details()}"

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 from ...common.config.schema import Config, own_modes
 from ...common.errors import ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..core.modes import make_policy
-from ..core.run import Run
+from ..core.events import Event
+from ..core.replication import Follower
+from ..engine.engine import Engine
+from ..engine.modes import make_policy
+from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
 from ..snapshots.resume import after_going_back
-from ..snapshots.run_adapter import RunSnapshots, resume_at
+from ..snapshots.snapshots import Snapshots
 from ..wire.listening import Listening
 from ..wire.service import ParameterServerService
-from . import orders
-from .follower import FollowerRun
 from .link import Link, LinkLost
+from .messages import BeginRun, End, Ready, Register, ShardFailed
 
 log = get_logger()
 
-_TICK_S = 0.2
+_SAY_WAITING_S = 0.2
 _STATE_S = 1.0
-_POLL_S = 0.02
+_GOODBYE_S = 1.0
+_STOP_S = 0.02
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
+
+
+class EndedError(ParamServerError):
+    """The coordinator has ended the run with an error; this shard ends with the same exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(f"the coordinator ended the run: {message}")
+        self.exit_code = exit_code
 
 
 def shared_config(config: Config) -> str:
@@ -50,12 +62,13 @@ class ShardServer:
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
         self._listening = Listening(config)
         self._link = Link(config)
-        self._run: FollowerRun | None = None
-        self._snapshots: RunSnapshots | None = None
+        self._bus = make_bus(config)
+        self._engine: Engine | None = None
 
     def after(self, config: Config) -> ShardServer:
         """The server that goes on where this one went back."""
-        return ShardServer(after_going_back(config, self._snapshots is not None and self._snapshots.has_written))
+        snapshots = self._engine.snapshots if self._engine is not None else None
+        return ShardServer(after_going_back(config, snapshots is not None and snapshots.num_written > 0))
 
     @property
     def address(self) -> str:
@@ -70,7 +83,7 @@ class ShardServer:
         stop = asyncio.create_task(self.stop_requested.wait())
         try:
             await asyncio.wait([living, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not living.done() and self._run is not None:
+            if not living.done() and self._engine is not None:
                 # Whoever stops everything stops the coordinator too, which takes a last snapshot of all shards.
                 await asyncio.wait([living], timeout=self._config.server.drain_s)
         finally:
@@ -80,13 +93,11 @@ class ShardServer:
             await self._close()
         if not living.cancelled():
             living.result()
-        if self._run is not None and self._run.finished.done():
-            self._run.finished.result()
 
     async def _live(self) -> None:
         server = self._config.server
         available = Available(self._config)
-        register = orders.Register(
+        register = Register(
             server.shard,
             server.shards,
             server.advertise or self.address,
@@ -95,74 +106,95 @@ class ShardServer:
             PROGRAM_VERSION,
         )
         begin = await self._link.register(register)
-        run = self._run = self._begin(begin, available)
-        run.bus.begin(run)
-        service = ParameterServerService(run, run.config)
-        await self._listening.serve(service.handler())
+        engine, follower = self._begin(begin, available)
+        self._bus.begin(engine)
+        await self._listening.serve(ParameterServerService(engine, engine.config).handler())
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards, coordinator=server.coordinator
         )
-        self._link.report(orders.Ready())
-        helpers = [asyncio.create_task(self._tick(run)), asyncio.create_task(self._report_state(run))]
+        self._link.report(Ready())
+        helpers = [asyncio.create_task(self._tick(engine)), asyncio.create_task(self._say_state(engine))]
         try:
-            async for event, now in self._link.events():
-                run.happened(event, now)
-                if isinstance(event, orders.End):
-                    self._link.report(state_of(run))
-                    await self._link.finish()
-                    return
+            await self._follow(engine, follower, helpers)
         except LinkLost as lost:
             self.goes_back = not self.stop_requested.is_set()
             log.warning("coordinator_lost", address=server.coordinator, reason=str(lost))
         except ParamServerError as error:
-            self._link.report(orders.ShardFailed(error.message))
+            self._link.report(ShardFailed(error.message))
+            await self._link.finish()
             raise
         finally:
             for helper in helpers:
                 helper.cancel()
 
-    def _begin(self, begin: orders.BeginRun, available: Available) -> FollowerRun:
+    async def _follow(self, engine: Engine, follower: Follower, helpers: list[asyncio.Task[None]]) -> None:
+        """Do what the coordinator says until it says that the run is over, or something here has failed."""
+        failing = asyncio.create_task(self._failure_of(engine))
+        tasks = [asyncio.create_task(self._obey(follower)), failing]
+        try:
+            await asyncio.wait([*tasks, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, *helpers):
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @staticmethod
+    async def _failure_of(engine: Engine) -> None:
+        """Raises what ends the run here and nowhere else; the end of the run on all shards the coordinator says."""
+        while not engine.is_broken:
+            await engine.changed()
+        engine.finished.result()
+
+    async def _obey(self, follower: Follower) -> None:
+        async for number, order in self._link.orders():
+            if isinstance(order, Event):
+                follower.hear(number, order)
+                continue
+            assert self._engine is not None and isinstance(order, End)
+            self._link.report(self._engine.state)
+            await self._link.finish()
+            if order.error:
+                raise EndedError(order.error, order.exit_code)
+            with contextlib.suppress(TimeoutError):  # workers say goodbye here too
+                async with asyncio.timeout(_GOODBYE_S):
+                    while self._engine.peers:
+                        await self._engine.changed()
+            return
+
+    def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:
         """The run that the coordinator says this is, where it says that it stands."""
         config = with_shared(self._config, begin.config)
-        policy = make_policy(config)
-        bus = make_bus(self._config)
-        run = FollowerRun(config, policy, begin.run, begin.server_incarnation, self._link.report, bus)
-        resume_at(run, config, available, begin.snapshot)
-        run.name, run.incarnation = begin.run, begin.server_incarnation
+        engine = self._engine = Engine(config, make_policy(config), name=begin.run, publish=self._bus.publish)
+        follower = Follower(happens=engine.happens, digest=engine.run.digest)
+        engine.sequencer = follower
+        go_on(engine, config, available, begin.snapshot)
+        engine.run.name, engine.run.incarnation = begin.run, begin.server_incarnation
         if config.checkpoint.dir is not None:
-            self._snapshots = snapshots = RunSnapshots(run, config)
-            run.take_snapshot = snapshots.take
-            snapshots.on_attempt = lambda: self._link.report(orders.Durable(run.saved_version))
-            self._link.report(orders.Durable(run.saved_version))
-        return run
+            engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
+        self._link.carry(follower)
+        return engine, follower
 
-    async def _tick(self, run: FollowerRun) -> None:
+    async def _tick(self, engine: Engine) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
-            run.tick()
+            await asyncio.sleep(_SAY_WAITING_S)
+            engine.tick()
 
-    async def _report_state(self, run: FollowerRun) -> None:
+    async def _say_state(self, engine: Engine) -> None:
         while True:
-            if run.model.has_weights:
-                self._link.report(state_of(run))
+            if engine.model.has_weights:
+                self._link.report(engine.state)
             await asyncio.sleep(_STATE_S)
 
     async def _close(self) -> None:
         await self._listening.no_longer_healthy()
-        if self._run is not None:
-            self._run.drain()
+        engine = self._engine
+        if engine is not None:
+            engine.let_go()
         await self._link.close()
-        await self._listening.stop(_POLL_S)
-        if self._run is not None:
-            self._run.tensors.close()
-        if self._snapshots is not None:
-            self._snapshots.close()
-        if self._run is not None:
-            self._run.bus.close()
-
-
-def state_of(run: Run) -> orders.ShardState:
-    """What a shard holds of the model, and what has passed through it."""
-    held = dict(run.model.store.num_bytes) if run.model.has_weights else {}
-    traffic = {rank: (stats.bytes_sent, stats.bytes_received) for rank, stats in run.roster.stats.items()}
-    return orders.ShardState(run.policy.version, held, traffic)
+        await self._listening.stop(_STOP_S)
+        if engine is not None:
+            engine.close()
+        self._bus.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 
 import torch
@@ -53,13 +55,13 @@ class Model:
 
     # ---- what all workers agree on --------------------------------------------------------
 
-    def agree(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
-        """The first worker's model and optimizer are the run's; another one must be the same."""
-        if self.whole is None:
-            self.check_optimizer(optimizer)
-            self.adopt(layout, optimizer)
-        else:
+    def check(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
+        """Refuse what is not the run's model and optimizer; while there are none, what could not be."""
+        if self.whole is not None:
             self._check_same(rank, layout, optimizer)
+            return
+        self.check_optimizer(optimizer)
+        self._check_size(self.share_of(layout))
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
@@ -79,16 +81,18 @@ class Model:
         server = self._config.server
         return divide(whole, server.shards)[server.shard]
 
-    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
-        """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
-        limit, server = self._config.limits.model_bytes, self._config.server
-        share = self.share_of(whole)
+    def _check_size(self, share: Share) -> None:
+        limit = self._config.limits.model_bytes
         if share.layout.total_bytes > limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
                 f"a model of {share.layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
                 fix="start ps-server with --set limits.model_bytes=... if that is really the model",
             )
+    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
+        """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
+        server, share = self._config.server, self.share_of(whole)
+        self._check_size(share)
         self.whole, self.whole_optimizer = whole, optimizer
         self.share, self.optimizer = share, share.optimizer(optimizer)
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
@@ -177,14 +181,14 @@ class Model:
         self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
         self.has_weights = True
 
-    def small_body(self) -> tuple[int, bytes]:
-        """Version and bytes of weights so small that all tensor work runs inline."""
+    def small_body(self) -> bytes:
+        """The bytes of weights so small that all tensor work runs inline: of the newest version."""
         assert self.layout is not None
         version, body = self._small_body
         if version != self.store.version:
             body = bytes(as_bytes(self.store.weights)[: self.layout.exchange_bytes])
             self._small_body = (self.store.version, body)
-        return self._small_body
+        return body
 
     def frozen_bytes(self) -> memoryview:
         """The part of a body of weights that never changes."""
@@ -196,3 +200,10 @@ class Model:
         store = self.store
         body = store.averaged if averaged and store.averaged is not None else store.weights
         return store.version, body.clone()
+
+
+def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
+    """Names of a model and of its optimizer, the same for the same; hexadecimal."""
+    spec = [optimizer.name, [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups]]
+    text = json.dumps(spec, sort_keys=True, default=str)
+    return layout.fingerprint, hashlib.sha256(text.encode()).hexdigest()

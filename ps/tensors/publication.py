@@ -141,8 +141,12 @@ class Publisher:
         while self.latest not in self._used and len(self._used) >= self._limit:
             self._released.clear()
             await self._released.wait()
+        assert self.latest.version >= min_version
+        return self.hold(as_frames)
+
+    def hold(self, as_frames: bool) -> Publication:
+        """The latest version, whatever is on its way besides; to be given back with `release`."""
         publication = self.latest
-        assert publication.version >= min_version
         self._used.add(publication)
         publication.num_users += 1
         if as_frames:

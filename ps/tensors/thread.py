@@ -114,17 +114,19 @@ class TensorThread:
         else:
             self._loop.call_soon_threadsafe(callback)
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, run after all earlier work; its exception is raised here."""
-        if self._executor is None and not self.is_broken:
-            return work()
+    def begin(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """The result of `work`, run after all earlier work; what it raises is the awaiter's, and ends nothing."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self.submit(
             work,
             lambda result: None if done.done() else done.set_result(result),
             lambda error: None if done.done() else done.set_exception(error),
         )
-        return await done
+        return done
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The same, awaited."""
+        return work() if self._executor is None and not self.is_broken else await self.begin(work)
 
     def close(self) -> None:
         if self._executor is not None:

@@ -7,8 +7,9 @@ from typing import Protocol
 from ...common.wire.frames import INLINE_BYTES, body_frames, frame
 from ...common.wire.segments import SegmentAddress
 from ...proto import parameter_server_pb2 as pb
-from ..core.run import Run
-from .connected import Worker
+from ..engine.engine import Engine
+from ..engine.peers import Done, Go, Peer
+from ..tensors.publication import Publication
 from .stream import Stream
 
 
@@ -18,28 +19,32 @@ class Header(Protocol):
     def __call__(self, version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage: ...
 
 
-async def deliver(
-    run: Run, stream: Stream, worker: Worker, header: Header, min_version: int, with_frozen: bool = False
-) -> None:
-    """Send the newest weights, at least of `min_version`; `with_frozen` also what never changes."""
-    assert run.model.layout is not None
-    num_bytes = run.model.layout.total_bytes if with_frozen else run.model.layout.exchange_bytes
-    if run.model.layout.exchange_bytes <= INLINE_BYTES:
-        version, body = run.model.small_body()
-        await stream.write(frame(header(version, num_bytes, None), 0, [body]))
-    elif worker.segment is not None and not with_frozen:
-        await _place(run, stream, worker, header, min_version)
+async def deliver(engine: Engine, stream: Stream, peer: Peer, header: Header, item: Go | Done) -> None:
+    """Send the weights that the item is about, or newer ones; with a START also what never changes."""
+    model = engine.model
+    assert model.layout is not None
+    with_frozen = isinstance(item, Go) and item.answer.outcome == "START"
+    num_bytes = model.layout.total_bytes if with_frozen else model.layout.exchange_bytes
+    if model.layout.exchange_bytes <= INLINE_BYTES:
+        version, body = (item.answer.version, item.body) if isinstance(item, Go) else (item.min_version, None)
+        await stream.write(frame(header(version, num_bytes, None), 0, [body or model.small_body()]))
     else:
-        await _send_frames(run, stream, header, min_version, num_bytes)
+        as_frames = peer.segment is None or with_frozen
+        held = item.held if isinstance(item, Go) else None
+        version = item.answer.version if isinstance(item, Go) else item.min_version
+        publication = held or await model.publisher.acquire(version, as_frames)
+        if as_frames:
+            await _send_frames(engine, stream, header, publication, num_bytes)
+        else:
+            await _place(engine, stream, peer, header, publication)
     if with_frozen:
-        for raw in body_frames([run.model.frozen_bytes()], offset=run.model.layout.exchange_bytes):
+        for raw in body_frames([model.frozen_bytes()], offset=model.layout.exchange_bytes):
             await stream.write(raw)
 
 
-async def _place(run: Run, stream: Stream, worker: Worker, header: Header, min_version: int) -> None:
+async def _place(engine: Engine, stream: Stream, peer: Peer, header: Header, publication: Publication) -> None:
     """The weights' own memory is the body: the worker, on this host, is told what of it is made."""
-    publication = await run.model.publisher.acquire(min_version, as_frames=False)
-    worker.reading = publication
+    peer.reading = publication
     address = publication.segment.address
     await stream.write(frame(header(publication.version, publication.num_bytes, address)))
     async for start, end in publication.progress():
@@ -49,23 +54,24 @@ async def _place(run: Run, stream: Stream, worker: Worker, header: Header, min_v
             for raw in body_frames([publication.segment.bytes[start:end]], offset=start):
                 await stream.write(raw)
     if address is None:
-        taken(run, worker)  # it was told of no segment, and says nothing
+        taken(engine, peer)  # it was told of no segment, and says nothing
     else:
         stream.lend()
 
 
-async def _send_frames(run: Run, stream: Stream, header: Header, min_version: int, num_bytes: int) -> None:
-    publication = await run.model.publisher.acquire(min_version, as_frames=True)
+async def _send_frames(
+    engine: Engine, stream: Stream, header: Header, publication: Publication, num_bytes: int
+) -> None:
     try:
         await stream.write(frame(header(publication.version, num_bytes, None)))
         async for raw in publication.frames():
             await stream.write(raw)
     finally:
-        run.model.publisher.release(publication, as_frames=True)
+        engine.model.publisher.release(publication, as_frames=True)
 
 
-def taken(run: Run, worker: Worker) -> None:
+def taken(engine: Engine, peer: Peer) -> None:
     """The worker has read what it was told of, or is gone."""
-    publication, worker.reading = worker.reading, None
+    publication, peer.reading = peer.reading, None
     if publication is not None:
-        run.model.publisher.release(publication, as_frames=False)
+        engine.model.publisher.release(publication, as_frames=False)

@@ -17,14 +17,13 @@ from ...common.tensors.layout import copy_of
 from ...common.wire.frames import Frame, frame
 from ...common.wire.protocol import hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
+from ..core import events
 from ..core.judgement import Judgement
-from ..core.run import Run
-from ..policies.base import Contribution
-from ..shards.alone import StagedPart
+from ..engine.engine import Engine
+from ..engine.peers import Peer
 from ..tensors.staging import Body
 from ..tensors.store import Store
 from ..tensors.upload import Upload, decode
-from .connected import Measured, Worker
 from .delivery import taken
 from .stream import Stream
 
@@ -38,10 +37,10 @@ _PIECE = ("taken", "")
 class Intake:
     """Takes contributions of any worker into one run."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-    async def next(self, stream: Stream, worker: Worker) -> Frame | None:
+    async def next(self, stream: Stream, peer: Peer) -> Frame | None:
         """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
         that came instead; None when the stream ended before it was whole."""
         upload: Upload | None = None
@@ -52,69 +51,70 @@ class Intake:
                 if received is None or received.kind in ("finish", "leave"):
                     return received
                 if received.kind == "taken":
-                    taken(self._run, worker)
+                    taken(self._engine, peer)
                     continue
                 if received.kind == "contribution" and received.header.repeat:
-                    self._run.ask_again(worker, received.header.step)
+                    peer.state = "waiting"
+                    self._engine.offer(events.Repeated(*peer.seat, received.header.step))
                     return received
                 if received.kind == "contribution":
                     facts = received
-                    self._check_facts(worker, received.header)
+                    self._check_facts(peer, received.header)
                     if upload is None and len(received.data) == received.header.body_bytes:
-                        await self._take_whole(stream, worker, received)
+                        await self._take_whole(stream, peer, received)
                         return received
                 if received.kind is not None:
-                    upload = await self._open(stream, worker, received, upload)
+                    upload = await self._open(stream, peer, received, upload)
                 if upload is None:
                     raise refusal(Reason.BAD_REQUEST, "a piece of a body that no Begin or Contribution announced")
                 upload.feed(received)
-            self._run.contributions.uploaded(worker)
             judgement = await upload.judge()
-            self._hand_over(stream, worker, facts.header, upload.take(), judgement)
+            self._hand_over(stream, peer, facts.header, upload.take(), judgement)
             return facts
         finally:
             if upload is not None:
                 upload.close()
 
-    async def _take_whole(self, stream: Stream, worker: Worker, received: Frame) -> None:
+    async def _take_whole(self, stream: Stream, peer: Peer, received: Frame) -> None:
         """A small contribution, whose body came with it."""
-        store, codec = self._announced(worker, received.header)
-        body = await self._borrow(stream, worker)
-        self._run.contributions.uploaded(worker)
+        store, codec = self._announced(peer, received.header)
+        body = await self._borrow(stream, peer)
         if codec.name == "raw":
-            self._run.model.staging.bytes_of(body)[:] = received.data
+            self._engine.model.staging.bytes_of(body)[:] = received.data
             judgement = store.sanity.examine(body, store.weights)
         else:
             judgement = decode(store, codec, copy_of(received.data), body)
-        self._hand_over(stream, worker, received.header, body, judgement)
+        self._hand_over(stream, peer, received.header, body, judgement)
 
-    def _check_facts(self, worker: Worker, header: Any) -> None:
-        if worker.reading is not None:
+    def _check_facts(self, peer: Peer, header: Any) -> None:
+        if peer.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
         if not 1 <= header.num_samples <= _MAX_SAMPLES:
             raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
-        self._run.model.check_hyperparameters(hyperparameters_from_proto(header.hyperparameters))
-        worker.state = "uploading"
+        self._engine.model.check_hyperparameters(hyperparameters_from_proto(header.hyperparameters))
+        peer.state = "uploading"
 
-    async def _open(self, stream: Stream, worker: Worker, received: Frame, upload: Upload | None) -> Upload:
+    async def _open(self, stream: Stream, peer: Peer, received: Frame, upload: Upload | None) -> Upload:
         """The upload that a Begin or a Contribution announces, or that a Contribution belongs to."""
         header = received.header
-        store, codec = self._announced(worker, header)
+        store, codec = self._announced(peer, header)
         if upload is not None:
             if (upload.codec, upload.in_segment) != (codec, header.in_segment):
                 raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_segment")
             if received.kind == "begin":
                 upload.restart()
             return upload
-        if worker.segment is not None and header.in_segment:
-            body = worker.segment.body[: store.layout.exchange_bytes]
-            return Upload(store, self._run.tensors, codec, body, lambda _: None, in_segment=True)
-        body = await self._borrow(stream, worker)
-        return Upload(store, self._run.tensors, codec, body, self._run.model.staging.give_back)
+        if peer.segment is not None and header.in_segment:
+            body = peer.segment.body[: store.layout.exchange_bytes]
+            return Upload(store, self._engine.tensors, codec, body, lambda _: None, in_segment=True)
+        body = await self._borrow(stream, peer)
+        return Upload(store, self._engine.tensors, codec, body, self._engine.model.staging.give_back)
 
-    def _announced(self, worker: Worker, header: Any) -> tuple[Store, Codec]:
+    def _announced(self, peer: Peer, header: Any) -> tuple[Store, Codec]:
         """The store and the codec of a body whose announcement has been checked."""
-        store = self._run.contributions.check(worker)
+        if not self._engine.model.has_weights:
+            raise refusal(Reason.NOT_JOINED, f"rank {peer.rank} has no weights to compute on yet")
+        store = self._engine.model.store
         codec = _codec(header.codec)
         num_bytes = body_bytes(codec, store.layout)
         if header.body_bytes != num_bytes:
@@ -122,26 +122,35 @@ class Intake:
                 Reason.BAD_REQUEST,
                 f"a contribution of {header.body_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
             )
-        if header.in_segment and (worker.segment is None or codec.name != "raw"):
+        if header.in_segment and (peer.segment is None or codec.name != "raw"):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         return store, codec
 
-    def _hand_over(self, stream: Stream, worker: Worker, header: Any, body: Body, judgement: Judgement) -> None:
+    def _hand_over(self, stream: Stream, peer: Peer, header: Any, body: Body, judgement: Judgement) -> None:
         """A whole contribution: let the run have it."""
-        if header.hyperparameters:
-            worker.hyperparameters = hyperparameters_from_proto(header.hyperparameters)
-        worker.wants_weights = header.wants_weights
-        worker.stats.bytes_sent, stream.num_received = worker.stats.bytes_sent + stream.num_received, 0
-        contribution = Contribution(header.step, header.base_version, header.num_samples)
-        told = Measured(header.loss, header.compute_s, header.transfer_s, header.skew)
-        self._run.shards.staged(worker, StagedPart(contribution, body, judgement, told))
+        told = hyperparameters_from_proto(header.hyperparameters)
+        peer.traffic.num_sent, stream.num_received = peer.traffic.num_sent + stream.num_received, 0
+        event = events.Contributed(
+            *peer.seat,
+            header.step,
+            header.base_version,
+            header.num_samples,
+            header.wants_weights,
+            tuple(told) if told else None,
+            judgement,
+            header.loss,
+            header.compute_s,
+            header.transfer_s,
+        )
+        self._engine.contributed(event, body)
+        peer.state = "waiting"
 
-    async def _borrow(self, stream: Stream, worker: Worker) -> Body:
+    async def _borrow(self, stream: Stream, peer: Peer) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
-        policy, staging = self._run.policy, self._run.model.staging
+        policy, staging = self._engine.run.policy, self._engine.model.staging
 
         def position() -> int:
-            return policy.upload_position(worker.rank)
+            return policy.upload_position(peer.rank)
 
         body = staging.try_borrow(position)
         if body is not None:

@@ -31,13 +31,14 @@ from ...common.wire.protocol import (
 )
 from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
-from ..core.roster import Asked
-from ..core.run import Run
-from .connected import Done, Go, Refused, SendWeights, Waiting, Worker
+from ..core import events
+from ..engine.engine import Engine
+from ..engine.peers import Done, Go, Peer, SendWeights, Waiting
+from ..tensors.model import names_of
 from .delivery import deliver, taken
 from .intake import Intake
 from .limits import Joins, Watch
-from .queries import Queries
+from .queries import Attend, Queries
 from .refusing import fail, loggable, refuse
 from .security import check_rank
 from .stream import Stream, StreamLost
@@ -48,19 +49,19 @@ _PROBE_BYTES = 4096
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
 _SAY_WAITING_S = 1.0
-_LOOK_S = 0.05
 
 
 class ParameterServerService:
-    """Implements the proto's service on one `Run`."""
+    """Implements the proto's service on one run."""
 
-    def __init__(self, run: Run, config: Config) -> None:
-        self._run = run
+    def __init__(self, engine: Engine, config: Config, attend: Attend | None = None) -> None:
+        """`attend` answers other shards, on the coordinator of several."""
+        self._engine = engine
         self._config = config
-        self._intake = Intake(run)
+        self._intake = Intake(engine)
         self._watch = Watch()
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
-        self._queries = Queries(run, config, self._stream)
+        self._queries = Queries(engine, config, self._stream, attend)
         self._probe: Segment | None = None
         if config.server.shared_memory:
             with contextlib.suppress(SegmentError):
@@ -71,49 +72,53 @@ class ParameterServerService:
     async def exchange(self, _: AsyncIterator[bytes], context: Any) -> None:
         """A worker's whole life in the run."""
         stream = self._stream(context)
-        worker: Worker | None = None
+        peer: Peer | None = None
         refused: ParamServerError | None = None
         try:
-            worker = await self._welcome(stream, context)
-            if worker is not None and (task := asyncio.current_task()) is not None:
-                worker.interrupt = task.cancel
+            peer = await self._join(stream, context)
             if (
-                worker is not None
-                and (worker.resumes or await self._send_outbox(stream, worker))
-                and await self._contributions(stream, worker)
+                peer is not None
+                and await self._meet(stream, peer)
+                and (peer.is_resumed or await self._send_outbox(stream, peer))
+                and (goodbye := await self._contributions(stream, peer)) is not None
             ):
-                self._run.leave(worker, "said goodbye", how="goodbye")
+                figures = dict(goodbye.header.metrics)
+                self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye", figures))
             await stream.flush()
         except StreamLost:
             pass
         except ParamServerError as error:
             refused = error
             traceback.clear_frames(error.__traceback__)
-            await refuse(stream, _rank(worker), error)
+            await refuse(stream, _rank(peer), error)
         except asyncio.CancelledError as cancelled:
             # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
             traceback.clear_frames(cancelled.__traceback__)
             # Either the connection is gone, or there is something to say that cannot wait.
-            refused = stream.too_slow or (worker.pending_refusal() if worker is not None else None)
+            refused = stream.too_slow or (peer.ended_with if peer is not None else None)
             if refused is None:
                 raise
-            await refuse(stream, _rank(worker), refused)
+            await refuse(stream, _rank(peer), refused)
         except Exception as error:
             refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
-            await fail(stream, _rank(worker), error)
+            await fail(stream, _rank(peer), error)
         finally:
             stream.close()
-            if worker is not None:
-                taken(self._run, worker)
-                if refused is not None:
-                    self._run.leave(worker, loggable(refused.message))
-                else:
-                    self._run.stream_ended(worker, "connection lost")
-                # The call's traceback and the worker hold each other: let go of what is large at once.
-                worker.segment, worker.interrupt = None, _nothing
+            if peer is not None:
+                self._over(peer, refused)
+
+    def _over(self, peer: Peer, refused: ParamServerError | None) -> None:
+        taken(self._engine, peer)
+        self._engine.detach(peer)
+        if refused is not None:
+            self._engine.offer(events.Left(*peer.seat, "closed", loggable(refused.message)))
+        else:
+            self._engine.offer(events.Disconnected(*peer.seat))
+        # The call's traceback and the peer hold each other: let go of what is large at once.
+        peer.segment, peer.weights, peer.interrupt = None, None, _nothing
 
     def _stream(self, context: Any) -> Stream:
-        model = self._run.model
+        model = self._engine.model
         return Stream(
             context,
             self._config.limits,
@@ -121,51 +126,85 @@ class ParameterServerService:
             lambda: model.has_weights and model.staging.num_waiting > 0,
         )
 
-    async def _welcome(self, stream: Stream, context: Any) -> Worker | None:
+    async def _join(self, stream: Stream, context: Any) -> Peer | None:
         first = await self._read_in_time(stream, "join")
         if first is None:
             return None
         join = first.header
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
-        asked = Asked(
-            rank, join.run, join.incarnation, join.server_incarnation, join.process, join.seated, join.resumed
-        )
         await self._wait_turn(stream)
         await self._wait_for_shards(stream)
-        worker = self._run.join(asked, host=join.host, pid=join.pid, device=join.device)
-        try:
-            welcome = pb.Welcome(
-                run=self._run.name,
-                rank=worker.rank,
-                incarnation=worker.seat.incarnation,
-                step=self._run.policy.num_counted.get(worker.rank, 0),
-                settings=self._settings(),
-                probe=segment_to_proto(self._probe.address if self._probe is not None else None),
-                server_incarnation=self._run.incarnation,
-                resumed=worker.resumes,
-                lease_s=self._config.server.lease_s,
-                shards=self._run.shards.addresses,
+        peer = await self._seat(join, rank)
+        if (task := asyncio.current_task()) is not None:
+            peer.interrupt = task.cancel
+        return peer
+
+    async def _seat(self, join: pb.Join, rank: int | None) -> Peer:
+        """Give the process a rank, or find the one that the coordinator has given it."""
+        server, run = self._config.server, self._engine.run
+        if server.shard == 0:
+            peer = self._engine.join(
+                lambda stream: events.Joined(
+                    stream, rank, join.run, join.incarnation, join.server_incarnation, join.process
+                )
             )
-            await stream.write(frame(pb.ServerMessage(welcome=welcome)))
-            second = await self._read_in_time(stream, "model", "leave")
-            if second is None:
-                self._run.stream_ended(worker, "connection lost")
-                return None
-            if second.kind == "leave":
-                self._run.leave(worker, "said goodbye", how="goodbye")
-                return None
-            layout, optimizer = await _read_model(second.header)
-            if second.header.HasField("segment"):
-                share = self._run.model.share_of(layout)
-                await self._share(stream, worker, share.layout, segment_from_proto(second.header.segment))
-            self._run.offer(worker, layout, optimizer)
-        except ParamServerError as error:
-            self._run.leave(worker, error.message)
-            raise
-        except BaseException:
-            self._run.stream_ended(worker, "connection lost")
-            raise
-        return worker
+            log.info(
+                "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
+                pid=join.pid, device=join.device,
+            )  # fmt: skip
+            return peer
+        if not join.seated or rank is None:
+            raise refusal(
+                Reason.SHARD_MISMATCH,
+                f"this is shard {server.shard} of {server.shards}: workers join the coordinator",
+                fix=f"ps-worker --server {server.coordinator}",
+            )
+        if join.run != run.name:
+            raise refusal(
+                Reason.RUN_MISMATCH,
+                f"the worker belongs to run {join.run}, shard {server.shard} to run {run.name}",
+                fix="every shard needs the coordinator of its own run (--coordinator)",
+            )
+        if join.server_incarnation != run.incarnation or run.is_closed:
+            raise refusal(Reason.NOT_READY, f"shard {server.shard} has not gone back yet, or is stopping")
+        try:
+            async with asyncio.timeout(server.join_timeout_s):
+                return await self._engine.seated(rank, join.incarnation)
+        except TimeoutError:
+            what = f"the coordinator has not told shard {server.shard} of rank {rank}, incarnation {join.incarnation}"
+            raise refusal(Reason.NOT_READY, what) from None
+
+    async def _meet(self, stream: Stream, peer: Peer) -> bool:
+        """Say who it is, and hear what it trains; False when it has gone instead."""
+        run = self._engine.run
+        welcome = pb.Welcome(
+            run=run.name,
+            rank=peer.rank,
+            incarnation=peer.incarnation,
+            step=peer.number,
+            settings=self._settings(),
+            probe=segment_to_proto(self._probe.address if self._probe is not None else None),
+            server_incarnation=run.incarnation,
+            resumed=peer.is_resumed,
+            lease_s=self._config.server.lease_s,
+            shards=self._engine.shard_addresses,
+        )
+        await stream.write(frame(pb.ServerMessage(welcome=welcome)))
+        second = await self._read_in_time(stream, "model", "leave")
+        if second is None:
+            return False
+        if second.kind == "leave":
+            self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
+            return False
+        layout, optimizer = await _read_model(second.header)
+        if second.header.HasField("segment"):
+            share = self._engine.model.share_of(layout)
+            await self._share(stream, peer, share.layout, segment_from_proto(second.header.segment))
+        self._engine.model.check(peer.rank, layout, optimizer)
+        peer.offer = (layout, optimizer)
+        peer.state = "computing" if peer.is_resumed else "waiting"
+        self._engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer)))
+        return True
 
     async def _wait_turn(self, stream: Stream) -> None:
         """Joins beyond the rate wait, and are told so."""
@@ -179,12 +218,12 @@ class ParameterServerService:
 
     async def _wait_for_shards(self, stream: Stream) -> None:
         """Nobody joins before all shards are there; who waits is told for which."""
-        while reason := self._run.shards.missing():
+        while reason := self._engine.why_not_ready():
             await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
-            for _ in range(round(_SAY_WAITING_S / _LOOK_S)):
-                if not self._run.shards.missing():
-                    break
-                await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SAY_WAITING_S):
+                    while self._engine.why_not_ready():
+                        await self._engine.changed()
 
     async def _read_in_time(self, stream: Stream, *kinds: str) -> Frame | None:
         """The next message of a worker that has not been let in yet, or that others wait for."""
@@ -197,24 +236,24 @@ class ParameterServerService:
             what = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
             raise refusal(Reason.BAD_REQUEST, what) from None
 
-    async def _share(self, stream: Stream, worker: Worker, layout: Layout, address: SegmentAddress) -> None:
+    async def _share(self, stream: Stream, peer: Peer, layout: Layout, address: SegmentAddress) -> None:
         """Try to open the worker's segment, and say how it went."""
-        reason, worker.stats.lane = "", "tcp"
+        reason, peer.traffic.lane = "", "tcp"
         try:
             if self._probe is None:
                 raise SegmentError("the server shares no memory (server.shared_memory)")
             if address.num_bytes < layout.exchange_bytes:
                 raise SegmentError(f"{address.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
-            worker.segment = open_segment(address)
-            worker.stats.lane = "shared memory"
+            peer.segment = open_segment(address)
+            peer.traffic.lane = "shared memory"
         except SegmentError as error:
             reason = str(error)
-            log.info("not_shared", rank=worker.rank, reason=reason)
-        verdict = pb.SharedMemory(accepted=worker.segment is not None, reason=reason)
+            log.info("not_shared", rank=peer.rank, reason=reason)
+        verdict = pb.SharedMemory(accepted=peer.segment is not None, reason=reason)
         await stream.write(frame(pb.ServerMessage(shared_memory=verdict)))
 
     def _settings(self) -> pb.RunSettings:
-        config, policy = self._config, self._run.policy
+        config, policy = self._config, self._engine.run.policy
         kinds = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS}
         task = config.task.name if ".py:" not in config.task.name else ""
         return pb.RunSettings(
@@ -235,51 +274,49 @@ class ParameterServerService:
             pipelined=config.policy.pipelined,
         )
 
-    async def _contributions(self, stream: Stream, worker: Worker) -> bool:
-        """Exchange until the worker goes; True when it said goodbye."""
+    async def _contributions(self, stream: Stream, peer: Peer) -> Frame | None:
+        """Exchange until the worker goes; its goodbye, or None when its stream ended instead."""
         while True:
-            received = await self._intake.next(stream, worker)
+            received = await self._intake.next(stream, peer)
             if received is None or received.kind == "leave":
-                return received is not None
+                return received
             if received.kind == "finish":
-                self._run.finish(worker, received.header.transfer_s, received.header.can_evaluate)
-                if not await self._send_outbox(stream, worker):
-                    return False
+                peer.state = "finished"
+                facts = received.header
+                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate))
+                if not await self._send_outbox(stream, peer):
+                    return None
                 while (goodbye := await stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
-                    taken(self._run, worker)
-                if goodbye is not None:
-                    self._run.report(worker, dict(goodbye.header.metrics))
-                return goodbye is not None
-            if not await self._send_outbox(stream, worker):
-                return False
+                    taken(self._engine, peer)
+                return goodbye
+            if not await self._send_outbox(stream, peer):
+                return None
 
     # ---- what the run says to a worker ----------------------------------------------------------
 
-    async def _send_outbox(self, stream: Stream, worker: Worker) -> bool:
+    async def _send_outbox(self, stream: Stream, peer: Peer) -> bool:
         """Send until the worker may go on; False when its stream ended instead."""
         while True:
-            item = await worker.outbox.get()
-            match item:
+            match await peer.outbox.get():
                 case Waiting(reason):
                     await stream.write(frame(pb.ServerMessage(waiting=pb.Waiting(reason=reason))))
                 case SendWeights():
-                    if not await self._take_initial_weights(stream, worker):
+                    if not await self._take_initial_weights(stream, peer):
                         return False
-                case Refused(error):
-                    raise error
-                case Go():
-                    await self._answer(stream, worker, item)
+                case Go() as go:
+                    await self._answer(stream, peer, go)
                     return True
-                case Done():
-                    await self._final(stream, worker, item)
+                case Done() as done:
+                    await self._final(stream, peer, done)
                     return True
 
-    async def _take_initial_weights(self, stream: Stream, worker: Worker) -> bool:
+    async def _take_initial_weights(self, stream: Stream, peer: Peer) -> bool:
         await stream.write(frame(pb.ServerMessage(send_weights=pb.SendWeights())))
         first = await self._read_in_time(stream, "initial_weights")
         if first is None:
             return False
-        layout = self._run.model.layout
+        model = self._engine.model
+        layout = model.layout
         assert layout is not None
         if first.header.body_bytes != layout.total_bytes:
             raise refusal(
@@ -287,7 +324,7 @@ class ParameterServerService:
                 f"initial weights of {first.header.body_bytes} bytes; this model's have {layout.total_bytes}",
             )
         try:
-            weights = self._run.model.new_memory()
+            weights = model.new_memory()
         except (MemoryError, RuntimeError):  # numpy's and torch's
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
@@ -296,44 +333,45 @@ class ParameterServerService:
             ) from None
         if not await stream.read_body(first, layout.total_bytes, _copy_into(weights.bytes)):
             return False
-        self._run.initialise(worker, weights)
+        model.check_finite(peer.rank, weights)
+        peer.weights, peer.state = weights, "waiting"
+        self._engine.offer(events.Brought(*peer.seat))
         return True
 
-    async def _answer(self, stream: Stream, worker: Worker, go: Go) -> None:
-        policy = self._run.policy
-        num_workers, index = self._run.division(worker)
+    async def _answer(self, stream: Stream, peer: Peer, go: Go) -> None:
+        said = go.answer
 
         def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
             answer = pb.Answer(
-                outcome=go.outcome,
-                step=policy.num_counted.get(worker.rank, 0),
+                outcome=said.outcome,
+                step=said.number,
                 version=version,
-                next_local_steps=policy.next_local_steps(worker.rank),
+                next_local_steps=said.next_local_steps,
                 body_bytes=num_bytes,
-                staleness=go.staleness,
-                held_s=go.held_s,
-                reason=go.reason,
-                num_workers=num_workers,
-                worker_index=index,
-                training_steps=policy.steps_done(worker.rank),
+                staleness=said.staleness,
+                held_s=said.held_s,
+                reason=said.reason,
+                num_workers=said.num_workers,
+                worker_index=said.worker_index,
+                training_steps=said.training_steps,
                 segment=segment_to_proto(segment),
             )
             return pb.ServerMessage(answer=answer)
 
-        if worker.gets_weights(go.outcome):
-            await deliver(self._run, stream, worker, header, go.min_version, with_frozen=go.outcome == "START")
+        if said.has_weights:
+            await deliver(self._engine, stream, peer, header, go)
         else:
-            await stream.write(frame(header(go.min_version, 0, None)))
-        worker.stats.bytes_received, stream.num_sent = worker.stats.bytes_received + stream.num_sent, 0
+            await stream.write(frame(header(said.version, 0, None)))
+        peer.traffic.num_received, stream.num_sent = peer.traffic.num_received + stream.num_sent, 0
 
-    async def _final(self, stream: Stream, worker: Worker, done: Done) -> None:
+    async def _final(self, stream: Stream, peer: Peer, done: Done) -> None:
         def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
             final = pb.Final(
                 version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment_to_proto(segment)
             )
             return pb.ServerMessage(final=final)
 
-        await deliver(self._run, stream, worker, header, done.min_version)
+        await deliver(self._engine, stream, peer, header, done)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Exchange and Pull in bytes, as `common/wire/frames.py` frames them."""
@@ -375,8 +413,8 @@ async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
     return await asyncio.to_thread(read) if is_large else read()
 
 
-def _rank(worker: Worker | None) -> int | None:
-    return worker.rank if worker is not None else None
+def _rank(peer: Peer | None) -> int | None:
+    return peer.rank if peer is not None else None
 
 
 def _nothing() -> None:

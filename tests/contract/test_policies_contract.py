@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from paramserver.common.registry import MODES
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Common, Contribution, Discard, Fold, Outcome, Policy, Refuse
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.worker.session import Progress

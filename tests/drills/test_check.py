@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.registry import MODES
 from paramserver.drills.check import Verdict, check
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
 from paramserver.ps.policies.rules import Rule
 

@@ -12,8 +12,8 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.run import Run
-from paramserver.ps.server import make_policy
+from paramserver.ps.engine.engine import Engine
+from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.service import ParameterServerService
 
 
@@ -24,22 +24,22 @@ def _bug(*_: Any) -> None:
 def test_a_bug_ends_one_call_and_not_the_run(wire, capfd):
     async def main() -> None:
         config = Config.model_validate({"run": {"mode": "async"}})
-        run = Run(config, make_policy(config))
+        engine = Engine(config, make_policy(config), name="run")
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((ParameterServerService(run, config).handler(),))
+        server.add_generic_rpc_handlers((ParameterServerService(engine, config).handler(),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
-        good = run.offer
-        run.offer = _bug  # type: ignore[method-assign]
+        good = engine.model.check
+        engine.model.check = _bug  # type: ignore[method-assign]
         async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _offer(channel, wire)
             assert caught.value.code() is grpc.StatusCode.INTERNAL
             assert dict(caught.value.trailing_metadata() or ())["ps-reason"] == "INTERNAL"
             assert "KeyError" in (caught.value.details() or "")
-            assert not run.finished.done()
-            assert not run.workers
-            run.offer = good  # type: ignore[method-assign]
+            assert not engine.finished.done()
+            assert not engine.run.roster.workers
+            engine.model.check = good  # type: ignore[method-assign]
             assert await _offer(channel, wire) == "send_weights"
         await server.stop(None)
 

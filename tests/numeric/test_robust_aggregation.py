@@ -18,7 +18,7 @@ from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Contribution, Fold
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors

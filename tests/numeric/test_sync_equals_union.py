@@ -15,7 +15,7 @@ from torch import nn
 
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Contribution, Fold
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.ps.core.leases import Leases
+from paramserver.ps.core.membership import Leases
 
 TICK_S = 0.2
 

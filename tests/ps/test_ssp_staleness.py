@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Policy
 
 

@@ -33,8 +33,8 @@ from paramserver.common.wire.protocol import (
 )
 from paramserver.common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.run import Run
-from paramserver.ps.server import make_policy
+from paramserver.ps.engine.engine import Engine
+from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.service import ParameterServerService
 
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
@@ -182,8 +182,8 @@ class Server:
         config = Config.model_validate({
             "run": {"mode": "sync", **run}, "server": {"max_staged": max_staged}, **sections,
         })  # fmt: skip
-        self.run = Run(config, make_policy(config))
-        self.service = ParameterServerService(self.run, config)
+        self.engine = Engine(config, make_policy(config), name="run")
+        self.service = ParameterServerService(self.engine, config)
 
     async def workers(self, count: int) -> list[Worker]:
         workers = [Worker(self, rank) for rank in range(count)]
@@ -197,13 +197,14 @@ class Server:
         """Until every coroutine and the tensor thread have done what they can."""
         for _ in range(4):
             await turns()
-            await self.run.tensors.run(lambda: None)
+            await self.engine.tensors.run(lambda: None)
 
     def check_no_memory_is_kept(self) -> None:
-        assert self.run.model.staging.num_lent == 0, f"{self.run.model.staging.num_lent} bodies are lent to nobody"
+        num_lent = self.engine.model.staging.num_lent
+        assert num_lent == 0, f"{num_lent} bodies are lent to nobody"
 
     def check_nobody_reads(self) -> None:
-        publisher = self.run.model.publisher
+        publisher = self.engine.model.publisher
         assert not publisher._used, "a version is read by nobody, and kept"
         assert publisher.latest.num_readers == 0
 
@@ -233,9 +234,9 @@ def served(
                     for call in server.calls:
                         call.cancel()
                     await asyncio.gather(*server.calls, return_exceptions=True)
-                    server.run.tensors.close()
-                    if server.run.finished.done():
-                        server.run.finished.exception()
+                    server.engine.tensors.close()
+                    if server.engine.finished.done():
+                        server.engine.finished.exception()
 
             asyncio.run(main())
 
@@ -255,9 +256,9 @@ async def test_uploads_wait_for_their_turn(server: Server) -> None:
     for worker in reversed(workers):
         worker.contribute()
         await turns()
-        assert server.run.model.staging.num_lent <= 1
+        assert server.engine.model.staging.num_lent <= 1
     assert [worker.outcomes for worker in workers] == [["START", "APPLIED"]] * 3
-    assert server.run.policy.version == 1
+    assert server.engine.run.policy.version == 1
     server.check_no_memory_is_kept()
 
 
@@ -267,10 +268,10 @@ async def test_who_is_folded_first_goes_without_contributing(server: Server) -> 
     first, second = await server.workers(2)
     second.contribute()
     await turns()
-    assert server.run.policy.version == 0
+    assert server.engine.run.policy.version == 0
     first.stream.close()
     await turns()
-    assert server.run.policy.version == 1, "nobody else is live, and the round does not close"
+    assert server.engine.run.policy.version == 1, "nobody else is live, and the round does not close"
     assert second.outcomes == ["START", "APPLIED"]
 
 
@@ -291,7 +292,7 @@ async def test_a_worker_dies_in_the_middle_of_its_upload(server: Server) -> None
     first.announce()
     second.contribute()
     await turns()
-    assert server.run.model.staging.num_lent == 1
+    assert server.engine.model.staging.num_lent == 1
     first.stream.close()
     await turns()
     assert await first.end() == "ok"
@@ -389,11 +390,11 @@ def test_a_learning_rate_that_is_none(lr: Any) -> None:
         other.contribute()
         broken.contribute(hyperparameters=[struct({"lr": lr})])
         await turns()
-        assert not server.run.finished.done(), f"the run ended: {server.run.finished.exception()!r}"
+        assert not server.engine.finished.done(), f"the run ended: {server.engine.finished.exception()!r}"
         assert await broken.end() == "BAD_REQUEST"
         server.check_no_memory_is_kept()
         assert other.outcomes == ["START", "APPLIED"]
-        assert bool(torch.isfinite(server.run.model.store.tensors()["w"]).all())
+        assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
 
     play()
 
@@ -439,7 +440,7 @@ async def test_a_contribution_with_nan_is_answered_and_not_folded(server: Server
     other.contribute(value=1.0)
     await turns()
     assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
-    assert torch.equal(server.run.model.store.tensors()["w"], torch.full((8,), -1.0))
+    assert torch.equal(server.engine.model.store.tensors()["w"], torch.full((8,), -1.0))
 
 
 # ---- contributions that are not sound ----------------------------------------------------------------
@@ -450,13 +451,13 @@ SIZES = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["inline", "large"
 
 def weight_of(server: Server) -> float:
     """All weights are the same; they began at 0, and a step is half of the gradient."""
-    tensor = server.run.model.store.tensors()["w"]
+    tensor = server.engine.model.store.tensors()["w"]
     assert torch.equal(tensor, torch.full_like(tensor, tensor[0].item()))
     return tensor[0].item()
 
 
 def counters(server: Server, rank: int) -> tuple[int, int, int, int]:
-    row = server.run.roster.stats[rank].summary()
+    row = server.engine.run.roster.stats[rank].summary()
     return row.steps, row.rejected, row.skipped, row.clipped
 
 
@@ -475,7 +476,7 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         answer = [received.header for received in broken.stream.received if received.kind == "answer"][-1]
         assert answer.step == 1
         assert "NaN or Inf (store.on_nonfinite is skip): counted as a step, nothing folded" in answer.reason
-        assert (weight_of(server), server.run.policy.version) == (-1.5, 1)
+        assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
             worker.contribute(step=2, base_version=1)
         await server.settle()
@@ -497,12 +498,12 @@ def test_a_round_of_nothing_but_skipped_contributions(layout: Layout) -> None:
             worker.contribute(value=math.inf)
         await server.settle()
         assert [worker.outcomes for worker in workers] == [["START", "REJECTED"]] * 2
-        assert (weight_of(server), server.run.policy.version, server.run.model.store.version) == (0.0, 1, 1)
+        assert (weight_of(server), server.engine.run.policy.version, server.engine.model.store.version) == (0.0, 1, 1)
         assert bool((workers[0].weights() == 0).all())
         for worker in workers:
             worker.contribute(step=2, base_version=1)
         await server.settle()
-        assert (weight_of(server), server.run.policy.version) == (-0.5, 2)
+        assert (weight_of(server), server.engine.run.policy.version) == (-0.5, 2)
         server.check_no_memory_is_kept()
         server.check_nobody_reads()
 
@@ -564,7 +565,7 @@ def test_a_gradient_beyond_the_cap(layout: Layout, on_large: str) -> None:
         (worker,) = await server.workers(1)
         worker.contribute(value=7.0)
         await server.settle()
-        assert (weight_of(server), server.run.finished.done()) == (0.0, on_large == "halt")
+        assert (weight_of(server), server.engine.finished.done()) == (0.0, on_large == "halt")
         server.check_no_memory_is_kept()
         if on_large == "skip":
             assert (worker.outcomes, counters(server, 0)) == (["START", "REJECTED"], (1, 0, 1, 0))
@@ -575,8 +576,8 @@ def test_a_gradient_beyond_the_cap(layout: Layout, on_large: str) -> None:
                 assert worker.outcomes[-1] == "REJECTED"
                 worker.contribute(value=7.0)
                 await server.settle()
-        message = str(server.run.finished.exception())
-        assert server.run.finished.exception().exit_code == 16
+        message = str(server.engine.finished.exception())
+        assert server.engine.finished.exception().exit_code == 16
         for word in ("rank 0", f"norm {7 * math.sqrt(layout.exchange_bytes / 4):.4g}", "store.max_norm is 1"):
             assert word in message
         assert ("step 1" if on_large == "halt" else "3 contributions") in message
@@ -591,11 +592,11 @@ async def test_the_first_nan_is_the_end_of_the_run(server: Server) -> None:
     other.contribute()
     broken.contribute(value=math.nan)
     await server.settle()
-    message = str(server.run.finished.exception())
+    message = str(server.engine.finished.exception())
     assert "rank 0 sent NaN or Inf as its step 1 (store.on_nonfinite is halt)" in message
     assert [await worker.end() for worker in (broken, other)] == ["DIVERGED"] * 2
-    assert server.run.workers == {}
-    assert server.run.policy.version == 0, "a round was closed by the departure of who ended the run"
+    assert server.engine.run.roster.workers == {}
+    assert server.engine.run.policy.version == 0, "a round was closed by the departure of who ended the run"
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["tcp", "segments"])
@@ -624,7 +625,7 @@ def test_a_median_holds_every_workers_gradient_to_the_commit(shares: bool) -> No
                 if shares:
                     worker.send(taken=pb.Taken())
             await server.settle()
-        assert len(server.run.model.staging._bytes) <= (0 if shares else 6)
+        assert len(server.engine.model.staging._bytes) <= (0 if shares else 6)
 
     play()
 
@@ -637,18 +638,18 @@ async def test_a_connection_is_lost_while_its_contribution_is_looked_at(server: 
     """The upload is whole, the tensor thread is busy, the worker is killed: its memory comes back."""
     first, second = await server.workers(2)
     is_busy, go_on = threading.Event(), threading.Event()
-    server.run.tensors.submit(lambda: (is_busy.set(), go_on.wait(10)))
+    server.engine.tensors.submit(lambda: (is_busy.set(), go_on.wait(10)))
     await asyncio.to_thread(is_busy.wait, 10)
     first.contribute()
     await turns()
-    assert server.run.model.staging.num_lent == 1
+    assert server.engine.model.staging.num_lent == 1
     first.task.cancel()
     await turns()
     go_on.set()
     assert await first.end() == "cancelled"
     second.contribute()
     await server.settle()
-    assert server.run.policy.version == 1
+    assert server.engine.run.policy.version == 1
     server.check_no_memory_is_kept()
 
 
@@ -657,7 +658,7 @@ async def test_a_worker_is_replaced_while_its_contribution_is_looked_at(server: 
     """Whole, but not accepted yet: the newer process begins at the same step, and nothing is folded twice."""
     old, other = await server.workers(2)
     is_busy, go_on = threading.Event(), threading.Event()
-    server.run.tensors.submit(lambda: (is_busy.set(), go_on.wait(10)))
+    server.engine.tensors.submit(lambda: (is_busy.set(), go_on.wait(10)))
     await asyncio.to_thread(is_busy.wait, 10)
     old.contribute(value=100.0)
     await turns()
@@ -671,7 +672,7 @@ async def test_a_worker_is_replaced_while_its_contribution_is_looked_at(server: 
         worker.contribute(value=1.0)
         await server.settle()
     assert new.outcomes == other.outcomes == ["START", "APPLIED"]
-    assert torch.equal(server.run.model.store.tensors()["w"], torch.full((100_000,), -0.5))
+    assert torch.equal(server.engine.model.store.tensors()["w"], torch.full((100_000,), -0.5))
 
 
 # ---- shared memory ----------------------------------------------------------------------------------
@@ -691,7 +692,7 @@ async def test_a_contribution_in_the_workers_segment(server: Server) -> None:
     await turns()
     server.check_nobody_reads()
     server.check_no_memory_is_kept()
-    assert server.run.model.publisher.num_memories == 1, "nobody read while another version was made"
+    assert server.engine.model.publisher.num_memories == 1, "nobody read while another version was made"
 
 
 @served(layout=LARGE, max_staged=1, workers=1, mode="async")
@@ -723,7 +724,7 @@ async def test_taken_when_nothing_was_given(server: Server) -> None:
     other.contribute()
     await server.settle()
     server.check_nobody_reads()
-    assert server.run.policy.version == 2
+    assert server.engine.run.policy.version == 2
 
 
 def test_no_more_shared_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,7 +764,7 @@ async def test_while_a_worker_reads_others_go_on(server: Server) -> None:
             worker.send(taken=pb.Taken())
             await turns()
     assert torch.equal(reader.weights(), held), "what it reads has changed"
-    assert server.run.model.publisher.num_memories == 2
+    assert server.engine.model.publisher.num_memories == 2
     reader.task.cancel()
     await turns()
     server.check_nobody_reads()
@@ -806,10 +807,10 @@ async def test_a_mean_stands_though_its_first_worker_is_gone(server: Server) -> 
 async def test_a_rank_that_comes_back_without_a_segment_is_shown_without(server: Server) -> None:
     first = Worker(server, 0)
     await first.share()
-    assert server.run.roster.stats[0].lane == "shared memory"
+    assert server.engine.traffic[0].lane == "shared memory"
     second = Worker(server, 0)
     await second.join()
-    assert server.run.roster.stats[0].lane == "tcp"
+    assert server.engine.traffic[0].lane == "tcp"
     second.contribute()
     await server.settle()
     assert not second.stream.received[-1].placed
@@ -856,7 +857,7 @@ def test_an_offer_that_cannot_be_opened(changes: dict[str, Any]) -> None:
         worker.contribute()
         await server.settle()
         assert worker.outcomes == ["START", "APPLIED"]
-        assert server.run.roster.stats[0].lane == "tcp"
+        assert server.engine.traffic[0].lane == "tcp"
         worker.announce(2, in_segment=True)
         await turns()
         assert await worker.end() == "BAD_REQUEST"
@@ -983,18 +984,19 @@ def test_every_end_of_a_begun_upload_gives_its_memory_back_once(how: str, is_bus
         broken, other = await server.workers(2)
         go_on = threading.Event()
         if is_busy:
-            server.run.tensors.submit(lambda: go_on.wait(10))
+            server.engine.tensors.submit(lambda: go_on.wait(10))
         broken.begin()
         broken.piece(0, 4000)
         await turns()
-        assert server.run.model.staging.num_lent == 1
+        assert server.engine.model.staging.num_lent == 1
         _end_begun(broken, how)
         await turns()
         go_on.set()
         await server.settle()
         assert await broken.end() == BEGUN_ENDS[how]
         server.check_no_memory_is_kept()
-        assert len({id(body) for body in server.run.model.staging._free}) == len(server.run.model.staging._free) == 1
+        free = server.engine.model.staging._free
+        assert len({id(body) for body in free}) == len(free) == 1
         other.contribute()
         await server.settle()
         assert other.outcomes == ["START", "APPLIED"]
@@ -1037,7 +1039,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str) -> None:
     async def play(server: Server) -> None:
         worker = Worker(server, 0)
         await worker.share()
-        segment = weakref.ref(server.run.workers[0].segment)
+        segment = weakref.ref(server.engine.peers[0, 1].segment)
         worker.place()
         await server.settle()
         if how != "killed while reading":

@@ -29,7 +29,7 @@ import pytest
 import yaml
 
 from paramserver.common.registry import MODES
-from paramserver.ps.core.modes import policy_of
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome, Policy, Refuse
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))

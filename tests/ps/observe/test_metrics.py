@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError, UsageError
 from paramserver.ps.core.facts import ContributionTaken, Identity
-from paramserver.ps.core.modes import policy_of
-from paramserver.ps.core.run import Run
 from paramserver.ps.core.stats import WorkerStats
+from paramserver.ps.engine.engine import Engine
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import metrics
 from paramserver.ps.observe.bus import Bus
 from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, MetricsSink
@@ -190,16 +190,17 @@ def test_a_wrong_address_is_said_at_once() -> None:
 
 
 @asynccontextmanager
-async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[Run, MetricsSink]]:
+async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[Bus, MetricsSink]]:
     sink = MetricsSink(address)
-    run = Run(Config(), policy_of("async", {}), bus=Bus([sink]))
-    run.roster.stats.update({stats.rank: stats for stats in ranks})
+    bus = Bus([sink])
+    engine = Engine(Config(), policy_of("async", {}), name="run", publish=bus.publish)
+    engine.run.roster.stats.update({stats.rank: stats for stats in ranks})
     try:
-        run.bus.begin(run)
-        yield run, sink
+        bus.begin(engine)
+        yield bus, sink
     finally:
-        run.bus.close()
-        run.tensors.close()
+        bus.close()
+        engine.close()
 
 
 def read(sink: MetricsSink) -> Samples:
@@ -212,10 +213,10 @@ def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> Contributio
 
 def test_outcomes_staleness_and_times_are_counted() -> None:
     async def body() -> None:
-        async with metrics_of() as (run, sink):
+        async with metrics_of() as (bus, sink):
             for outcome in OUTCOMES:
-                run.bus.publish(0.0, taken(outcome, stale=3))
-            run.bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
+                bus.publish(0.0, taken(outcome, stale=3))
+            bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
             now = read(sink)
             for outcome in OUTCOMES:
                 assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
@@ -240,7 +241,7 @@ def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
 
 def test_what_a_snapshot_brought_is_not_counted_again() -> None:
     async def body() -> None:
-        stats = WorkerStats(3, steps=500, samples=16_000, bytes_sent=10**9, wait_s=7.0)
+        stats = WorkerStats(3, steps=500, samples=16_000, wait_s=7.0)
         async with metrics_of(stats) as (_, sink):
             stats.accepted(0, 32, 0, 1.0)
             stats.wait_s += 0.5
@@ -255,7 +256,7 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
 
 def test_a_thousand_workers_are_scraped_without_stopping_the_server_for_long() -> None:
     async def body() -> None:
-        async with metrics_of(*(WorkerStats(rank, steps=rank, bytes_sent=rank) for rank in range(1000))) as (_, sink):
+        async with metrics_of(*(WorkerStats(rank, steps=rank) for rank in range(1000))) as (_, sink):
             began = time.process_time()
             families = list(sink.registry.collect())
             took_s = time.process_time() - began

@@ -16,7 +16,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, Views
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.server import make_policy
+from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.aggregation import order
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.order import exchanges, sort_rows

@@ -1,0 +1,234 @@
+"""Everything that changes a run: typed events, each with its time. Of the same events every run makes the same.
+
+An event that is `gathered` is about something that every shard must have: a worker's model, its initial weights, a
+contribution, a snapshot. It happens when it has come to all of them. The others are the coordinator's to say.
+
+Times are seconds of the monotonic clock of the process that orders the events (of several shards the coordinator).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter
+
+from ...common.errors import Reason, refusal
+from .judgement import SOUND, Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`at` is given when it happens."""
+
+    is_gathered: ClassVar[bool] = False
+    at: float = field(default=0.0, kw_only=True)
+
+
+# ---- workers come and go ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Event):
+    """A process asks for a rank on a new stream; zeros and empty: it says nothing (Join in the proto)."""
+
+    stream: int  # names the stream that is to be answered, on the coordinator
+    rank: int | None = None
+    run: str = ""
+    incarnation: int = 0
+    server_incarnation: int = 0
+    process: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfAWorker(Event):
+    """About the process that holds `rank` as this `incarnation`."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected(OfAWorker):
+    """Its stream has ended without a goodbye."""
+
+    reason: str = "connection lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Left(OfAWorker):
+    """It is gone: it said goodbye, with the figures of the final evaluation, or its call was refused."""
+
+    how: str = "closed"
+    reason: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled(OfAWorker):
+    """It said what cannot be: its call is refused, and it is gone."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(OfAWorker):
+    """It has taken all its training steps."""
+
+    transfer_s: float = 0.0
+    can_evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeartBegan(Event):
+    """A heartbeat stream of this process is open."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeartStopped(Event):
+    """It has ended."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard(Event):
+    """A heartbeat."""
+
+    rank: int
+    process: str
+
+
+# ---- what comes from them, to every shard ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Offered(OfAWorker):
+    """It has said what it trains; `model` and `optimizer` name that, the same for the same."""
+
+    is_gathered: ClassVar[bool] = True
+    model: str = ""
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought(OfAWorker):
+    """The initial weights it was asked for are here, and finite."""
+
+    is_gathered: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed(OfAWorker):
+    """A contribution is here, whole and looked through."""
+
+    is_gathered: ClassVar[bool] = True
+    number: int
+    base_version: int
+    num_samples: int = 1
+    wants_weights: bool = True
+    hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as before
+    judgement: Judgement = SOUND
+    loss: float = math.nan
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated(OfAWorker):
+    """It asks again for the answer to a contribution that counts."""
+
+    is_gathered: ClassVar[bool] = True
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Event):
+    """An attempt at a snapshot is over, and the newest on the disk is of version `durable`."""
+
+    is_gathered: ClassVar[bool] = True
+    attempt: int
+    durable: int
+
+
+# ---- time, and the end --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked(Event):
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    """The server stops: everyone is told, and nothing is decided any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """The run ends with an error of somewhere else."""
+
+    message: str
+    exit_code: int
+    fix: str = ""
+
+
+KINDS: tuple[type[Event], ...] = (
+    Joined, Disconnected, Left, Expelled, Finished, HeartBegan, HeartStopped, Heard,
+    Offered, Brought, Contributed, Repeated, Stored, Ticked, Stopped, Failed,
+)  # fmt: skip
+
+
+# ---- of several shards --------------------------------------------------------------------------------
+
+# What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
+_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "loss", "wants_weights")
+
+
+def key_of(event: Event) -> tuple[Any, ...]:
+    """The same for what several shards say of one thing."""
+    names = ("rank", "incarnation", "number", "attempt")
+    return (type(event).__name__, *(getattr(event, name, None) for name in names))
+
+
+def differences(one: Event, other: Event) -> list[str]:
+    """Fields in which two shards were told different things, as phrases; empty where both were told the same."""
+    mine, theirs = asdict(one), asdict(other)
+    return [
+        f"{name} {mine[name]} and {theirs[name]}" for name in mine if name not in _OWN and mine[name] != theirs[name]
+    ]
+
+
+# ---- as text ------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """Dataclasses of some kinds as lines of JSON, and back."""
+
+    def __init__(self, kinds: Iterable[type[Any]]) -> None:
+        self._adapters = {kind.__name__: TypeAdapter(kind) for kind in kinds}
+
+    def write(self, one: Any) -> str:
+        return json.dumps({"kind": type(one).__name__, **asdict(one)}, separators=(",", ":"))
+
+    def read(self, text: str) -> Any:
+        """Raises a BAD_REQUEST refusal for what is none of these kinds."""
+        try:
+            fields = json.loads(text)
+            return self._adapters[fields.pop("kind")].validate_python(fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise refusal(Reason.BAD_REQUEST, f"not one of ours: {type(error).__name__} in {text[:80]!r}") from None
+
+
+LINES = Lines(KINDS)
+
+
+def happening(event: Event, at: float) -> Event:
+    """The event, at its time."""
+    return replace(event, at=at)

@@ -1,0 +1,260 @@
+"""Several shards carry out one run: state machine replication, without the network.
+
+    a follower:     what has come to it  ──report──>  coordinator: has it come to all? then it happens
+    all shards:     apply the same events in the same order  <──event, numbered──
+
+Messages are numbered and kept until the other side says that it has them, so a connection that breaks and is made again
+loses nothing. Coordinator and followers compare digests of their state; a difference ends the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from ...common.errors import Reason, refusal
+from . import events
+from .effects import Effect, TakeSnapshot
+from .events import Event
+from .judgement import Judgement
+
+Message = TypeVar("Message")
+
+# Between two comparisons of digests; one more at every snapshot. A digest costs about 50 us.
+DIGEST_EVERY_EVENTS = 256
+
+
+class Tape(Generic[Message]):
+    """One direction's messages on their way, numbered from 1, and how far the other direction has been heard.
+
+    `on_put` is called for each new one.
+    """
+
+    def __init__(self) -> None:
+        self.on_put: Callable[[], object] = lambda: None
+        self.num_put = 0
+        self.num_heard = 0  # of the other side's
+        self._kept: deque[tuple[int, Message]] = deque()
+
+    def put(self, message: Message) -> int:
+        """The number of a new message."""
+        self.num_put += 1
+        self._kept.append((self.num_put, message))
+        self.on_put()
+        return self.num_put
+
+    def has_been_heard(self, number: int) -> None:
+        """The other side has all up to this one."""
+        while self._kept and self._kept[0][0] <= number:
+            self._kept.popleft()
+
+    def after(self, number: int) -> list[tuple[int, Message]]:
+        """What is kept beyond this one, to be sent, or sent again."""
+        return [one for one in self._kept if one[0] > number]
+
+    def can_go_on_after(self, number: int) -> bool:
+        """Whether everything beyond this one is still kept."""
+        first = self._kept[0][0] if self._kept else self.num_put + 1
+        return first <= number + 1 <= self.num_put + 1
+
+    def hear(self, number: int) -> bool:
+        """Whether the other side's message with this number is new; it came twice otherwise. Refuses a gap."""
+        if number > self.num_heard + 1:
+            raise refusal(Reason.BAD_REQUEST, f"message {number} after {self.num_heard}: some were lost")
+        if number <= self.num_heard:
+            return False
+        self.num_heard = number
+        return True
+
+
+class Gather:
+    """What has come to which shard, until it has come to all."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+        self._found: dict[tuple[object, ...], dict[int, Event]] = {}
+        self._withdrawn: dict[int, int] = {}
+
+    def add(self, shard: int, event: Event) -> list[Event]:
+        """Everyone's, in the order of shards, when this one completes them; empty otherwise."""
+        if isinstance(event, events.OfAWorker) and event.incarnation <= self._withdrawn.get(event.rank, 0):
+            return []
+        key = events.key_of(event)
+        found = self._found.setdefault(key, {})
+        found[shard] = event
+        if len(found) < self._num_shards:
+            return []
+        del self._found[key]
+        return [found[index] for index in range(self._num_shards)]
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """The worker is gone, or begins again as another incarnation."""
+        self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
+        for key, found in list(self._found.items()):
+            one = next(iter(found.values()))
+            if isinstance(one, events.OfAWorker) and one.rank == rank and one.incarnation <= incarnation:
+                del self._found[key]
+
+    def missing(self, rank: int) -> tuple[str, list[int]]:
+        """The kind of event of this rank that some shard waits for, and the shards that it has not come to."""
+        for found in self._found.values():
+            one = next(iter(found.values()))
+            if isinstance(one, events.OfAWorker) and one.rank == rank:
+                return type(one).__name__, [shard for shard in range(self._num_shards) if shard not in found]
+        return "", []
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The state of a shard after so many events."""
+
+    num_events: int
+    digest: str
+
+
+# What a shard has not got yet, as people are told about it.
+_WHAT = {
+    "Contributed": "its part of the contribution",
+    "Brought": "its part of the initial weights",
+    "Offered": "this worker's connection",
+    "Repeated": "this worker's question",
+}
+
+
+class Coordinator:
+    """Shard 0: says what happens, in which order, to itself and to the others.
+
+    `happens` applies an event here, `judge` is what becomes of a contribution by its parts' judgements.
+    """
+
+    def __init__(
+        self,
+        num_shards: int,
+        *,
+        happens: Callable[[Event], None],
+        now: Callable[[], float],
+        judge: Callable[[list[Judgement]], Judgement],
+        digest: Callable[[], str],
+    ) -> None:
+        self.tapes: dict[int, Tape[Event]] = {shard: Tape() for shard in range(1, num_shards)}
+        self._happens = happens
+        self._now = now
+        self._judge = judge
+        self._digest = digest
+        self._gather = Gather(num_shards)
+        self._num_applied = 0
+        self._digests: dict[int, dict[int, str]] = {}  # by number of events, of the shards that have said it
+
+    def offer(self, event: Event) -> None:
+        """Something has come to this shard."""
+        if event.is_gathered:
+            self._gathered(0, event)
+        else:
+            self._say(event)
+
+    def hear(self, shard: int, number: int, said: Event | Digest) -> None:
+        """A numbered report of another shard. Refuses what no shard says."""
+        if not self.tapes[shard].hear(number):
+            return
+        if isinstance(said, Digest):
+            self._compare(shard, said)
+        elif said.is_gathered:
+            self._gathered(shard, said)
+        else:
+            raise refusal(Reason.BAD_REQUEST, f"{type(said).__name__} is not for shard {shard} to say")
+
+    def _gathered(self, shard: int, event: Event) -> None:
+        parts = self._gather.add(shard, event)
+        if parts:
+            self._say(self._one_of(parts))
+
+    def _one_of(self, parts: list[Event]) -> Event:
+        """What has happened when these have come, one to each shard."""
+        first = parts[0]
+        for shard, other in enumerate(parts):
+            if isinstance(first, events.OfAWorker) and (told := events.differences(first, other)):
+                what = f"shards 0 and {shard} were told different things: {'; '.join(told)}"
+                return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, what)
+        if isinstance(first, events.Contributed):
+            return replace(first, judgement=self._judge([_contributed(part).judgement for part in parts]))
+        if isinstance(first, events.Stored):
+            return replace(first, durable=min(_stored(part).durable for part in parts))
+        return first
+
+    def _say(self, event: Event) -> None:
+        event = events.happening(event, self._now())
+        for tape in self.tapes.values():
+            tape.put(event)
+        self._happens(event)
+
+    def withdrawn(self, rank: int, incarnation: int) -> None:
+        self._gather.withdraw(rank, incarnation)
+
+    def missing(self, rank: int) -> str:
+        kind, shards = self._gather.missing(rank)
+        return f"shard {', '.join(map(str, shards))} to have {_WHAT[kind]}" if kind else ""
+
+    # ---- are all in the same state? ---------------------------------------------------------
+
+    def applied(self, effects: list[Effect]) -> None:
+        self._num_applied += 1
+        if is_compared(self._num_applied, effects):
+            self._compare(0, Digest(self._num_applied, self._digest()))
+
+    def _compare(self, shard: int, said: Digest) -> None:
+        found = self._digests.setdefault(said.num_events, {})
+        found[shard] = said.digest
+        if len(set(found.values())) > 1:
+            shown = ", ".join(f"shard {one} {digest}" for one, digest in sorted(found.items()))
+            message = f"the shards are not in the same state after event {said.num_events}: {shown}"
+            self.offer(events.Failed(message, exit_code=1, fix="report this with the history; snapshots are sound"))
+        if len(found) > len(self.tapes):
+            del self._digests[said.num_events]
+
+
+class Follower:
+    """Another shard: reports what comes to it, applies what the coordinator says."""
+
+    def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
+        self.tape: Tape[Event | Digest] = Tape()
+        self._happens = happens
+        self._digest = digest
+        self._num_applied = 0
+
+    def offer(self, event: Event) -> None:
+        """Something has come to this shard. What is not for all shards to have, the coordinator sees for itself."""
+        if event.is_gathered:
+            self.tape.put(event)
+
+    def hear(self, number: int, event: Event) -> None:
+        """What happens, in the coordinator's order."""
+        if self.tape.hear(number):
+            self._happens(event)
+
+    def applied(self, effects: list[Effect]) -> None:
+        self._num_applied += 1
+        if is_compared(self._num_applied, effects):
+            self.tape.put(Digest(self._num_applied, self._digest()))
+
+    def withdrawn(self, rank: int, incarnation: int) -> None:
+        pass
+
+    def missing(self, rank: int) -> str:
+        return "the coordinator"
+
+
+def is_compared(num_events: int, effects: Iterable[Effect]) -> bool:
+    """Whether shards compare their states after this event."""
+    return num_events % DIGEST_EVERY_EVENTS == 0 or any(isinstance(effect, TakeSnapshot) for effect in effects)
+
+
+def _contributed(event: Event) -> events.Contributed:
+    assert isinstance(event, events.Contributed)
+    return event
+
+
+def _stored(event: Event) -> events.Stored:
+    assert isinstance(event, events.Stored)
+    return event

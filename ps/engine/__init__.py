@@ -1,0 +1,1 @@
+"""Carries a run out: its effects on tensors, streams, snapshots and observers."""

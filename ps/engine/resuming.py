@@ -1,0 +1,39 @@
+"""A run that has not begun goes on from a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ...common.config.schema import Config
+from ...common.reporting.log import get_logger
+from ..snapshots.available import Available
+from ..snapshots.common import SnapshotName
+from ..snapshots.resume import new_incarnation, resume_model
+from ..tensors.model import names_of
+from .engine import Engine
+from .peers import Traffic
+
+log = get_logger()
+
+
+def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
+    """Bring the run to where this snapshot left it, if there is one; shard 0 also gives it a server incarnation that no
+    other start of the run has had. Raises CheckpointError for a snapshot that this run cannot go on from."""
+    run, model = engine.run, engine.model
+    if name is not None:
+        saved = resume_model(config, available, name, model)
+        assert model.whole is not None and model.whole_optimizer is not None
+        run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved)
+        _restore_traffic(engine, saved["training"])
+        log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
+    engine.skipped_snapshots = [str(path) for path in available.skipped]
+    if config.checkpoint.dir is not None and config.server.shard == 0:
+        run.incarnation = new_incarnation(config, run.incarnation)
+
+
+def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
+    """Bytes of each rank. What is not there, or not what it should be, is counted from zero."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        for rank, values in training["stats"].items():
+            engine.traffic[int(rank)] = Traffic(int(values["bytes_sent"]), int(values["bytes_received"]))

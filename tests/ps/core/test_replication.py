@@ -1,0 +1,161 @@
+"""When what has come to several shards happens, and that nothing is lost between them; no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.common.errors import ParamServerError, Reason
+from paramserver.ps.core import events
+from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
+from paramserver.ps.core.replication import Gather, Tape
+from paramserver.ps.shards.messages import LINES, Order, Report
+
+numbers = st.integers(0, 2**31)
+texts = st.text(max_size=9)
+actions = st.sampled_from(["take", "reject", "skip", "halt"])
+judgements = st.builds(Judgement, actions, texts, texts, st.booleans(), st.floats(0, 1e9), st.floats(0, 1))
+
+
+def _any_of(union: object) -> st.SearchStrategy[Any]:
+    kinds = [kind for one in typing.get_args(union) for kind in (events.KINDS if one is events.Event else (one,))]
+    return st.one_of([st.builds(kind, **_fields(kind)) for kind in kinds])
+
+
+def _fields(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    hints = typing.get_type_hints(kind)
+    known = {"judgement": judgements}
+    return {
+        field.name: known.get(field.name, st.from_type(hints[field.name]).filter(lambda value: value == value))
+        for field in dataclasses.fields(kind)
+        if field.name != "hyperparameters"
+    }
+
+
+@given(_any_of(Report) | _any_of(Order))
+def test_what_shards_say_arrives_as_it_was_sent(said: Any) -> None:
+    arrived = LINES.read(LINES.write(said))
+    assert arrived == said and type(arrived) is type(said)
+
+
+def test_hyperparameters_travel_with_their_contribution() -> None:
+    said = events.Contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
+    assert LINES.read(LINES.write(said)) == said
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"kind": "Eaten"}', '{"kind": "Left", "rank": "x", "incarnation": 1}', "[]"]
+)
+def test_what_no_shard_says_is_refused(text: str) -> None:
+    with pytest.raises(ParamServerError) as caught:
+        LINES.read(text)
+    assert caught.value.reason is Reason.BAD_REQUEST
+
+
+# ---- gathering --------------------------------------------------------------------------------------
+
+
+@given(st.permutations(range(4)))
+def test_what_has_come_to_all_happens_once(order: list[int]) -> None:
+    gather = Gather(4)
+    happened = [gather.add(shard, events.Contributed(7, 1, 3, 0)) for shard in order]
+    assert [bool(parts) for parts in happened] == [False, False, False, True]
+    assert gather.missing(7) == ("", [])
+
+
+def test_other_contributions_and_incarnations_are_another_thing() -> None:
+    gather = Gather(2)
+    assert not gather.add(0, events.Contributed(0, 1, 5, 0))
+    assert not gather.add(1, events.Contributed(0, 1, 4, 0))
+    assert not gather.add(1, events.Contributed(0, 2, 5, 0))
+    assert not gather.add(1, events.Repeated(0, 1, 5))
+    assert gather.add(1, events.Contributed(0, 1, 5, 0))
+
+
+def test_of_who_was_let_go_nothing_is_waited_for() -> None:
+    gather = Gather(2)
+    gather.add(1, events.Contributed(0, 1, 5, 0))
+    gather.withdraw(0, 1)
+    assert not gather.add(0, events.Contributed(0, 1, 5, 0))
+    assert not gather.add(1, events.Contributed(0, 1, 5, 0)), "it was withdrawn, also for a shard that is late"
+    gather.add(1, events.Contributed(3, 2, 1, 0))
+    gather.withdraw(3, 1)  # an older one of that rank
+    assert gather.add(0, events.Contributed(3, 2, 1, 0))
+
+
+def test_the_missing_are_named() -> None:
+    gather = Gather(3)
+    assert gather.missing(0) == ("", [])
+    gather.add(1, events.Contributed(0, 1, 1, 0))
+    assert gather.missing(0) == ("Contributed", [0, 2])
+
+
+# ---- messages that must not be lost -------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["put", "send", "break"]), max_size=60))
+def test_over_connections_that_break_everything_arrives_once_and_in_order(moves: list[str]) -> None:
+    tape, other, got = Tape[int](), Tape[int](), []
+    sent = 0  # on this connection
+
+    def send() -> None:
+        nonlocal sent
+        for number, message in tape.after(sent)[:1]:
+            sent = number
+            if other.hear(number):
+                got.append(message)
+
+    for move in [*moves, "break", *["send"] * len(moves)]:
+        if move == "put":
+            tape.put(tape.num_put)
+        elif move == "send":
+            send()
+        else:  # the other side says how far it has heard; what it had only been sent may be gone
+            assert tape.can_go_on_after(other.num_heard)
+            tape.has_been_heard(other.num_heard)
+            sent = other.num_heard
+    assert got == list(range(tape.num_put))
+
+
+def test_a_gap_is_refused_and_what_came_before_is_not_new() -> None:
+    tape = Tape[str]()
+    assert tape.hear(1)
+    assert not tape.hear(1)
+    with pytest.raises(ParamServerError, match="message 3 after 1"):
+        tape.hear(3)
+
+
+def test_what_was_heard_is_not_kept_and_cannot_be_gone_back_to() -> None:
+    tape = Tape[str]()
+    for text in "abc":
+        tape.put(text)
+    tape.has_been_heard(2)
+    assert tape.after(0) == [(3, "c")]
+    assert tape.can_go_on_after(2) and tape.can_go_on_after(3)
+    assert not tape.can_go_on_after(1) and not tape.can_go_on_after(4)
+
+
+# ---- one judgement of several parts -------------------------------------------------------------------
+
+
+def test_what_one_shard_cannot_take_none_takes() -> None:
+    skip, reject, halt = (Judgement(action, "NaN", "limit") for action in ("skip", "reject", "halt"))
+    assert judge_whole(Limits(), [SOUND, skip, SOUND]) is skip
+    assert judge_whole(Limits(), [skip, reject, SOUND]) is reject
+    assert judge_whole(Limits(), [reject, halt]) is halt
+    clipped = Judgement("take", "NaN", "limit", is_clipped=True)
+    assert judge_whole(Limits(), [SOUND, clipped]) is clipped
+
+
+def test_the_norm_is_that_of_all_parts() -> None:
+    parts = [Judgement("take", norm=3.0), Judgement("take", norm=4.0)]
+    assert judge_whole(Limits(max_norm=5.01), parts).scale == 1.0
+    whole = judge_whole(Limits(max_norm=0.5), parts)
+    assert whole.is_taken and whole.is_clipped
+    assert whole.scale == pytest.approx(0.1, rel=1e-5)
+    assert judge_whole(Limits(max_norm=0.5, on_large="reject"), parts).action == "reject"
