@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from ..common.config.schema import Config
 from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
 from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
-from ..common.reporting.report import status_line
 from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
 from .core.events import Stopped
-from .core.facts import RunEnded, RunStarted
+from .core.facts import RunEnded, RunStarted, StatusTaken
 from .core.judgement import judge_whole
 from .core.replication import Coordinator
 from .engine.engine import Engine
@@ -29,9 +27,9 @@ from .shards.attend import Attendance
 from .shards.collect import collect
 from .shards.messages import BeginRun, End
 from .shards.server import shared_config
+from .snapshots.available import Available
 from .snapshots.common import choose_common
 from .snapshots.resume import after_going_back
-from .snapshots.available import Available
 from .snapshots.snapshots import Snapshots
 from .wire.listening import Listening
 from .wire.security import check_security, security_text
@@ -249,11 +247,7 @@ class Server:
         interval_s = self._config.server.status_interval_s if as_json else _TEXT_STATUS_S
         while True:
             await asyncio.sleep(interval_s)
-            status = reports.status(self.engine)
-            if as_json:
-                log.info("status", **status.fields())
-            elif status.workers or status.waiting:
-                print(status_line(status), file=sys.stderr)
+            self._bus.publish(self.engine.now(), StatusTaken(reports.status(self.engine)))
 
     async def _final_tensors(self) -> dict[str, torch.Tensor]:
         """The weights to be saved, by name, of all shards."""

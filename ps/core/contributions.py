@@ -177,10 +177,10 @@ class Contributions:
         version = self._policy.version
         folded = tuple(held.identity for held in self._in_mean if held.is_folded)
         yield Log("debug", "commit", {"version": version, "ranks": decision.ranks, "reason": decision.reason})
+        lr_scale = decision.lr_scale({held.identity.rank: held.weight for held in self._in_mean})
         yield effects.Commit(
-            version, folded, self._hyperparameters(), decision.lr_scale({held.identity.rank: held.weight for held in self._in_mean}), len(live), live[0] if live else 0,
-            decision.reason,
-        )  # fmt: skip
+            version, folded, self._hyperparameters(), lr_scale, len(live), live[0] if live else 0, decision.reason
+        )
         yield Tell(VersionCommitted(version, folded, live))
         self._in_mean = []
 

@@ -65,11 +65,6 @@ def age_of(path: Path) -> tuple[int, int]:
     return _age(path)[:2]
 
 
-def age_of(path: Path) -> tuple[int, int]:
-    """Server incarnation and version of a snapshot, by its name."""
-    return _age(path)[:2]
-
-
 def _age(path: Path) -> tuple[int, int, bool]:
     """(server incarnation, version, is the newer of two)."""
     name = _NAME.fullmatch(path.name)

@@ -89,6 +89,7 @@ class Model:
                 f"a model of {share.layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
                 fix="start ps-server with --set limits.model_bytes=... if that is really the model",
             )
+
     def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
         """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
         server, share = self._config.server, self.share_of(whole)
