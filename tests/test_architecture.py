@@ -258,25 +258,6 @@ def test_no_import_runs_up(name: str) -> None:
     assert up == []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    modules = {"paramserver." + name.removesuffix(".py").replace("/", "."): name for name in FILES}
-    graph = {name: {modules[one] for one in imports_of(name) if one in modules} - {name} for name in FILES}
-    done: set[str] = set()
-
-    def circle_from(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return path[path.index(name) :]
-        if name in done:
-            return []
-        for other in sorted(graph[name]):
-            if found := circle_from(other, [*path, name]):
-                return found
-        done.add(name)
-        return []
-
-    assert [found for name in FILES if (found := circle_from(name, []))] == []
-
-
 # ---- what is nowhere -------------------------------------------------------------------------------
 
 
@@ -320,7 +301,7 @@ def test_no_code_asks_which_mode_it_is(name: str) -> None:
 
 # ---- rooms ------------------------------------------------------------------------------------------
 
-ROOMY = ("launch", "drills")
+ROOMY = ("common", "ps", "worker", "launch", "drills")
 
 
 @pytest.mark.parametrize("package", ROOMY)
@@ -329,7 +310,8 @@ def test_a_folder_is_seen_at_a_glance(package: str) -> None:
     for name in FILES:
         path = Path(name)
         for child in (path, *path.parents):
-            entries.setdefault(child.parent, set()).add(child.name)
+            if child.name != "__init__.py":
+                entries.setdefault(child.parent, set()).add(child.name)
     crowded = {str(folder): len(names) for folder, names in entries.items() if len(names) > 12}
     assert [folder for folder in crowded if folder.split("/")[0] == package] == []
 

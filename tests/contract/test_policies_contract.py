@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -544,13 +544,15 @@ class Twins:
         return both
 
 
-def play_on(world: World, data: st.DataObject) -> None:
-    """Workers contribute, go and come back, in any order."""
+def play_on(world: World, data: st.DataObject, ranks: Sequence[int] = range(3)) -> None:
+    """Workers of these ranks contribute, go and come back, in any order."""
     for _ in range(data.draw(st.integers(0, 25))):
         live = sorted(world.store.live)
         actions = [("contribute", rank) for rank in live if world.store.live[rank].state == "computing"]
         actions += [("reject", rank) for _, rank in actions] + [("leave", rank) for rank in live]
-        actions += [("join", rank) for rank in range(3) if rank not in live]
+        actions += [("join", rank) for rank in ranks if rank not in live]
+        if not actions:
+            return
         action, rank = data.draw(st.sampled_from(actions))
         world.now += data.draw(st.sampled_from([0.0, 1.0, 3.0]))
         getattr(world, action)(rank)
@@ -574,7 +576,8 @@ def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, told: dict[
         world.join(rank)
         restored.joined(rank, world.now)
     world.policy = Twins(saved, restored)  # type: ignore[assignment]
-    play_on(world, data)
+    # A rank that is new while nobody is live begins at 0 in a run, and at the others' in one that goes on.
+    play_on(world, data, sorted(world.last_steps))
 
 
 # ---- holds ----------------------------------------------------------------------------------

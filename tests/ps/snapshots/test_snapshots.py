@@ -42,7 +42,7 @@ class Rig:
         self.told: list[SnapshotTaken] = []
         self.tensors = TensorThread(self.ends.append)
         self.model = Model(config, self.tensors, has_optimizer=True)
-        self.model.agree(0, LAYOUT, SPEC)
+        self.model.adopt(LAYOUT, SPEC)
         self.model.begin(self.model.new_memory())
         self.model.store.weights.zero_()
         self.snapshots = Snapshots(self.model, self.tensors, config, self.told.append)
