@@ -245,6 +245,7 @@ def _check_seconds(field: str, value: float) -> None:
 
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "join": _check_join,
+    "model": lambda model: _check_text("a codec's name", model.answer_codec),
     "begin": _check_codec,
     "contribution": _check_contribution,
     "finish": lambda finish: _check_seconds("transfer_s", finish.transfer_s),

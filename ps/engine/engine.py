@@ -26,6 +26,7 @@ from ..core.run import Options, Run
 from ..core.sequencer import Local, Sequencer
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
+from ..tensors.codec_memory import CodecMemory
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .peers import Done, Go, Peer, SendWeights, ShardState, Traffic, Waiting
@@ -65,6 +66,7 @@ class Engine:
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
         self.peers: dict[tuple[int, int], Peer] = {}  # by rank and incarnation
         self.traffic: dict[int, Traffic] = {}
+        self._codec_memories: dict[int, CodecMemory] = {}  # of the processes that have these ranks
         self.is_broken = False  # an event was half applied, or tensor work failed: no state to keep
         self._joining: dict[int, effects.Seated | effects.NotSeated | None] = {}  # by stream
         self._num_streams = 0
@@ -204,7 +206,21 @@ class Engine:
         peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
         peer.traffic.lane = "tcp"  # until it offers a segment
         self.peers[peer.rank, peer.incarnation] = peer
+        if not peer.is_resumed:
+            self._codec_memories.pop(peer.rank, None)
         return peer
+
+    def codec_memory(self, rank: int) -> CodecMemory:
+        """What the codecs of the process with this rank remember here; used on the tensor thread."""
+        if rank not in self._codec_memories:
+            assert self.model.layout is not None
+            self._codec_memories[rank] = CodecMemory(self.model.layout)
+        return self._codec_memories[rank]
+
+    def _settle_codec(self, rank: int, is_folded: bool) -> None:
+        """What came last from this rank is folded, or will never be."""
+        if (memory := self._codec_memories.get(rank)) is not None:
+            self.tensors.submit(partial(memory.settle, is_folded))
 
     def detach(self, peer: Peer) -> None:
         """The stream is over: what was still to be sent on it is given back."""
@@ -231,6 +247,7 @@ class Engine:
         match effect:
             case effects.Keep(identity):
                 self._kept[identity] = self._staged.pop(identity)
+                self._settle_codec(identity.rank, True)
             case effects.Fold():
                 self._fold(effect)
             case effects.Commit():
@@ -243,6 +260,7 @@ class Engine:
                 self._log(level, event, fields)
             case effects.Discard(identity):
                 self._give_back(identity)
+                self._settle_codec(identity.rank, False)
             case effects.Withdraw(rank, incarnation, ends_streams):
                 self._withdraw(rank, incarnation, ends_streams)
             case effects.Seated() | effects.NotSeated():
@@ -314,6 +332,9 @@ class Engine:
         self.sequencer.withdrawn(rank, incarnation)
         for identity in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
             self._give_back(identity)
+        self._settle_codec(rank, False)
+        if rank not in self.run.roster.workers:
+            self._codec_memories.pop(rank, None)
         for key in [key for key in self.peers if key[0] == rank and key[1] <= incarnation]:
             if ends_streams:
                 self.peers[key].end()
@@ -371,7 +392,7 @@ class Engine:
     @staticmethod
     def goes_as_frames(peer: Peer, answer: effects.Answer) -> bool:
         """Whether its weights go over the connection, or lie in memory that the worker can read."""
-        return peer.segment is None or answer.outcome == "START"
+        return answer.outcome == "START" or (peer.segment is None and peer.answer_codec is None)
 
     # ---- snapshots ------------------------------------------------------------------------
 

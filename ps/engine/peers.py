@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ...common.codecs.base import Codec
 from ...common.errors import ParamServerError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -81,6 +82,7 @@ class Peer:
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     weights: Segment | None = None  # the initial ones, when it has brought them
     segment: Segment | None = None  # the worker's own, on this host
+    answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
     reading: Publication | None = None  # in shared memory, by the worker
     interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
     is_ended: bool = False

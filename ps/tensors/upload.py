@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec, body_bytes, take_body
+from ...common.codecs.base import Codec, body_bytes
 from ...common.tensors.layout import as_bytes, new_body
 from ...common.wire.frames import BodyReader, Frame
 from ..core.judgement import Judgement
+from .codec_memory import CodecMemory
 from .sanity import Findings
 from .store import Store
 from .thread import TensorThread
@@ -29,7 +30,8 @@ _PART_BYTES = _WINDOWS_AT_ONCE * WINDOW_BYTES
 class Upload:
     """One body of a contribution, encoded with `codec`, into `body`, uint8 [layout.exchange_bytes].
 
-    With `in_segment` the body is memory shared with the worker, who writes there himself.
+    With `in_segment` the body is memory shared with the worker, who writes there himself. `memory` is what the worker's
+    codec remembers.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Upload:
         codec: Codec,
         body: torch.Tensor,
         give_back: Callable[[torch.Tensor], None],
+        memory: CodecMemory,
         in_segment: bool = False,
     ) -> None:
         self.in_segment = in_segment
         self._give_back = give_back
         self._is_open = True
         self.codec = codec
+        self._memory = memory
         self._store = store
         self._tensors = tensors
         self._body = body
@@ -118,11 +122,11 @@ class Upload:
     def _judge(self) -> Judgement:
         store = self._store
         if self._encoded is not None:
-            return decode(store, self.codec, self._encoded, self._body)
+            return decode(store, self._memory, self.codec, self._encoded, self._body)
         return store.sanity.judge(self._body, self._findings, store.weights)
 
 
-def decode(store: Store, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
+def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
     """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. Refuses BAD_REQUEST what cannot be decoded."""
-    take_body(codec, codec.decoder(store.layout), store.layout, encoded, body)
+    memory.take(codec, encoded, body)
     return store.sanity.examine(body, store.weights)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
-from ...common.wire.frames import INLINE_BYTES, body_frames, frame
+from ...common.codecs.base import Codec
+from ...common.tensors.layout import as_bytes, copy_of
+from ...common.wire.frames import INLINE_BYTES, body_frames, frame, message_frames
 from ...common.wire.segments import SegmentAddress
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
@@ -25,6 +28,9 @@ async def deliver(engine: Engine, stream: Stream, peer: Peer, header: Header, it
     assert model.layout is not None
     with_frozen = isinstance(item, Go) and item.answer.outcome == "START"
     num_bytes = model.layout.total_bytes if with_frozen else model.layout.exchange_bytes
+    if peer.answer_codec is not None and isinstance(item, Go) and not with_frozen:
+        await _send_encoded(engine, stream, peer, peer.answer_codec, header, item)
+        return
     if model.layout.exchange_bytes <= INLINE_BYTES:
         version, body = (item.answer.version, item.body) if isinstance(item, Go) else (item.min_version, None)
         await stream.write(frame(header(version, num_bytes, None), 0, [body or model.small_body()]))
@@ -40,6 +46,28 @@ async def deliver(engine: Engine, stream: Stream, peer: Peer, header: Header, it
     if with_frozen:
         for raw in body_frames([model.frozen_bytes()], offset=model.layout.exchange_bytes):
             await stream.write(raw)
+
+
+async def _send_encoded(engine: Engine, stream: Stream, peer: Peer, codec: Codec, header: Header, go: Go) -> None:
+    """Weights as this worker's codec has them, which remembers what the worker has: nobody else's frames."""
+    model, encode = engine.model, partial(engine.codec_memory(peer.rank).encode, codec)
+    assert model.layout is not None
+    if model.layout.exchange_bytes <= INLINE_BYTES:
+        version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
+        encoded = await engine.tensors.run(partial(encode, weights))
+    else:
+        publication = go.held or await model.publisher.acquire(go.answer.version, as_frames=False)
+        try:
+            async for _ in publication.progress():
+                pass
+            version = publication.version
+            encoded = await engine.tensors.run(partial(encode, publication.segment.body))
+        finally:
+            model.publisher.release(publication, as_frames=False)
+    announced = header(version, len(encoded), None)
+    announced.answer.codec = codec.name
+    for raw in message_frames(announced, [as_bytes(encoded)]):
+        await stream.write(raw)
 
 
 async def _place(engine: Engine, stream: Stream, peer: Peer, header: Header, publication: Publication) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from functools import partial
 from typing import Any
 
 from ...common.codecs.base import Codec, body_bytes
@@ -79,11 +80,17 @@ class Intake:
         """A small contribution, whose body came with it."""
         store, codec = self._announced(peer, received.header)
         body = await self._borrow(stream, peer)
-        if codec.name == "raw":
-            self._engine.model.staging.bytes_of(body)[:] = received.data
-            judgement = store.sanity.examine(body, store.weights)
-        else:
-            judgement = decode(store, codec, copy_of(received.data), body)
+        staging = self._engine.model.staging
+        try:
+            if codec.is_identity:
+                staging.bytes_of(body)[:] = received.data
+                judgement = store.sanity.examine(body, store.weights)
+            else:
+                memory, encoded = self._engine.codec_memory(peer.rank), copy_of(received.data)
+                judgement = await self._engine.tensors.run(partial(decode, store, memory, codec, encoded, body))
+        except BaseException:
+            self._engine.tensors.then(partial(staging.give_back, body))
+            raise
         self._hand_over(stream, peer, received.header, body, judgement)
 
     def _check_facts(self, peer: Peer, header: Any) -> None:
@@ -104,25 +111,26 @@ class Intake:
             if received.kind == "begin":
                 upload.restart()
             return upload
+        memory = self._engine.codec_memory(peer.rank)
         if peer.segment is not None and header.in_segment:
             body = peer.segment.body[: store.layout.exchange_bytes]
-            return Upload(store, self._engine.tensors, codec, body, lambda _: None, in_segment=True)
+            return Upload(store, self._engine.tensors, codec, body, lambda _: None, memory, in_segment=True)
         body = await self._borrow(stream, peer)
-        return Upload(store, self._engine.tensors, codec, body, self._engine.model.staging.give_back)
+        return Upload(store, self._engine.tensors, codec, body, self._engine.model.staging.give_back, memory)
 
     def _announced(self, peer: Peer, header: Any) -> tuple[Store, Codec]:
         """The store and the codec of a body whose announcement has been checked."""
         if not self._engine.model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {peer.rank} has no weights to compute on yet")
         store = self._engine.model.store
-        codec = _codec(header.codec)
+        codec = codec_named(header.codec)
         num_bytes = body_bytes(codec, store.layout)
         if header.body_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"a contribution of {header.body_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
             )
-        if header.in_segment and (peer.segment is None or codec.name != "raw"):
+        if header.in_segment and (peer.segment is None or not codec.is_identity):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         return store, codec
 
@@ -168,8 +176,10 @@ class Intake:
 
 
 @functools.cache
-def _codec(name: str) -> Any:
+def codec_named(name: str) -> Codec:
+    """One of this program's codecs; empty is raw. Refuses BAD_REQUEST a name it does not know."""
     try:
-        return CODECS.load(name or "raw")()
+        codec: Codec = CODECS.load(name or "raw")()
+        return codec
     except ParamServerError as error:
         raise refusal(Reason.BAD_REQUEST, error.message, fix=error.fix) from None

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,7 +37,7 @@ from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer, SendWeights, Waiting
 from ..tensors.model import names_of
 from .delivery import deliver, taken
-from .intake import Intake
+from .intake import Intake, codec_named
 from .limits import Joins, Watch
 from .queries import Attend, Queries
 from .refusing import fail, loggable, refuse
@@ -135,6 +136,9 @@ class ParameterServerService:
         await self._wait_turn(stream)
         await self._wait_for_shards(stream)
         peer = await self._seat(join, rank)
+        if peer.is_resumed:
+            memory = self._engine.codec_memory(peer.rank)
+            self._engine.tensors.submit(partial(memory.resumed, join.answers_taken))
         if (task := asyncio.current_task()) is not None:
             peer.interrupt = task.cancel
         return peer
@@ -200,6 +204,8 @@ class ParameterServerService:
         if second.header.HasField("segment"):
             share = self._engine.model.share_of(layout)
             await self._share(stream, peer, share.layout, segment_from_proto(second.header.segment))
+        codec = codec_named(second.header.answer_codec)
+        peer.answer_codec = None if codec.is_identity else codec
         self._engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
         peer.state = "computing" if peer.is_resumed else "waiting"
