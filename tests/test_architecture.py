@@ -71,6 +71,8 @@ WIRE_USERS = {
     "ps/wire/service.py",
     "ps/wire/delivery.py",
     "ps/wire/intake.py",
+    "ps/wire/lanes/base.py",
+    "ps/wire/lanes/shared.py",
     "ps/wire/stream.py",
     "ps/wire/queries.py",
     "ps/wire/listening.py",
@@ -95,6 +97,8 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py",
+    "ps/wire/lanes/base.py",
+    "ps/wire/lanes/shared.py",
     "worker/lanes/base.py",
     "worker/lanes/choice.py",
     "worker/lanes/shared.py",

@@ -25,7 +25,7 @@ from ..engine.peers import Peer
 from ..tensors.staging import Body
 from ..tensors.store import Store
 from ..tensors.upload import Upload, decode
-from .delivery import taken
+from .lanes.shared import taken
 from .stream import Stream
 
 _MAX_SAMPLES = 2**40

@@ -26,18 +26,18 @@ from ...common.wire.protocol import (
     SERVICE,
     layout_from_proto,
     optimizer_from_proto,
-    segment_from_proto,
     segment_to_proto,
     struct,
 )
-from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
+from ...common.wire.segments import SegmentAddress
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer, SendWeights, Waiting
 from ..tensors.model import names_of
-from .delivery import deliver, taken
+from .delivery import deliver
 from .intake import Intake, codec_named
+from .lanes.shared import SharedMemory, taken
 from .limits import Joins, Watch
 from .queries import Attend, Queries
 from .refusing import fail, loggable, refuse
@@ -46,7 +46,6 @@ from .stream import Stream, StreamLost
 
 log = get_logger()
 
-_PROBE_BYTES = 4096
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
 _SAY_WAITING_S = 1.0
@@ -63,10 +62,7 @@ class ParameterServerService:
         self._watch = Watch()
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._queries = Queries(engine, config, self._stream, attend)
-        self._probe: Segment | None = None
-        if config.server.shared_memory:
-            with contextlib.suppress(SegmentError):
-                self._probe = new_segment(_PROBE_BYTES)
+        self._shared = SharedMemory(config.server.shared_memory)
 
     # ---- Exchange ---------------------------------------------------------------------------
 
@@ -187,7 +183,7 @@ class ParameterServerService:
             incarnation=peer.incarnation,
             step=peer.number,
             settings=self._settings(),
-            probe=segment_to_proto(self._probe.address if self._probe is not None else None),
+            probe=self._shared.probe,
             server_incarnation=run.incarnation,
             resumed=peer.is_resumed,
             lease_s=self._config.server.lease_s,
@@ -203,7 +199,7 @@ class ParameterServerService:
         layout, optimizer = await _read_model(second.header)
         if second.header.HasField("segment"):
             share = self._engine.model.share_of(layout)
-            await self._share(stream, peer, share.layout, segment_from_proto(second.header.segment))
+            await self._shared.open(stream, peer, share.layout, second.header.segment)
         codec = codec_named(second.header.answer_codec)
         peer.answer_codec = None if codec.is_identity else codec
         self._engine.model.check(peer.rank, layout, optimizer)
@@ -241,22 +237,6 @@ class ParameterServerService:
             name = kinds[0].replace("_", " ").capitalize()
             what = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
             raise refusal(Reason.BAD_REQUEST, what) from None
-
-    async def _share(self, stream: Stream, peer: Peer, layout: Layout, address: SegmentAddress) -> None:
-        """Try to open the worker's segment, and say how it went."""
-        reason, peer.traffic.lane = "", "tcp"
-        try:
-            if self._probe is None:
-                raise SegmentError("the server shares no memory (server.shared_memory)")
-            if address.num_bytes < layout.exchange_bytes:
-                raise SegmentError(f"{address.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
-            peer.segment = open_segment(address)
-            peer.traffic.lane = "shared memory"
-        except SegmentError as error:
-            reason = str(error)
-            log.info("not_shared", rank=peer.rank, reason=reason)
-        verdict = pb.SharedMemory(accepted=peer.segment is not None, reason=reason)
-        await stream.write(frame(pb.ServerMessage(shared_memory=verdict)))
 
     def _settings(self) -> pb.RunSettings:
         config, policy = self._config, self._engine.run.policy
