@@ -91,6 +91,17 @@ def test_bf16_codec_halves_the_upload(cluster):
 
 
 @pytest.mark.slow
+def test_bf16_for_answers_halves_the_download(cluster):
+    server = cluster.server(
+        "--mode", "async", "--workers", "1", "--steps", "40", "--summary", "s.json", "--task", "digits"
+    )
+    worker = cluster.worker(0, "--set", "worker.answer_codec=bf16")
+    assert [worker.wait(), server.wait()] == [0, 0]
+    row = json.loads((cluster.folder / "s.json").read_text())["workers"][0]
+    assert row["bytes_received"] < 0.6 * row["bytes_sent"]
+
+
+@pytest.mark.slow
 def test_batchnorm_statistics_are_averaged(cluster):
     """Two ranks see data of different means; the statistics that end in the model lie between."""
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "30", "--save", "w.safetensors")
