@@ -161,7 +161,7 @@ class Engine:
         if now - self._said_waiting_at < _SAY_WAITING_S:
             return
         self._said_waiting_at = now
-        why = reasons(self, now)
+        why = self.waiting(now)
         for peer in self.peers.values():
             if peer.state in ("waiting", "finished") and peer.outbox.empty():
                 peer.say(Waiting(why.get(peer.rank, "")))
@@ -174,6 +174,10 @@ class Engine:
         """Let those look again who wait for something to happen."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def waiting(self, now: float) -> dict[int, str]:
+        """Why each worker waits, by rank; empty for one that does not."""
+        return reasons(self.run, self.peers, self.sequencer, now)
 
     # ---- streams --------------------------------------------------------------------------
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..core.run import Run
+from ..core.sequencer import Sequencer
+from .peers import Peer
 
 
-def reasons(engine: Engine, now: float) -> dict[int, str]:
-    """Of every worker here, by rank; empty for one that waits for nothing."""
-    run = engine.run
+def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequencer, now: float) -> dict[int, str]:
+    """Of every worker here, by rank; empty for one that waits for nothing. `peers` by rank and incarnation."""
     by_policy = run.policy.waiting(now) if run.has_weights else {}
     busy = sorted(rank for rank, worker in run.roster.workers.items() if not worker.is_finished)
     found = {}
     for rank, worker in run.roster.workers.items():
-        peer = engine.peers.get((rank, worker.incarnation))
+        peer = peers.get((rank, worker.incarnation))
         if worker.is_finished:
             names = ", ".join(map(str, busy or run.absent(now)))
             found[rank] = f"rank {names} to {'finish' if busy else 'come back'}" if names else ""
         elif worker.is_away:
             found[rank] = "its connection"
-        elif shard := engine.sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
+        elif shard := sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
             found[rank] = shard
         elif run.is_holding:
             found[rank] = "the first snapshot on all shards"

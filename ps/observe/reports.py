@@ -9,7 +9,6 @@ from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
 from ..core.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
-from ..engine.waiting import reasons
 
 
 def status(engine: Engine) -> Status:
@@ -17,7 +16,7 @@ def status(engine: Engine) -> Status:
     run, now = engine.run, engine.now()
     is_one = engine.config.server.shards == 1
     versions = [state.version for state in engine.shard_states.values()]
-    why = reasons(engine, now)
+    why = engine.waiting(now)
     return Status(
         mode=engine.config.run.mode,
         version=run.policy.version,

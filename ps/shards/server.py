@@ -197,4 +197,6 @@ class ShardServer:
         await self._listening.stop(_STOP_S)
         if engine is not None:
             engine.close()
+            if engine.finished.done():  # what has ended the run has been said
+                engine.finished.exception()
         self._bus.close()
