@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ...common.errors import Reason, refusal
 from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Policy, Refuse
@@ -24,8 +25,9 @@ from .stats import WorkerStats
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
-class Held(NamedTuple):
-    """A contribution that counts and is not in a version yet."""
+@dataclass(slots=True)
+class Held:
+    """A contribution that counts and is not in a version yet; it gets its weight when it is folded."""
 
     identity: Identity
     hyperparameters: tuple[dict[str, Any], ...] | None
@@ -156,7 +158,8 @@ class Contributions:
         for decision in decisions:
             match decision:
                 case Fold(rank, weight):
-                    held = self._held.pop(rank)._replace(weight=weight)
+                    held = self._held.pop(rank)
+                    held.weight = weight
                     self._in_mean.append(held)
                     if held.is_folded:
                         yield effects.Fold(held.identity, weight, held.scale)
@@ -176,7 +179,6 @@ class Contributions:
         live = tuple(sorted(self._policy.members))
         version = self._policy.version
         folded = tuple(held.identity for held in self._in_mean if held.is_folded)
-        yield Log("debug", "commit", {"version": version, "ranks": decision.ranks, "reason": decision.reason})
         lr_scale = decision.lr_scale({held.identity.rank: held.weight for held in self._in_mean})
         yield effects.Commit(
             version, folded, self._hyperparameters(), lr_scale, len(live), live[0] if live else 0, decision.reason

@@ -1,7 +1,7 @@
 """What a run wants done: the outside carries it out, in order, and tells the run nothing but events.
 
 Effects name workers by rank and incarnation and contributions by `facts.Identity`; whose stream or memory that is, the
-outside knows.
+outside knows. Nobody changes one (see `events.py` on why they are not frozen).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...common.errors import ParamServerError
 from .facts import Fact, Identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seated:
     """To the stream that asked to join: who the process is now."""
 
@@ -24,7 +24,7 @@ class Seated:
     number: int  # contributions of the rank that count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NotSeated:
     """To the stream that asked to join: why not."""
 
@@ -32,7 +32,7 @@ class NotSeated:
     error: ParamServerError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Adopt:
     """What this worker offered is the run's model and optimizer."""
 
@@ -40,12 +40,12 @@ class Adopt:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForgetModel:
     """Who offered the model is gone before it brought weights: another one may come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AskForWeights:
     """This worker is to bring the initial weights."""
 
@@ -53,7 +53,7 @@ class AskForWeights:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begin:
     """The weights that this worker brought are version 0."""
 
@@ -61,14 +61,14 @@ class Begin:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keep:
     """This contribution counts: its body stays until it is folded, whatever becomes of its worker."""
 
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fold:
     """Add a contribution to the mean being formed, multiplied by `scale`."""
 
@@ -77,7 +77,7 @@ class Fold:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Discard:
     """Nothing of this contribution is folded. `is_counted`: it counts all the same, as an empty one."""
 
@@ -85,7 +85,7 @@ class Discard:
     is_counted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Withdraw:
     """What came from this incarnation of a rank, or an older one, and has not happened yet, never will."""
 
@@ -94,7 +94,7 @@ class Withdraw:
     ends_streams: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Make the mean of what was folded the next version."""
 
@@ -107,7 +107,7 @@ class Commit:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """Let a worker go on, with the weights of `version`."""
 
@@ -126,7 +126,7 @@ class Answer:
     worker_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse:
     """End this worker's call."""
 
@@ -135,7 +135,7 @@ class Refuse:
     error: ParamServerError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TellDone:
     """The run is over for these workers: they are told, with the final weights; `evaluator` is to measure them."""
 
@@ -144,7 +144,7 @@ class TellDone:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TakeSnapshot:
     """Of what has been decided up to here; its end is the event `Stored` with this `attempt`."""
 
@@ -153,28 +153,28 @@ class TakeSnapshot:
     saved: dict[str, Any] = field(repr=False)  # `Run.saved`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prune:
     """Snapshots older than this version may go: it is on all shards."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """The run is over; with an error unless it is None."""
 
     error: ParamServerError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tell:
     """Observers are told; see `facts.py`."""
 
     fact: Fact
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Log:
     """A line of the log."""
 

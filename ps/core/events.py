@@ -3,6 +3,9 @@
 An event that is `gathered` is about something that every shard must have: a worker's model, its initial weights, a
 contribution, a snapshot. It happens when it has come to all of them. The others are the coordinator's to say.
 
+Events are never changed once they have happened; they are not frozen, because making frozen ones takes three times as
+long, and one is made for every contribution.
+
 Times are seconds of the monotonic clock of the process that orders the events (of several shards the coordinator).
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
@@ -20,7 +23,7 @@ from ...common.errors import Reason, refusal
 from .judgement import SOUND, Judgement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """`at` is given when it happens."""
 
@@ -31,7 +34,7 @@ class Event:
 # ---- workers come and go ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Joined(Event):
     """A process asks for a rank on a new stream; zeros and empty: it says nothing (Join in the proto)."""
 
@@ -43,7 +46,7 @@ class Joined(Event):
     process: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OfAWorker(Event):
     """About the process that holds `rank` as this `incarnation`."""
 
@@ -51,14 +54,14 @@ class OfAWorker(Event):
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Disconnected(OfAWorker):
     """Its stream has ended without a goodbye."""
 
     reason: str = "connection lost"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Left(OfAWorker):
     """It is gone: it said goodbye, with the figures of the final evaluation, or its call was refused."""
 
@@ -67,7 +70,7 @@ class Left(OfAWorker):
     figures: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Expelled(OfAWorker):
     """It said what cannot be: its call is refused, and it is gone."""
 
@@ -75,7 +78,7 @@ class Expelled(OfAWorker):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished(OfAWorker):
     """It has taken all its training steps."""
 
@@ -83,21 +86,21 @@ class Finished(OfAWorker):
     can_evaluate: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeartBegan(Event):
     """A heartbeat stream of this process is open."""
 
     process: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeartStopped(Event):
     """It has ended."""
 
     process: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Heard(Event):
     """A heartbeat."""
 
@@ -108,7 +111,7 @@ class Heard(Event):
 # ---- what comes from them, to every shard ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Offered(OfAWorker):
     """It has said what it trains; `model` and `optimizer` name that, the same for the same."""
 
@@ -117,14 +120,14 @@ class Offered(OfAWorker):
     optimizer: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Brought(OfAWorker):
     """The initial weights it was asked for are here, and finite."""
 
     is_gathered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contributed(OfAWorker):
     """A contribution is here, whole and looked through."""
 
@@ -140,7 +143,7 @@ class Contributed(OfAWorker):
     transfer_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Repeated(OfAWorker):
     """It asks again for the answer to a contribution that counts."""
 
@@ -148,7 +151,7 @@ class Repeated(OfAWorker):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stored(Event):
     """An attempt at a snapshot is over, and the newest on the disk is of version `durable`."""
 
@@ -160,17 +163,17 @@ class Stored(Event):
 # ---- time, and the end --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ticked(Event):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stopped(Event):
     """The server stops: everyone is told, and nothing is decided any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failed(Event):
     """The run ends with an error of somewhere else."""
 
@@ -230,5 +233,6 @@ LINES = Lines(KINDS)
 
 
 def happening(event: Event, at: float) -> Event:
-    """The event, at its time."""
-    return replace(event, at=at)
+    """The event, which happens now."""
+    event.at = at
+    return event

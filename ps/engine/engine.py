@@ -78,7 +78,7 @@ class Engine:
         self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._are_few = False  # contributions of the newest commit
         self._said_waiting_at = -float("inf")
-        self._changed = asyncio.Event()  # something was applied
+        self._waiters: list[asyncio.Future[None]] = []  # for something to happen
 
     # ---- events ---------------------------------------------------------------------------
 
@@ -168,12 +168,16 @@ class Engine:
 
     async def changed(self) -> None:
         """Returns when something has happened."""
-        await self._changed.wait()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     def notify(self) -> None:
         """Let those look again who wait for something to happen."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def waiting(self, now: float) -> dict[int, str]:
         """Why each worker waits, by rank; empty for one that does not."""
@@ -200,7 +204,7 @@ class Engine:
         while (worker := self.run.roster.workers.get(rank)) is None or worker.incarnation < incarnation:
             if self._withdrawn.get(rank, 0) >= incarnation:
                 break
-            await self._changed.wait()
+            await self.changed()
         if worker is None or worker.incarnation != incarnation or (rank, incarnation) in self.peers:
             raise refusal(Reason.NOT_JOINED, f"rank {rank}, incarnation {incarnation}, was let go by the coordinator")
         return self.attach(Peer(rank, incarnation, worker.is_resumed, self.run.policy.num_counted.get(rank, 0)))
@@ -249,6 +253,8 @@ class Engine:
 
     def _carry_out(self, effect: effects.Effect, at: float) -> None:
         match effect:
+            case effects.Tell(fact):
+                self.publish(at, fact)
             case effects.Keep(identity):
                 self._kept[identity] = self._staged.pop(identity)
                 self._settle_codec(identity.rank, True)
@@ -258,8 +264,6 @@ class Engine:
                 self._commit(effect)
             case effects.Answer():
                 self._answer(effect)
-            case effects.Tell(fact):
-                self.publish(at, fact)
             case effects.Log(level, event, fields):
                 self._log(level, event, fields)
             case effects.Discard(identity):
@@ -360,6 +364,7 @@ class Engine:
 
     def _commit(self, commit: effects.Commit) -> None:
         store, publisher = self.model.store, self.model.publisher
+        log.debug("commit", version=commit.version, reason=commit.reason)
         publication = publisher.next(commit.version)
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None

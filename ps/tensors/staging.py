@@ -91,6 +91,8 @@ class StagingPool:
 
     def look_again(self) -> None:
         """Serve waiters whose position has become low enough; call when positions change."""
+        if not self._waiters:
+            return
         waiting = sorted((waiter for waiter in self._waiters if not waiter[1].done()), key=lambda waiter: waiter[0]())
         for position, future in waiting:
             if self.num_lent >= self.limit or position() >= self.limit:
