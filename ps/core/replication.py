@@ -146,6 +146,7 @@ class Coordinator:
         self._gather = Gather(num_shards)
         self._num_applied = 0
         self._digests: dict[int, dict[int, str]] = {}  # by number of events, of the shards that have said it
+        self._do_differ = False  # said once
 
     def offer(self, event: Event) -> None:
         """Something has come to this shard."""
@@ -206,10 +207,12 @@ class Coordinator:
     def _compare(self, shard: int, said: Digest) -> None:
         found = self._digests.setdefault(said.num_events, {})
         found[shard] = said.digest
-        if len(set(found.values())) > 1:
+        if len(set(found.values())) > 1 and not self._do_differ:
+            self._do_differ = True
             shown = ", ".join(f"shard {one} {digest}" for one, digest in sorted(found.items()))
             message = f"the shards are not in the same state after event {said.num_events}: {shown}"
-            self.offer(events.Failed(message, exit_code=1, fix="report this with the history; snapshots are sound"))
+            fix = "report this with the history; snapshots of before are sound"
+            self.offer(events.Failed(message, exit_code=1, fix=fix))
         if len(found) > len(self.tapes):
             del self._digests[said.num_events]
 

@@ -94,6 +94,8 @@ class Run:
     def _of_a_worker(self, worker: Worker, event: events.OfAWorker) -> Iterator[Effect]:
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
+        if self.is_closed and isinstance(event, events.Offered | events.Brought | events.Repeated):
+            return iter(())  # it was refused when the run ended
         match event:
             case events.Disconnected(reason=reason):
                 return self._disconnected(worker, reason, event.at)

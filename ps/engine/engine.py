@@ -104,15 +104,16 @@ class Engine:
             found = self.run.apply(event)
             for effect in found:
                 self._carry_out(effect, event.at)
+            self.sequencer.applied(found)
         except Exception as error:
             self._break(error, event)
             return
-        self.sequencer.applied(found)
         if self.model.has_weights:
             self.model.staging.look_again()  # who left may have been folded before others
 
     def _break(self, error: Exception, event: events.Event) -> None:
         """A mistake of ours, with the run half changed: it ends, and nothing of it is kept."""
+        self.is_broken = True
         where = traceback.extract_tb(error.__traceback__)[-1]
         log.error(
             "event_failed", at_event=events.LINES.write(event), error=f"{type(error).__name__}: {error}",
@@ -127,6 +128,7 @@ class Engine:
 
     def _tensors_failed(self, error: BaseException) -> None:
         """The weights are in no known state: the run ends, without a snapshot of them."""
+        self.is_broken = True
         log.error("tensors_failed", error=f"{type(error).__name__}: {error}", meaning="no snapshot is taken of this")
         self.end_with(ParamServerError(f"the server failed on tensors: {type(error).__name__}: {error}"))
 
