@@ -80,16 +80,13 @@ def measure_memory(options: MemoryOptions) -> Report:
 
 def expected_parts(mode: str, optimizer: str, workers: int, shared_memory: bool) -> dict[str, float]:
     """What the server has to hold, in bodies."""
-    from ..ps.policies.rounds import RoundPolicy
-
     policy, limits = MODES.load(mode), ServerConfig()
-    is_round = issubclass(policy, RoundPolicy)
     return {
         "parameters": 1,
         "optimizer": 0 if steps_itself(mode) else state_bodies(optimizer),
         "mean": 1,
         "uploads": workers if shared_memory else min(limits.max_staged, workers),
-        "replies": 1 if is_round else min(limits.max_replies, workers),
+        "replies": 1 if policy.has_rounds else min(limits.max_replies, workers),
     }
 
 

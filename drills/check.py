@@ -24,18 +24,20 @@ class Verdict:
     tally: Tally
     num_lines: int
     lineage: Lineage
+    unchecked_modes: tuple[str, ...] = ()  # of runs whose mode's rules were not asked
 
     @property
     def is_good(self) -> bool:
         return not self.problems
 
 
-def check(files: Mapping[str, Iterable[bytes]]) -> Verdict:
+def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Verdict:
     """Check the histories of a run: file names and their lines, as a binary file gives them.
 
-    One of the files holds the server's history; servers that were started again write to the same file.
+    One of the files holds the server's history; servers that were started again write to the same file. `modes`
+    in files of the user's own, `FILE.py:NAME`, have rules as the installed ones do.
     """
-    replay = Replay()
+    replay = Replay(modes)
     problems: list[Problem] = []
     told: list[Line] = []
     num_lines = 0
@@ -60,7 +62,7 @@ def check(files: Mapping[str, Iterable[bytes]]) -> Verdict:
         problems += replay.problems + _check_workers(told, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    return Verdict(problems, tally, num_lines, replay.lineage)
+    return Verdict(problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes))
 
 
 class _WorkerReplay:

@@ -26,6 +26,7 @@ Check what a run wrote to --history (output.history).
 
   ps-launch check history.jsonl              a server's history
   ps-launch check server.jsonl worker*.jsonl with the workers' own
+  ps-launch check --mode my_mode.py:Mine h.jsonl of a run in a mode of your own: with its rules
 
 Exit code 0 when every promise was kept, 1 when one was not: each is shown with its line.
 """
@@ -51,14 +52,29 @@ app = make_app(_HELP)
 @app.command(help=_HELP)
 def check_files(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Histories, JSON lines.")],
+    modes: Annotated[
+        list[str] | None,
+        typer.Option("--mode", metavar="FILE.py:NAME", help="A mode of your own, to check its rules; repeatable."),
+    ] = None,
 ) -> int:
-    verdict = check_paths(files)
+    verdict = check_paths(files, _modes_in_files(modes or []))
     show(verdict)
     return 0 if verdict.is_good else 1
 
 
-def check_paths(paths: list[str]) -> Verdict:
-    """Check the histories in these files. Raises UsageError for one that cannot be read."""
+def _modes_in_files(names: list[str]) -> list[str]:
+    """The user's own modes, with the whole path; the installed ones are known anyway. Raises UsageError."""
+    from ..common.registry import canonical_mode
+
+    try:
+        return [canonical_mode(name) for name in names]
+    except UsageError as error:
+        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+
+
+def check_paths(paths: list[str], modes: list[str]) -> Verdict:
+    """Check the histories in these files, of runs in installed modes or `modes`, `FILE.py:NAME`. Raises UsageError
+    for a file that cannot be read."""
     from .check import check
 
     with ExitStack() as stack:
@@ -68,7 +84,7 @@ def check_paths(paths: list[str]) -> Verdict:
                 opened[path] = stack.enter_context(open(path, "rb"))
             except OSError as error:
                 raise UsageError(f"{path} cannot be read: {error.strerror}", fix="give files of --history") from None
-        return check(opened)
+        return check(opened, modes)
 
 
 def show(verdict: Verdict) -> None:
@@ -81,6 +97,8 @@ def show(verdict: Verdict) -> None:
     more = len(verdict.problems) - _MAX_SHOWN
     if more > 0:
         print(f"... and {more} more")
+    for mode in verdict.unchecked_modes:
+        print(f"the rules of mode {mode} were not checked: it is not installed here, and --mode does not name it")
     print(f"{verdict.num_lines:,} lines: {describe(verdict)}")
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ..common.registry import MODES
 from ..ps.policies.rules import Rule
@@ -48,8 +49,10 @@ class Member:
 class Replay:
     """Feed it the server's lines in order, then `finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, modes: Iterable[str] = ()) -> None:
+        """`modes`: those in files, `FILE.py:NAME`, that the user has named."""
         self.problems: list[Problem] = []
+        self.unchecked_modes: dict[str, None] = {}  # whose rules nobody here knows
         self.tally = Tally()
         self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, step), void or not
         self.run: str | None = None
@@ -57,6 +60,7 @@ class Replay:
         self.lineage = Lineage({})
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: steps by then
         self.version = 0
+        self._modes = {**{mode: mode for mode in MODES.names()}, **{PurePath(mode).name: mode for mode in modes}}
         self._rules: list[Rule] = []  # of the mode
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
@@ -102,10 +106,18 @@ class Replay:
                 self._close_run()
             self._begin_run(line, version, steps)
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        mode = line["mode"]  # of one that is not installed here only what holds for all is checked
-        self._rules = [rule(line.fields) for rule in MODES.load(mode).rules] if mode in MODES.names() else []
+        self._rules = self._rules_of(line)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._is_cut = True
+
+    def _rules_of(self, line: Line) -> list[Rule]:
+        """Those of the run's mode. A history names no code to run: a mode in a file is one that the user has named too,
+        wherever the file lay in that run. Of any other mode only what holds for all is checked."""
+        mode = self._modes.get(PurePath(line["mode"]).name)
+        if mode is None:
+            self.unchecked_modes[line["mode"]] = None
+            return []
+        return [rule(line.fields) for rule in MODES.load(mode).rules]
 
     def _note_cut(self) -> None:
         if self._is_cut:

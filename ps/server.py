@@ -177,12 +177,11 @@ class Server:
 
     def _note_start(self) -> None:
         config, run = self._config, self.engine.run
-        options = {name: value for name, value in run.policy.options.model_dump().items() if value}
         self.engine.tell(
             RunStarted(
                 run.name, run.incarnation, config.run.mode, run.policy.version, run.policy.num_committed(),
                 config.run.workers, run.policy.staleness_bound, source=self.engine.model.source or None,
-                skipped=tuple(self.engine.skipped_snapshots), options=options,
+                skipped=tuple(self.engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
             )
         )  # fmt: skip
 

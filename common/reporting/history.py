@@ -5,7 +5,7 @@ in the same file. A worker writes each line at once; a server's lines come from 
 killed may leave out its last few. `drills/check.py` reads it.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
-                      skipped [damaged snapshots], straggler_timeout_s and backup_workers if set
+                      skipped [damaged snapshots], options {name: value} of the mode
             join      rank, incarnation, step, resumed
             leave     rank, incarnation, how: goodbye | closed | lease | replaced
             accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated

@@ -20,13 +20,14 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Epoch:
-    """The work of a ledger run: one epoch. `is_round`: a commit is the mean of its contributions."""
+    """The work of a ledger run: one epoch. `has_rounds` and `may_scale` are the mode's (`Policy`)."""
 
     num_workers: int
     steps: int
     batch_size: int
     local_steps: int  # in one contribution
-    is_round: bool
+    has_rounds: bool = False
+    may_scale: bool = False
 
     @property
     def samples(self) -> int:
@@ -68,10 +69,14 @@ def read_floats(path: Path, name: str) -> array[float]:
 def audit(path: Path, epoch: Epoch, lineage: Lineage) -> Account:
     """Compare the saved weights with the contributions of the run's final lineage.
 
-    Each sample of a contribution is worth 1, or 1/n in a round of n. Which samples those are only the
-    workers know, so both sides are sorted: a sample lost or applied twice still stands out.
+    Each sample of a contribution is worth 1, or 1/n in a version of n. Which samples those are only the
+    workers know, so both sides are sorted: a sample lost or applied twice still stands out. Where the mode scales
+    them, only how many samples there are is compared.
     """
     applied = sorted(read_floats(path, "applied"))
+    clock = read_floats(path, "clock")
+    if epoch.may_scale:
+        applied = [float(value != 0) for value in applied]
     expected = sorted(_expected(epoch, lineage))
     missing = sum(value == 0 for value in applied)
     account = Account(len(applied), missing, sum(value > 1 + _TOLERANCE for value in applied))
@@ -83,9 +88,9 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage) -> Account:
         account.problems.append(f"{account.repeated:,} samples were applied more than once")
     if different:
         account.problems.append(f"{different:,} of {len(applied):,} weights are not what was committed")
-    if missing and not epoch.is_round:
+    if missing and not epoch.has_rounds:
         account.problems.append(f"{missing:,} samples are missing")
-    account.problems += _clock_problems(read_floats(path, "clock"), epoch, lineage)
+    account.problems += _clock_problems(clock, epoch, lineage)
     return account
 
 
@@ -93,17 +98,19 @@ def _expected(epoch: Epoch, lineage: Lineage) -> Iterator[float]:
     """What each applied sample is worth."""
     for version, size in lineage.sizes().items():
         num_samples = size * _local_steps(epoch, version) * epoch.batch_size
-        worth = 1 / size if epoch.is_round else 1.0
-        yield from [worth] * num_samples
+        yield from [1.0 if epoch.may_scale else 1 / size] * num_samples
 
 
 def _local_steps(epoch: Epoch, version: int) -> int:
-    """Of the round that made a version; the last one may be shorter."""
-    return min(epoch.local_steps, epoch.steps - (version - 1) * epoch.local_steps) if epoch.is_round else 1
+    """Of the contributions in a version; the last round may be shorter."""
+    done = (version - 1) * epoch.local_steps if epoch.has_rounds else 0
+    return min(epoch.local_steps, epoch.steps - done)
 
 
 def _clock_problems(clock: array[float], epoch: Epoch, lineage: Lineage) -> list[str]:
     if max(clock) != min(clock):
         return [f"a worker read weights of two versions: the clock shows {min(clock):g} and {max(clock):g}"]
+    if epoch.may_scale:
+        return []
     steps = sum(_local_steps(epoch, version) for version in lineage.sizes())
     return [] if abs(clock[0] - steps) < _TOLERANCE else [f"the clock shows {clock[0]:g} steps, committed were {steps}"]

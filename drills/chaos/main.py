@@ -45,7 +45,7 @@ def chaos(
     seconds: Annotated[float, typer.Option(min=5, help="About how long the job runs.")] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Of the faults, and of the run.")] = 1,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Number of workers.")] = 4,
-    mode: Annotated[str, typer.Option(help="sync, async, ssp or localsgd.")] = "ssp",
+    mode: Annotated[str, typer.Option(help="An installed mode, or FILE.py:NAME.")] = "ssp",
     faults: Annotated[
         str | None,
         typer.Option(

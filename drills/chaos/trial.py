@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
+from ...common.registry import MODES
+from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
 from .job import Ending, Setup
 from .ledger import Account, Epoch, audit
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from ..check import Verdict
 
 _LEDGER = "ledger"
-_ROUND_MODES = frozenset({"sync", "localsgd"})  # a commit is the mean of a round's contributions
 _BATCH_SIZE = 4
 _STEP_S = 0.05  # of every step of a worker, beside its exchange; more where a run is long
 _MAX_STEPS = 6000  # an epoch has a sample for each, and the model a weight for each sample
@@ -124,7 +125,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
     history = folder / "history.jsonl"
     if not history.exists():
         return [*failures, "there is no history"]
-    verdict = check_paths([str(history)])
+    verdict = check_paths([str(history)], [trial.config.run.mode])
     show(verdict)
     if not verdict.is_good:
         failures.append(f"its history: {describe(verdict)}")
@@ -137,6 +138,6 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
 
 def _audit(trial: Trial, verdict: Verdict) -> Account:
     run = trial.config.run
-    local_steps = getattr(trial.config.policy.options(run.mode), "local_steps", 1)
-    epoch = Epoch(run.workers or 1, run.steps, run.batch_size, local_steps, run.mode in _ROUND_MODES)
+    mode = MODES.load(run.mode)(Common(), trial.config.policy.options(run.mode))
+    epoch = Epoch(run.workers or 1, run.steps, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
     return audit(trial.setup.folder / "weights.safetensors", epoch, verdict.lineage)

@@ -33,7 +33,7 @@ class RunStarted:
     staleness_bound: int | None
     source: str | None
     skipped: tuple[str, ...]  # snapshots that were newer and damaged
-    options: dict[str, Any]  # of the mode, those that its rules depend on
+    options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
 
 
 @dataclass(frozen=True, slots=True)

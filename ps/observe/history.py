@@ -67,7 +67,7 @@ def line_of(fact: Fact) -> tuple[str, dict[str, Any]]:
             return "start", {
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
-                "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, **fact.options,
+                "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
             }  # fmt: skip
         case RunEnded(version, contributions):
             return "end", {"version": version, "steps": contributions}

@@ -82,6 +82,11 @@ class Policy(ABC):
     # and the least policy.staleness with which they may.
     may_pipeline: ClassVar[bool] = False
     least_pipelined_staleness: ClassVar[int] = 0
+    # Whether a version is a round of all live workers, who all get it: the run's length is then counted in
+    # versions, and not in each worker's contributions.
+    has_rounds: ClassVar[bool] = False
+    # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
+    may_scale: ClassVar[bool] = False
 
     def __init__(self, common: Common, options: Section) -> None:
         self.common = common
@@ -272,7 +277,7 @@ class Policy(ABC):
 
     def _rounds_done(self, rank: int) -> int:
         """Contributions of the rank, or rounds of the run, that count towards the training steps."""
-        return self.num_counted.get(rank, 0)
+        return self.version if self.has_rounds else self.num_counted.get(rank, 0)
 
     # ---- shared moves ---------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class RoundPolicy(Policy):
     Options = RoundOptions
     options: RoundOptions
     rules = (RoundRule,)
+    has_rounds = True
 
     def __init__(self, common: Common, options: RoundOptions) -> None:
         super().__init__(common, options)
@@ -130,9 +131,6 @@ class RoundPolicy(Policy):
         return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
 
     def _gates_depend_on(self, now: float) -> Hashable:
-        return self.version
-
-    def _rounds_done(self, rank: int) -> int:
         return self.version
 
     def staleness(self, rank: int, contribution: Contribution) -> int:

@@ -1,8 +1,8 @@
 """What the history of a run in some mode must keep to, beyond what holds in every mode. Pure.
 
 `ps-launch check` makes a mode's rules from the `start` line of the history (mode, options) and asks them about
-the lines that follow. A rule of your own is a subclass, named in `Policy.rules`. Each question is answered with
-a sentence where the rule is broken, with None where it is kept.
+the lines that follow; of a mode in a file where its user names the file (--mode). A rule of your own is a subclass,
+named in `Policy.rules`. Each question is answered with a sentence where the rule is broken, with None where it is kept.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 
 class Rule:
-    """One rule; `start` has the fields of the history's start line."""
+    """One rule; `start` has the fields of the history's start line, `options` what the mode's own were in that run."""
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.start = start
+        self.options: Mapping[str, Any] = start.get("options", start)  # older histories have them beside the rest
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
         """A contribution, computed on `base_version`, counts while the newest version is `version`."""
@@ -42,7 +43,7 @@ class RoundRule(Rule):
         )
 
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
-        may_lack = self.start.get("straggler_timeout_s") or self.start.get("backup_workers")
+        may_lack = self.options.get("straggler_timeout_s") or self.options.get("backup_workers")
         if not missing or may_lack:
             return None
         return f"version {version} was made without the live rank {', '.join(map(str, missing))}"

@@ -114,6 +114,7 @@ class ModelStore:
                     assert reason, "a commit without a reason"
                     assert len(scales) in (0, len(ranks)), "one scale for each contribution, or none"
                     assert all(scale > 0 for scale in scales)
+                    assert not scales or self.policy.may_scale
                     assert not scales or self.policy.contribution == "gradient", "a mean of weights has no rate"
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)

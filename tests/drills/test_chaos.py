@@ -29,8 +29,8 @@ DEADLINE_S = 10.0
 
 # ---- the account in the weights ------------------------------------------------------------------
 
-ASYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, is_round=False)
-SYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, is_round=True)
+ASYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1)
+SYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, has_rounds=True)
 
 
 def committed(*contributions: tuple[int, int, int]) -> Lineage:
@@ -72,7 +72,7 @@ def test_weights_that_are_what_was_committed(tmp_path: Path) -> None:
 
 def test_rounds_of_local_steps(tmp_path: Path) -> None:
     """Three steps in contributions of two: the second round has one."""
-    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, is_round=True)
+    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, has_rounds=True)
     rounds = committed((0, 1, 1), (1, 1, 1), (0, 2, 2), (1, 2, 2))
     assert audit(weights(tmp_path, [0.5] * 12, [3.0]), epoch, rounds).problems == []
 

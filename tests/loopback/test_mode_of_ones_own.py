@@ -1,0 +1,139 @@
+"""A mode in a file outside the package, with state, options and a rule: the example of docs/architecture.md, as it is.
+
+Contribution k of the run is applied at the rate COOLING ** k, and each is an element of its own in the weights
+(onehot.py). So they hold every power once, to the bit, in whatever order workers came: a state that was lost, or
+counted twice, or differs between shards, stands out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from safetensors.torch import load_file
+
+import paramserver
+from paramserver.common.registry import MODES
+from paramserver.tests.contract.test_policies_contract import SETTINGS, PolicyMachine
+
+STEPS = 25
+COOLING = 0.5
+NAME = "cooling.py:Cooling"
+FLAGS = ("--mode", NAME, "--cooling", str(COOLING), "--set", "policy.max_age=40", "--steps", str(STEPS))
+OUTPUTS = ("--save", "w.safetensors", "--summary", "s.json", "--history", "h.jsonl")
+SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+UNCHECKED = "cooling.py:Cooling were not checked: it is not installed here, and --mode does not name it"
+
+
+@pytest.fixture(autouse=True)
+def example(cluster) -> Path:
+    """The only Python block of the chapter, as a file in the working directory."""
+    guide = (Path(paramserver.__file__).parent / "docs" / "architecture.md").read_text()
+    (text,) = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    path = cluster.folder / "cooling.py"
+    path.write_text(text)
+    return path
+
+
+def check_weights(folder: Path) -> None:
+    """Every contribution of both workers was applied once, at a rate of its own."""
+    applied = -load_file(folder / "w.safetensors")["seen"].view(-1, STEPS)[:2].flatten()
+    expected = COOLING ** torch.arange(2 * STEPS, dtype=torch.float64)
+    assert torch.equal(applied.double().sort(descending=True).values, expected)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "h.jsonl").read_text().splitlines()]
+
+
+def check_history(cluster, *flags: str) -> tuple[int, str]:
+    found = cluster.command("launch", "check", *flags, "h.jsonl", COLUMNS="200")
+    assert "Traceback" not in found.stderr, found.stderr
+    return found.returncode, found.stdout
+
+
+def test_it_keeps_the_promises_of_every_mode(example: Path) -> None:
+    machine = type("CoolingMachine", (PolicyMachine,), {"mode": f"{example}:Cooling"})
+    assert MODES.load(machine.mode).may_scale
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=50))
+
+
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: int) -> None:
+    script = ("--script", str(cluster.scripts / "onehot.py"), "--", str(STEPS))
+    found = cluster.command("launch", "-n", "2", "--shards", str(shards), *FLAGS, *OUTPUTS, *script)
+    assert found.returncode == 0, found.stdout + found.stderr
+    check_weights(cluster.folder)
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert (summary["mode"], summary["updates"]) == (f"{cluster.folder}/{NAME}", 2 * STEPS)
+    lines = history(cluster.folder)
+    assert lines[0]["options"] == {"cooling": COOLING, "max_age": 40}
+    code, said = check_history(cluster, "--mode", NAME)
+    assert (code, "were not checked" in said) == (0, False), said
+    code, said = check_history(cluster)
+    assert (code, UNCHECKED in said) == (0, True), said
+
+    # One line claims that a contribution was older than it was: only the rule minds.
+    lines[0]["options"]["max_age"] = 0
+    late = next(line for line in lines if line["op"] == "accept" and line["version"] > 0)
+    late["base_version"] = late["version"] - 1
+    (cluster.folder / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = check_history(cluster, "--mode", NAME)
+    assert (code, "is 1 versions old, over 0" in said) == (1, True), said
+    assert check_history(cluster)[0] == 0
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_its_state_goes_on_where_the_killed_server_was(cluster, shards: int) -> None:
+    def start(*flags: str):
+        return cluster.server(*FLAGS, *OUTPUTS, *SNAPSHOTS, "--workers", "2", "--shards", str(shards), *flags)
+
+    server = start()
+    others = [cluster.shard(number, shards, "--mode", NAME, *SNAPSHOTS) for number in range(1, shards)]
+    gates = [cluster.folder / f"go{rank}" for rank in range(2)]
+    workers = [cluster.script(rank, "onehot.py", str(STEPS), str(gate), "12") for rank, gate in enumerate(gates)]
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    server = start("--listen", cluster.address)
+    for gate in gates:
+        gate.touch()
+    assert [process.wait() for process in (*workers, server, *others)] == [0] * (3 + len(others))
+    assert server.event("resumed")["version"] > 0
+    check_weights(cluster.folder)
+    code, said = check_history(cluster, "--mode", NAME)
+    assert (code, "were not checked" in said) == (0, False), said
+
+
+def test_a_shard_that_was_not_given_it_does_not_load_it(cluster) -> None:
+    server = cluster.server(*FLAGS, "--workers", "1", "--shards", "2")
+    shard = cluster.shard(1, 2)
+    assert shard.wait() == 2
+    assert "which this process was not given" in shard.output
+    assert "Traceback" not in shard.output + server.output
+
+
+@pytest.mark.parametrize("program", ["ps", pytest.param("launch", marks=pytest.mark.slow)])
+def test_its_options_are_flags_and_keys(cluster, program: str) -> None:
+    shown = cluster.command(program, "--mode", NAME, "--help", COLUMNS="200").stdout
+    assert "--cooling" in shown and "--max-age" in shown
+    printed = cluster.command(program, *FLAGS, "--print-config").stdout
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith("policy.")}
+    assert rows["policy.cooling"] == [str(COOLING), "flag", "--cooling"]
+    assert rows["policy.max_age"] == ["40", "--set", "policy.max_age"]
+
+
+def test_a_mode_the_checker_cannot_find_is_the_users_mistake(cluster) -> None:
+    (cluster.folder / "h.jsonl").touch()
+    found = cluster.command("launch", "check", "--mode", "nowhere.py:Cooling", "h.jsonl")
+    assert found.returncode == 2
+    assert "flag --mode: mode nowhere.py:Cooling: no file" in found.stderr
