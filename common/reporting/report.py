@@ -48,7 +48,6 @@ _RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], int]]] = [
     ("rejected", lambda worker: worker.rejected),
     ("skipped", lambda worker: worker.skipped),
     ("clipped", lambda worker: worker.clipped),
-    ("skew\nmax", lambda worker: worker.skew_max),
 ]
 
 

@@ -27,7 +27,6 @@ class WorkerSummary(BaseModel):
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
     skipped: int = 0  # steps of which nothing was folded, for the same reasons
     clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
-    skew_max: int = 0  # versions between the parts of one set of weights, where there are several shards
     lane: str = "tcp"  # how its tensors travelled last: "tcp" or "shared memory"
 
 

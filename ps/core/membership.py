@@ -69,11 +69,6 @@ class Membership:
         self._live[rank] = seat
         return seat, replaced_seat
 
-    def place(self, seat: Seat) -> None:
-        """Take over a seat that was given elsewhere, by the coordinator of several shards."""
-        self.num_joins[seat.rank] = seat.incarnation
-        self._live[seat.rank] = seat
-
     def leave(self, seat: Seat) -> bool:
         """Free the rank; False when a newer process holds it already."""
         if self._live.get(seat.rank) != seat:

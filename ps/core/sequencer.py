@@ -1,6 +1,6 @@
 """Who says that an event happens, and when. One process says it at once; several shards when it has come to all.
 
-Used by whatever carries a run (`ps/engine.py`): it offers events, and is called with those that happen.
+Used by whatever carries a run (`ps/engine/engine.py`): it offers events, and is called with those that happen.
 """
 
 from __future__ import annotations

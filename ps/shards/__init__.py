@@ -7,11 +7,12 @@ over the same events and so makes the same decisions on its own part (state mach
 1990). So a step counts on all shards or on none, all are at one version at the same place of that order,
 and snapshots taken there fit together.
 
-    orders.py        what is said between them
-    gather.py        what has come to which shard (pure)
-    alone.py         a server of one process: what has come happens
-    coordinator.py   shard 0
-    follower.py      shards 1, 2, ...
-    resharding.py    snapshots of some number of shards, for another number
-    messages.py, attend.py, link.py, server.py   proto, gRPC, the process
+    attend.py        the coordinator's side of the connection: shards register, call again, are lost
+    link.py          a shard's side of it
+    messages.py      what is said beside events and digests
+    server.py        a shard's process
+    collect.py       the whole model, for the file of final weights
+    channel.py       connections from one shard to another
+
+The rule itself, what has come to all shards happens, is in `ps/core/replication.py`, without a network.
 """

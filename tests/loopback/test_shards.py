@@ -51,7 +51,6 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, lane):
     summary = json.loads((cluster.folder / "s.json").read_text())
     held = [shard["bytes"]["weights"] for shard in summary["shards"]]
     assert len(held) == 3 and max(held) <= 1.1 * sum(held) / 3
-    assert max(row["skew_max"] for row in summary["workers"]) <= (0 if mode == "sync" else 2)
 
 
 @pytest.mark.slow

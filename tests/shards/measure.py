@@ -114,7 +114,6 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
             "rounds_per_s": round(statistics.median(rates), 3),
             "all": [round(rate, 3) for rate in rates],
             "held_mb": [round(sum(one["bytes"].values()) / 1e6, 1) for one in summaries[-1]["shards"]],
-            "skew_max": max(row["skew_max"] for row in summaries[-1]["workers"]),
             "missing": final.get("missing"),
             "repeated": final.get("repeated"),
         })  # fmt: skip

@@ -65,7 +65,6 @@ class Exchange:
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
-        self._skew = 0
         self._counted_step = 0  # as the last welcome said
         self._server_incarnation = 0
         self.settings: Settings = self._join().settings
@@ -192,7 +191,7 @@ class Exchange:
     ) -> Answer:
         """Send this step's contribution; returns when the run lets the worker go on, its weights in the model."""
         started = time.perf_counter()
-        facts = Facts(num_samples, loss, compute_s, self._last_transfer_s, hyperparameters, self._skew)
+        facts = Facts(num_samples, loss, compute_s, self._last_transfer_s, hyperparameters)
         try:
             answer = self._exchange(source, facts, started)
         except Lost as lost:
@@ -279,13 +278,10 @@ class Exchange:
             self.progress.server_incarnation = 0
 
     def _took(self, answers: list[Answer]) -> Answer:
-        """All shards have answered and the weights are in the model. What counts is the coordinator's answer; the
-        weights are as old as the oldest part of them."""
+        """All shards have answered and the weights are in the model, all parts of one version."""
         answer = answers[0]
-        versions = [one.version for one in answers]
-        self._skew = max(versions) - min(versions)
         self.progress.server_incarnation = self._server_incarnation
-        self.progress.answered(answer.step, min(versions), answer.next_local_steps, answer.body_bytes > 0)
+        self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != "START":  # that one is noted as a start, with whose server's it is
             self._history.write(

@@ -138,7 +138,6 @@ class Facts(NamedTuple):
     compute_s: float
     transfer_s: float
     hyperparameters: list[Hyperparameters]  # empty: as before
-    skew: int = 0  # between the versions of the parts of the weights it was computed on
 
 
 def contribution(progress: Progress, facts: Facts, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
@@ -155,7 +154,6 @@ def contribution(progress: Progress, facts: Facts, body_bytes: int, codec: str, 
         compute_s=facts.compute_s,
         transfer_s=facts.transfer_s,
         in_segment=in_segment,
-        skew=facts.skew,
     )
     return pb.WorkerMessage(contribution=header)
 
