@@ -30,6 +30,7 @@ class Sink:
 
     name: ClassVar[str]
     does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
+    kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it is told; None: all
     needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
 
     def begin(self, engine: Engine) -> None:
@@ -51,20 +52,27 @@ class Bus:
 
     def __init__(self, sinks: Iterable[Sink] = (), capacity: int = _CAPACITY) -> None:
         self._subscriptions = [_Subscription(sink, capacity) for sink in sinks]
+        self._told: dict[type, list[_Subscription]] = {}  # by kind of fact, made when the first of it comes
 
     def begin(self, engine: Engine) -> None:
         for subscription in self._subscriptions:
             subscription.sink.begin(engine)
 
     def publish(self, at: float, fact: Fact) -> None:
-        for subscription in self._subscriptions:
+        kind = type(fact)
+        told = self._told.get(kind)
+        if told is None:
+            told = self._told[kind] = [
+                one for one in self._subscriptions if one.sink.kinds is None or kind in one.sink.kinds
+            ]
+        for subscription in told:
             subscription.publish(at, fact)
 
     def close(self, within_s: float = _CLOSE_S) -> None:
         """Let every sink take what it has not taken yet; what is not done in time is dropped."""
         for subscription in self._subscriptions:
             subscription.close(within_s)
-        self._subscriptions = []
+        self._subscriptions, self._told = [], {}
 
 
 class _Subscription:

@@ -16,6 +16,7 @@ log = get_logger()
 class StatusSink(Sink):
     name = "status"
     does_io = True
+    kinds = (StatusTaken,)
 
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
