@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import pkgutil
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from .errors import UsageError, did_you_mean
@@ -101,6 +102,11 @@ def canonical_mode(name: str) -> str:
         MODES.load(name)
         return f"{path}:{attribute}"
     return MODES.check(MODE_ALIASES.get(name.strip().lower(), name.strip().lower()))
+
+
+def mode_anywhere(mode: str) -> str:
+    """A mode's name by which it is known again where its file lies elsewhere: `my_mode.py:Mine`."""
+    return PurePath(mode).name
 
 
 def mode_label(mode: str) -> str:

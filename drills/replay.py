@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath
 
-from ..common.registry import MODES
+from ..common.registry import MODES, mode_anywhere
 from ..ps.policies.rules import Rule
 from .history_lines import Line, Problem
 from .lineage import Lineage, Tally
@@ -60,7 +59,7 @@ class Replay:
         self.lineage = Lineage({})
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: steps by then
         self.version = 0
-        self._modes = {**{mode: mode for mode in MODES.names()}, **{PurePath(mode).name: mode for mode in modes}}
+        self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
         self._rules: list[Rule] = []  # of the mode
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
@@ -113,7 +112,7 @@ class Replay:
     def _rules_of(self, line: Line) -> list[Rule]:
         """Those of the run's mode. A history names no code to run: a mode in a file is one that the user has named too,
         wherever the file lay in that run. Of any other mode only what holds for all is checked."""
-        mode = self._modes.get(PurePath(line["mode"]).name)
+        mode = self._modes.get(mode_anywhere(line["mode"]))
         if mode is None:
             self.unchecked_modes[line["mode"]] = None
             return []

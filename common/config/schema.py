@@ -7,13 +7,12 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import UsageError
-from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode
+from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
 from ..user_code import is_in_file
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
@@ -123,10 +122,10 @@ def own_modes(own: Config, told: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UsageError for one that this process was not given itself: nobody else says what code it runs.
     """
-    mine = {PurePath(mode).name: mode for mode in own.run.modes if is_in_file(mode)}
+    mine = {mode_anywhere(mode): mode for mode in own.run.modes if is_in_file(mode)}
 
     def here(mode: str) -> str:
-        name = PurePath(mode).name
+        name = mode_anywhere(mode)
         if is_in_file(mode) and name not in mine:
             raise UsageError(
                 f"the run's mode is {mode}, which this process was not given: a file is never taken from another",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import CheckpointError, ParamServerError
+from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..tensors.model import Model
 from .available import Available, snapshot_dir
@@ -29,7 +30,8 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     """
     loaded = available.load(name)
     manifest = loaded.manifest
-    for what, now, then in (("mode", config.run.mode, manifest.mode), ("seed", config.run.seed, manifest.seed)):
+    mode, mode_then = mode_anywhere(config.run.mode), mode_anywhere(manifest.mode)
+    for what, now, then in (("mode", mode, mode_then), ("seed", config.run.seed, manifest.seed)):
         if now != then:
             log.warning("resumed_with_another", what=what, now=now, snapshot=then)
     whole, optimizer = loaded.whole
@@ -47,7 +49,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     model.adopt(whole, optimizer)
     model.begin(model.new_memory(), lambda store: restore(store, loaded))
     saved = saved_of(loaded)
-    if manifest.mode != config.run.mode:
+    if mode != mode_then:
         saved["policy"] = {}  # another mode's state
     return saved
 

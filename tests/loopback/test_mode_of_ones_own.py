@@ -91,11 +91,13 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_its_state_goes_on_where_the_killed_server_was(cluster, shards: int) -> None:
-    def start(*flags: str):
-        return cluster.server(*FLAGS, *OUTPUTS, *SNAPSHOTS, "--workers", "2", "--shards", str(shards), *flags)
+def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, shards: int) -> None:
+    """Also where its file has moved meanwhile, and where it lies elsewhere for another shard."""
 
-    server = start()
+    def start(*flags: str):
+        return cluster.server(*flags, *OUTPUTS, *SNAPSHOTS, "--workers", "2", "--shards", str(shards))
+
+    server = start(*FLAGS)
     others = [cluster.shard(number, shards, "--mode", NAME, *SNAPSHOTS) for number in range(1, shards)]
     gates = [cluster.folder / f"go{rank}" for rank in range(2)]
     workers = [cluster.script(rank, "onehot.py", str(STEPS), str(gate), "12") for rank, gate in enumerate(gates)]
@@ -104,7 +106,10 @@ def test_its_state_goes_on_where_the_killed_server_was(cluster, shards: int) -> 
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
     server.signal(signal.SIGKILL)
     server.popen.wait()
-    server = start("--listen", cluster.address)
+    moved = cluster.folder / "elsewhere" / "cooling.py"
+    moved.parent.mkdir()
+    moved.write_text(example.read_text())
+    server = start("--listen", cluster.address, *FLAGS, "--mode", f"{moved}:Cooling")
     for gate in gates:
         gate.touch()
     assert [process.wait() for process in (*workers, server, *others)] == [0] * (3 + len(others))
