@@ -167,6 +167,8 @@ class Run:
             return
         yield Tell(WorkerLeft(old.rank, old.incarnation, "replaced", ""))
         yield Log("warning", "replaced", {"rank": old.rank, "incarnation": old.incarnation, "by": new.incarnation})
+        if not self.has_weights:
+            yield from self._pass_on(old)
         yield from self._perform(self.policy.left(old.rank, at), at)
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
@@ -431,8 +433,12 @@ class Run:
 
     def digest(self) -> str:
         """The same on all shards after the same events: of everything that decides."""
-        seats = {rank: worker.incarnation for rank, worker in sorted(self.roster.workers.items())}
-        flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model]
+        seats = {
+            rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
+            for rank, worker in self.roster.workers.items()
+        }
+        bringer = self.bringer and self.bringer.seat
+        flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
         state = [self.policy.full_state(), seats, self.roster.membership.num_joins, flags, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
