@@ -1,1 +1,1 @@
-"""The server: policies decide, the store computes, the service translates."""
+"""The server: the run decides, the engine carries out, `wire` translates."""

@@ -17,7 +17,7 @@ class WorkerStatus(BaseModel):
     rank: int
     state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
     step: int = 0
-    lead: int = 0  # steps ahead of the slowest live worker
+    lead: int = 0  # contributions ahead of the slowest live worker
     loss: float | None = None  # mean training loss it said last
     samples_per_s: float = 0.0
     compute_share: float = 0.0

@@ -16,7 +16,7 @@ class WorkerSummary(BaseModel):
     samples: int = 0
     staleness_mean: float = 0.0  # versions, over accepted contributions
     staleness_max: int = 0
-    lead_max: int = 0  # steps ahead of the slowest live worker after a contribution
+    lead_max: int = 0  # contributions ahead of the slowest live worker, after one
     compute_s: float = 0.0
     wait_s: float = 0.0  # held by the mode, or by a round that was not complete
     transfer_s: float = 0.0
