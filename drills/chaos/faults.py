@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from .proxy import DOWN, UP, Network
 
 _MOST_CUT_BYTES = 1 << 16
 _DROP_SHARE = 0.02  # of the packets
+_FULL_BYTES = 4096  # the most that a file may have on a disk that is full
 
 
 class Say(Protocol):
@@ -24,14 +27,25 @@ class Say(Protocol):
 
 
 class Injector:
-    """Injects faults into the job of one launcher. `close` takes back what lasts."""
+    """Injects faults into the job of one launcher. `close` takes back what lasts.
 
-    def __init__(self, launcher: int, network: Network, seed: int, say: Say) -> None:
+    `port_of` gives the port on which a shard was last heard to listen.
+    """
+
+    def __init__(
+        self,
+        launcher: int,
+        network: Network,
+        seed: int,
+        say: Say,
+        port_of: Callable[[int], int | None] = lambda _: None,
+    ) -> None:
         self.killed: list[Child] = []
         self._launcher = launcher
         self._network = network
         self._chance = random.Random(seed)
         self._say = say
+        self._port_of = port_of
         self._lasting: dict[asyncio.Task[None], Callable[[], None]] = {}
 
     def inject(self, fault: Fault) -> None:
@@ -62,6 +76,9 @@ class Injector:
     def _kill_server(self, fault: Fault) -> str:
         return self._kill(SERVER)
 
+    def _kill_shard(self, fault: Fault) -> str:
+        return self._kill(_shard(fault))
+
     def _kill(self, child: Child) -> str:
         process = job_processes(self._launcher).get(child)
         if process is None:
@@ -78,6 +95,9 @@ class Injector:
     def _freeze_server(self, fault: Fault) -> str:
         return self._freeze(SERVER, fault.for_s)
 
+    def _freeze_shard(self, fault: Fault) -> str:
+        return self._freeze(_shard(fault), fault.for_s)
+
     def _freeze(self, child: Child, seconds: float) -> str:
         process = job_processes(self._launcher).get(child)
         if process is None:
@@ -92,29 +112,59 @@ class Injector:
         self._for_a_while(seconds, thaw)
         return f"pid {process.pid}"
 
+    def _full_disk(self, fault: Fault) -> str:
+        """Every file that its process writes ends after a few bytes, with an error that says so."""
+        process = job_processes(self._launcher).get(_shard(fault))
+        if process is None:
+            return "it is not running"
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+
+        def make_room() -> None:
+            if job_processes(self._launcher).get(_shard(fault), process).pid == process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+        self._for_a_while(fault.for_s, make_room)
+        return f"pid {process.pid}"
+
     # ---- the network -----------------------------------------------------------------------
 
     def _partition(self, fault: Fault) -> str:
-        self._network.hold(fault.rank, UP, DOWN)
-        self._for_a_while(fault.for_s, lambda: self._network.release(fault.rank, UP, DOWN))
+        whose = _worker(fault)
+        self._network.hold(whose, UP, DOWN)
+        self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
         return ""
 
     def _lose_answers(self, fault: Fault) -> str:
-        self._network.hold(fault.rank, DOWN)
+        whose = _worker(fault)
+        self._network.hold(whose, DOWN)
 
         def reset() -> None:  # first: what was held is never heard
-            self._network.reset(fault.rank)
-            self._network.release(fault.rank, DOWN)
+            self._network.reset(whose)
+            self._network.release(whose, DOWN)
 
         self._for_a_while(fault.for_s, reset)
         return ""
 
     def _reset(self, fault: Fault) -> str:
-        return f"{self._network.reset(fault.rank)} connections"
+        port = self._port_of(fault.shard) if fault.shard is not None else None
+        return f"{self._network.reset(_worker(fault), port)} connections"
+
+    def _reset_link(self, fault: Fault) -> str:
+        return f"{self._network.reset(_shard(fault))} connections"
+
+    def _part_link(self, fault: Fault) -> str:
+        """A hold alone nobody would notice: nothing is lost, and an open connection has no lease."""
+        whose = _shard(fault)
+        self._network.hold(whose, UP, DOWN)
+        self._network.reset(whose)
+        self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
+        return ""
 
     def _cut(self, fault: Fault) -> str:
         num_bytes = self._chance.randrange(1, _MOST_CUT_BYTES)
-        self._network.cut(fault.rank or 0, num_bytes)
+        self._network.cut(Child("worker", fault.rank or 0), num_bytes)
         return f"after {num_bytes} bytes"
 
     def _slow(self, fault: Fault) -> str:
@@ -137,6 +187,15 @@ class Injector:
         iptables("-A", *rule, "-j", "DROP")
         self._for_a_while(fault.for_s, lambda: iptables("-D", *rule, "-j", "DROP"))
         return f"{_DROP_SHARE:.0%} of the packets"
+
+
+def _worker(fault: Fault) -> Child | None:
+    """None: everybody's."""
+    return Child("worker", fault.rank) if fault.rank is not None else None
+
+
+def _shard(fault: Fault) -> Child:
+    return Child("server", fault.shard or 0)
 
 
 def iptables(*arguments: str) -> None:

@@ -18,7 +18,7 @@ from ...launch.plan.process import SERVER, Child, ProcessSpec
 from ...launch.view.events import Event, parse_event, parse_status
 from .faults import Injector, Say
 from .plan import Fault
-from .processes import children_of, job_processes, rank_of_port
+from .processes import child_of_port, children_of, job_processes
 from .proxy import Network
 
 LAUNCHER = Child("launcher", 0)
@@ -29,7 +29,10 @@ _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
 # Events of the job that the user sees beside the faults: with what, and whose word it is where two say it.
 _SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "step", "rejoined": "step"}
+_SHOWN |= {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning", "snapshot_failed": "reason"}
 _SERVERS = frozenset({"away", "left", "resumed"})
+# After these there is nothing to hit until the run goes on from its newest snapshot.
+_STOPS_ALL = frozenset({"kill_server", "kill_shard"})
 _NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY", "https_proxy", "http_proxy")
 
 
@@ -74,6 +77,7 @@ class Chaos:
         self._stop = asyncio.Event()
         self._restarted: Counter[Child] = Counter()  # after we had killed it
         self._launcher = 0  # its pid
+        self._ports: dict[int, int] = {}  # of each shard that has said that it listens
         self._injector: Injector | None = None
 
     async def run(self) -> Ending:
@@ -81,7 +85,7 @@ class Chaos:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        network = Network(self._rank_of, self._setup.seed)
+        network = Network(self._child_of, self._setup.seed)
         await network.start()
         with (self._setup.folder / "job.log").open("w", encoding="utf-8") as self._log:
             backend = LocalBackend(self._on_line, self._on_exit)
@@ -102,7 +106,7 @@ class Chaos:
             agents = [pid for pid, _, _ in children_of(os.getpid())]
             found = [pid for agent in agents for pid, _, argv in children_of(agent) if _PROGRAM in argv]
             self._launcher = found[0] if found else 0
-        self._injector = Injector(self._launcher, network, self._setup.seed, self._say)
+        self._injector = Injector(self._launcher, network, self._setup.seed, self._say, self._ports.get)
 
     async def _watch(self, backend: LocalBackend) -> None:
         """Until the job has ended, the user has had enough, or nothing moves any more."""
@@ -142,7 +146,7 @@ class Chaos:
         await self._begun.wait()
         before_s, was_server = 0.0, False
         for fault in self._setup.plan:
-            is_server = fault.kind == "kill_server"
+            is_server = fault.kind in _STOPS_ALL
             if is_server or not was_server:
                 await self._until_it_goes_on()
             await asyncio.sleep(fault.at_s - before_s)
@@ -169,8 +173,8 @@ class Chaos:
     def _fastest_step(self) -> int:
         return max((worker.step for worker in self._status.workers), default=0) if self._status else 0
 
-    def _rank_of(self, port: int) -> int | None:
-        return rank_of_port(self._launcher, port)
+    def _child_of(self, port: int) -> Child | None:
+        return child_of_port(self._launcher, port)
 
     # ---- what happens ----------------------------------------------------------------------
 
@@ -189,6 +193,8 @@ class Chaos:
         self._note_status(parse_status(event))
         if event.name == "snapshot":
             self._begun.set()
+        if event.name == "listening" and event.fields.get("role") == SERVER.role:
+            self._ports[int(event.fields.get("rank") or 0)] = int(str(event.fields["address"]).rpartition(":")[2])
         if event.name in _SHOWN and (event.name not in _SERVERS or event.fields.get("role") == SERVER.role):
             self._show(event)
 

@@ -28,6 +28,7 @@ Run a real job under random faults, then prove that nothing was lost or applied 
 
   ps-launch chaos                                    4 workers, ssp, a minute
   ps-launch chaos --seed 7 --mode sync -n 3          other faults, another mode
+  ps-launch chaos --shards 3 --mode sync             the server in several processes, any of which is hit
   ps-launch chaos --seconds 3600                     an hour of it
   ps-launch chaos --faults kill_server,partition     only these
   ps-launch chaos configs/digits.yaml --seconds 30   a job of your own (checked by its history only)
@@ -46,12 +47,14 @@ def chaos(
     seed: Annotated[int, typer.Option(min=0, help="Of the faults, and of the run.")] = 1,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Number of workers.")] = 4,
     mode: Annotated[str, typer.Option(help="An installed mode, or FILE.py:NAME.")] = "ssp",
+    shards: Annotated[int, typer.Option(min=1, help="Number of server shards.")] = 1,
     faults: Annotated[
         str | None,
         typer.Option(
             metavar="KIND,...",
             help="kill_worker, kill_server, freeze_worker, freeze_server, partition, lose_answers, reset, cut, "
-            "slow, loss, drop; default all.",
+            "slow, loss, drop; with shards also kill_shard, freeze_shard, reset_link, part_link, full_disk; "
+            "default all.",
         ),
     ] = None,
     shared: Annotated[bool, typer.Option("--shared", help="Tensors through shared memory instead of TCP.")] = False,
@@ -65,13 +68,16 @@ def chaos(
 
     if not sys.platform.startswith("linux"):
         raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
-    kinds = check_kinds(faults)
+    kinds = check_kinds(faults, shards)
     chosen = {"run.workers": workers, "run.mode": mode, "worker.shared_memory": str(shared).lower()}
+    if shards > 1:
+        chosen["server.shards"] = shards
     make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
     make(folder=Path(), kinds=kinds)  # mistakes are found before anything is done
     trial = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
-    print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command} --mode {mode}", flush=True)
+    command += f" --mode {mode}" + (f" --shards {shards}" if shards > 1 else "")
+    print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
     return _tell(_run(trial.setup), trial, is_kept=keep is not None)
 
 

@@ -12,6 +12,15 @@
     loss              some pieces wait as long as TCP takes to notice a lost packet
     drop              packets are lost (needs root, iptables and a network of its own)
 
+With several shards the server's faults are the coordinator's, a reset may be of the connections to one shard alone,
+and there are besides:
+
+    kill_shard        SIGKILL of another shard; all go back to the newest common snapshot
+    freeze_shard      SIGSTOP of it for less or for more than the lease, then SIGCONT
+    reset_link        its connection to the coordinator is reset; what it missed is sent again
+    part_link         the same, and none is made again for less than the lease, or for more
+    full_disk         it cannot write its snapshots for a while
+
 Kinds come from a shuffled deck, deck after deck, so that a minute has all of them.
 """
 
@@ -27,40 +36,54 @@ KINDS = (
     "kill_worker", "kill_server", "freeze_worker", "freeze_server", "partition", "lose_answers",
     "reset", "cut", "slow", "loss", "drop",
 )  # fmt: skip
+OF_SHARDS = ("kill_shard", "freeze_shard", "reset_link", "part_link", "full_disk")  # where there are several
+ALL_KINDS = (*KINDS, *OF_SHARDS)
 _OF_ONE_WORKER = frozenset({"kill_worker", "freeze_worker", "lose_answers", "reset", "cut"})
-_AT_ONCE = frozenset({"kill_worker", "kill_server", "reset", "cut"})
-_LASTING = frozenset({"freeze_worker", "freeze_server", "partition"})  # against the lease
+_AT_ONCE = frozenset({"kill_worker", "kill_server", "reset", "cut", "kill_shard", "reset_link"})
+_LASTING = frozenset({"freeze_worker", "freeze_server", "partition", "freeze_shard", "part_link"})  # against the lease
 # Per deck: what a run must survive most often.
-_PER_DECK = {"kill_worker": 2, "kill_server": 2, "freeze_worker": 2, "partition": 2}
+_PER_DECK = {"kill_worker": 2, "kill_server": 2, "freeze_worker": 2, "partition": 2, "kill_shard": 2}
 
 _SHARE_OF_ALL = 0.25  # of the partitions: everybody's
 _MEAN_GAP_LEASES = 0.8  # seconds between two faults, in leases: they overlap now and then
 
 
 class Fault(NamedTuple):
-    """`at_s` counts from the first snapshot; `rank` None is the server, or everybody; `for_s` 0: at once."""
+    """`at_s` counts from the first snapshot; `rank` is a worker's, None the server, or everybody; `for_s` 0: at once.
+    `shard` is the one it happens to, or to the connections with it."""
 
     at_s: float
     kind: str
     rank: int | None = None
     for_s: float = 0.0
+    shard: int | None = None
 
     def __str__(self) -> str:
         whom = f" worker {self.rank}" if self.rank is not None else ""
+        whom += f" shard {self.shard}" if self.shard is not None else ""
         return f"{self.kind}{whom}" + (f" for {self.for_s:.2f} s" if self.for_s else "")
 
 
-def check_kinds(text: str | None) -> tuple[str, ...]:
-    """The kinds of a comma list, all of them for None. Raises UsageError."""
-    kinds = KINDS if text is None else tuple(word.strip() for word in text.split(","))
+def check_kinds(text: str | None, num_shards: int = 1) -> tuple[str, ...]:
+    """The kinds of a comma list, for None all that there can be. Raises UsageError."""
+    possible = ALL_KINDS if num_shards > 1 else KINDS
+    kinds = possible if text is None else tuple(word.strip() for word in text.split(","))
     for kind in kinds:
-        if kind not in KINDS:
-            raise UsageError(f"flag --faults: there is no fault '{kind}'", fix=did_you_mean(kind, KINDS))
+        if kind not in ALL_KINDS:
+            raise UsageError(f"flag --faults: there is no fault '{kind}'", fix=did_you_mean(kind, ALL_KINDS))
+        if kind not in possible:
+            raise UsageError(f"flag --faults: {kind} needs several shards", fix="say how many with --shards")
     return kinds
 
 
 def make_plan(
-    seed: int, *, seconds: float, num_workers: int, lease_s: float, kinds: Iterable[str] = KINDS
+    seed: int,
+    *,
+    seconds: float,
+    num_workers: int,
+    lease_s: float,
+    kinds: Iterable[str] = KINDS,
+    num_shards: int = 1,
 ) -> list[Fault]:
     """Faults over `seconds`, in order. Equal arguments give equal plans."""
     chance = random.Random(seed)
@@ -71,7 +94,8 @@ def make_plan(
         at_s += chance.expovariate(1 / (_MEAN_GAP_LEASES * lease_s))
         if at_s >= seconds:
             return plan
-        plan.append(_fault(chance, at_s, next(deck), num_workers, lease_s))
+        fault = _fault(chance, at_s, next(deck), num_workers, lease_s)
+        plan.append(_at_a_shard(chance, fault, num_shards) if num_shards > 1 else fault)
 
 
 def _deal(chance: random.Random, kinds: list[str]) -> Iterator[str]:
@@ -92,3 +116,12 @@ def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, leas
     else:
         leases = chance.uniform(0.3, 0.8)
     return Fault(at_s, kind, rank, leases * lease_s)
+
+
+def _at_a_shard(chance: random.Random, fault: Fault, num_shards: int) -> Fault:
+    """Which shard it happens to, where there are several."""
+    if fault.kind in OF_SHARDS:
+        return fault._replace(shard=chance.randrange(1, num_shards))
+    if fault.kind == "reset":
+        return fault._replace(shard=chance.choice([None, *range(num_shards)]))
+    return fault

@@ -27,7 +27,7 @@ class Process(NamedTuple):
 
 
 def job_processes(launcher: int) -> dict[Child, Process]:
-    """The server and the workers that a launcher has running."""
+    """The servers and the workers that a launcher has running."""
     found: dict[Child, Process] = {}
     for agent, _, _ in children_of(launcher):
         for pid, state, argv in children_of(agent):
@@ -51,20 +51,26 @@ def children_of(parent: int) -> Iterator[tuple[int, str, list[str]]]:
 def _child_of(argv: list[str]) -> Child | None:
     """Which process of a job has this command line; None for something else, as the agent's guardian."""
     if "paramserver.ps" in argv:
-        return SERVER
+        return Child("server", _shard_of(argv))
     if "paramserver.worker" in argv:
         return Child("worker", int(argv[argv.index("--rank") + 1]))
     return None
 
 
-def rank_of_port(launcher: int, port: int) -> int | None:
-    """The rank of the worker whose end of a TCP connection has this local port."""
+def _shard_of(argv: list[str]) -> int:
+    """The last --set counts."""
+    return max((int(word.partition("=")[2]) for word in argv if word.startswith("server.shard=")), default=0)
+
+
+def child_of_port(launcher: int, port: int) -> Child | None:
+    """The process of the job whose end of a TCP connection has this local port; never the coordinator, which connects
+    to nobody while the run lasts."""
     inode = _inode_of(port)
     if inode is None:
         return None
     for child, process in job_processes(launcher).items():
         if child != SERVER and f"socket:[{inode}]" in _open_files(process.pid):
-            return child.rank
+            return child
     return None
 
 

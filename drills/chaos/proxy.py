@@ -1,11 +1,11 @@
-"""The network between the workers and the server, under our control: an HTTP proxy that tunnels (CONNECT).
+"""The network of a job, under our control: an HTTP proxy that tunnels (CONNECT).
 
-gRPC takes its way through it when `grpc_proxy` is in a worker's environment, so neither the worker nor the
-launcher needs to know. What can be done to a worker's connections:
+gRPC takes its way through it when `grpc_proxy` is in the environment, so neither the processes nor the launcher need
+to know. What can be done to the connections that a process has made, a worker or a shard (to the coordinator):
 
     hold, release         nothing gets through, in one direction or both; new connections hang as well
     reset                 both ends get a TCP reset
-    cut                   reset after so many more bytes that the worker sends
+    cut                   reset after so many more bytes that the process sends
     num_slow, num_lossy   every piece takes longer; some wait as for a packet that was lost
 """
 
@@ -20,19 +20,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ...launch.plan.process import Child
+
 _PIECE_BYTES = 1 << 16
 _HEAD_TIMEOUT_S = 10.0
 _DELAY_S = 0.02
 _STALL_SHARE = 0.05
 _RETRANSMIT_S = 0.2  # what TCP waits at least before it sends a lost packet again (Linux)
-UP, DOWN = "up", "down"  # from the worker, to the worker
+UP, DOWN = "up", "down"  # from the process that has connected, to it
 
 
 @dataclass(eq=False)
 class _Link:
-    """One tunnelled connection of the worker `rank` (None: not known whose)."""
+    """One tunnelled connection that `child` has made (None: not known who) to a `port`."""
 
-    rank: int | None
+    child: Child | None
+    port: int = 0
     writers: dict[str, asyncio.StreamWriter] = field(default_factory=dict)  # by the direction they write in
     cut_after: int | None = None  # bytes still to be sent up
 
@@ -45,17 +48,17 @@ class _Link:
 
 
 class Network:
-    """The proxy. `rank_of(port)` tells which worker has connected from a local port."""
+    """The proxy. `child_of(port)` tells which process has connected from a local port."""
 
-    def __init__(self, rank_of: Callable[[int], int | None], seed: int) -> None:
+    def __init__(self, child_of: Callable[[int], Child | None], seed: int) -> None:
         self.address = ""
         self.num_bytes = 0
         self.num_slow = 0  # how many faults make every piece take longer
         self.num_lossy = 0  # and how many make some wait
-        self._rank_of = rank_of
+        self._child_of = child_of
         self._chance = random.Random(seed)
         self._links: set[_Link] = set()
-        self._held: Counter[tuple[int | None, str]] = Counter()  # how often: rank (None: all) and direction
+        self._held: Counter[tuple[Child | None, str]] = Counter()  # how often: whose (None: all) and direction
         self._changed = asyncio.Event()
         self._server: asyncio.Server
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,27 +78,27 @@ class Network:
 
     # ---- what can be done ------------------------------------------------------------------
 
-    def hold(self, rank: int | None, *directions: str) -> None:
-        self._held.update((rank, direction) for direction in directions)
+    def hold(self, child: Child | None, *directions: str) -> None:
+        self._held.update((child, direction) for direction in directions)
 
-    def release(self, rank: int | None, *directions: str) -> None:
-        self._held.subtract((rank, direction) for direction in directions)
+    def release(self, child: Child | None, *directions: str) -> None:
+        self._held.subtract((child, direction) for direction in directions)
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def reset(self, rank: int | None) -> int:
-        """Reset the connections of a worker, or of all; returns how many."""
-        links = self._of(rank)
+    def reset(self, child: Child | None, port: int | None = None) -> int:
+        """Reset the connections of a process, or of all, to this port or to all; returns how many."""
+        links = [link for link in self._of(child) if port is None or link.port == port]
         for link in links:
             link.reset()
         return len(links)
 
-    def cut(self, rank: int, num_bytes: int) -> None:
-        for link in self._of(rank):
+    def cut(self, child: Child, num_bytes: int) -> None:
+        for link in self._of(child):
             link.cut_after = num_bytes
 
-    def _of(self, rank: int | None) -> list[_Link]:
-        return [link for link in self._links if rank is None or link.rank == rank]
+    def _of(self, child: Child | None) -> list[_Link]:
+        return [link for link in self._links if child is None or link.child == child]
 
     # ---- tunnels ---------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Network:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        link = _Link(self._rank_of(writer.get_extra_info("peername")[1]), {DOWN: writer})
+        link = _Link(self._child_of(writer.get_extra_info("peername")[1]), writers={DOWN: writer})
         self._links.add(link)
         try:
             await self._tunnel(link, reader)
@@ -122,7 +125,8 @@ class Network:
         await self._pass(link, UP)
         await self._pass(link, DOWN)
         host, _, port = target.rpartition(":")
-        upstream, link.writers[UP] = await asyncio.open_connection(host.strip("[]"), int(port))
+        link.port = int(port)
+        upstream, link.writers[UP] = await asyncio.open_connection(host.strip("[]"), link.port)
         link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
         pumps = [
             asyncio.ensure_future(self._pump(link, reader, UP)),
@@ -156,6 +160,6 @@ class Network:
             writer.write_eof()
 
     async def _pass(self, link: _Link, direction: str) -> None:
-        """Wait while the direction is held for this worker."""
-        while self._held[None, direction] > 0 or self._held[link.rank, direction] > 0:
+        """Wait while the direction is held for this process."""
+        while self._held[None, direction] > 0 or self._held[link.child, direction] > 0:
             await self._changed.wait()

@@ -67,7 +67,10 @@ def make_trial(
         samples = num_workers * run.steps * run.batch_size
         args = {"samples": samples, "padding_bytes": _PADDING_BYTES, **config.task.args}
         own["task.args"] = "{" + ", ".join(f"{key}: {value}" for key, value in args.items()) + "}"
-    plan = make_plan(seed, seconds=seconds, num_workers=num_workers, lease_s=config.server.lease_s, kinds=kinds)
+    plan = make_plan(
+        seed, seconds=seconds, num_workers=num_workers, lease_s=config.server.lease_s, kinds=kinds,
+        num_shards=config.server.shards,
+    )  # fmt: skip
     own.setdefault("launch.max_restarts", _SPARE_RESTARTS + sum(fault.kind.startswith("kill") for fault in plan))
     arguments = [config_path] if config_path else []
     for one in [*_as_sets(own), *sets]:
@@ -122,6 +125,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         failures.append(ending.hang or "the job did not end")
     elif ending.exit_code:
         failures.append(f"the job ended with exit code {ending.exit_code}")
+    failures += _tracebacks(folder / "job.log")
     history = folder / "history.jsonl"
     if not history.exists():
         return [*failures, "there is no history"]
@@ -134,6 +138,14 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         print(account)
         failures += account.problems
     return failures
+
+
+def _tracebacks(log: Path) -> list[str]:
+    """Whatever is done to a process, it says in a sentence how it ends."""
+    if not log.exists():
+        return []
+    count = log.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last)")
+    return [f"there are {count} tracebacks in {log.name}"] if count else []
 
 
 def _audit(trial: Trial, verdict: Verdict) -> Account:

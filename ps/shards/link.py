@@ -32,6 +32,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also how long an attempt to connect may take; 20 s otherwise
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
@@ -50,13 +51,17 @@ class Link:
         self._lease_s = config.server.lease_s
         self._channel, self._metadata = open_channel(self._address, config.security, _OPTIONS)
         self._said: deque[Report] = deque()  # without a number: lost with the connection
+        self._lasting: list[Report] = []
+        self._num_calls = 0
         self._news = asyncio.Event()
         self._is_over = False  # nothing more is reported
         self._call: grpc.aio.StreamStreamCall | None = None
         self.follower: Follower | None = None  # once the run has begun
 
-    def report(self, report: Report) -> None:
-        """Say what may be lost."""
+    def report(self, report: Report, *, lasts: bool = False) -> None:
+        """Say what may be lost; what `lasts` is said again on every new connection."""
+        if lasts:
+            self._lasting.append(report)
         self._said.append(report)
         self._news.set()
 
@@ -92,11 +97,13 @@ class Link:
             return order
 
     async def _begin_call(self, register: Register) -> Order:
+        self._num_calls += 1
+        self._news.set()  # what goes out on the call before, which has broken off, ends
         self._call = self._channel.stream_stream(
             f"/{SERVICE}/Attend",
             request_serializer=pb.ShardReport.SerializeToString,
             response_deserializer=pb.ShardOrder.FromString,
-        )(self._reports(register), metadata=self._metadata)
+        )(self._reports(register, self._num_calls), metadata=self._metadata)
         return (await self._next())[1]
 
     async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
@@ -150,12 +157,12 @@ class Link:
             self.follower.tape.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
         return message.number, order
 
-    async def _reports(self, register: Register) -> AsyncIterator[pb.ShardReport]:
-        """What goes out on one connection."""
-        self._said.clear()
+    async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
+        """What goes out on one connection, while there is no newer one: gRPC reads on after a call has ended."""
+        self._said = deque(self._lasting)
         yield pb.ShardReport(said=LINES.write(register))
         sent = 0
-        while True:
+        while call == self._num_calls:
             self._news.clear()
             tape = self.follower.tape if self.follower is not None else None
             heard = tape.num_heard if tape is not None else 0

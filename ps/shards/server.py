@@ -112,7 +112,7 @@ class ShardServer:
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards, coordinator=server.coordinator
         )
-        self._link.report(Ready())
+        self._link.report(Ready(), lasts=True)
         helpers = [asyncio.create_task(self._tick(engine)), asyncio.create_task(self._say_state(engine))]
         try:
             await self._follow(engine, follower, helpers)

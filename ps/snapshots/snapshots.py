@@ -43,7 +43,7 @@ class Snapshots:
     """Writes this shard's snapshots to checkpoint.dir, one at a time. Used on the event loop.
 
     `least_common` is the version of the newest snapshot on all shards, 0 before the first; `tell` is told of each
-    that is on the disk. `num_written` counts those of this process.
+    that is on the disks of all. `num_written` counts those of this process.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Snapshots:
         self.least_common = model.store.version if model.has_weights else 0
         self.num_written = 0
         self._captured: Captured | None = None  # memory of the last one, for the next
+        self._taken: SnapshotTaken | None = None  # here, perhaps not yet on all shards
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
 
     def take(self, saved: dict[str, Any], done: Callable[[int], object]) -> None:
@@ -107,7 +108,7 @@ class Snapshots:
         self.num_written += 1
         took_s = round(time.monotonic() - began, 3)
         log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
-        self._tell(SnapshotTaken(version, saved["steps"], str(path), sha256))
+        self._taken = SnapshotTaken(version, saved["steps"], str(path), sha256)
         done(version)
 
     def _failed(self, done: Callable[[int], object], error: BaseException) -> None:
@@ -119,6 +120,9 @@ class Snapshots:
     def prune(self, least_common: int) -> None:
         """This version is on all shards now: older ones may go, and workers may begin."""
         self.least_common = least_common
+        if self._taken is not None and self._taken.version == least_common:
+            self._tell(self._taken)
+        self._taken = None
         self._thread.submit(self._prune, least_common)
 
     def _prune(self, least_common: int) -> None:

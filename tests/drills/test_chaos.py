@@ -20,12 +20,14 @@ from safetensors.torch import save_file
 from paramserver.common.errors import OutputError
 from paramserver.drills.chaos.job import Ending
 from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
-from paramserver.drills.chaos.processes import Handle, children_of, rank_of_port
+from paramserver.drills.chaos.processes import Handle, child_of_port, children_of
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
 from paramserver.drills.chaos.trial import judge, make_trial
 from paramserver.drills.lineage import Lineage
+from paramserver.launch.plan.process import Child
 
 DEADLINE_S = 10.0
+WORKER, OTHER = Child("worker", 0), Child("worker", 1)
 
 # ---- the account in the weights ------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ def tunnelled(work: Callable[[Network, asyncio.StreamReader, asyncio.StreamWrite
 
     async def run() -> None:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        network = Network(lambda port: 0, seed=1)
+        network = Network(lambda port: WORKER, seed=1)
         await network.start()
         host, _, port = network.address.rpartition(":")
         try:
@@ -156,16 +158,16 @@ def test_everything_gets_through_in_order() -> None:
 @pytest.mark.parametrize("direction", [UP, DOWN])
 def test_what_is_held_waits_until_every_hold_is_released(direction: str) -> None:
     async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        network.hold(1, direction)  # somebody else's
+        network.hold(OTHER, direction)  # somebody else's
         writer.write(b"a")
         assert await reader.readexactly(1) == b"a"
-        network.hold(0, direction)
+        network.hold(WORKER, direction)
         network.hold(None, direction)
         writer.write(b"b")
         assert await is_silent(reader)
         network.release(None, direction)
         assert await is_silent(reader)
-        network.release(0, direction)
+        network.release(WORKER, direction)
         assert await reader.readexactly(1) == b"b"
 
     tunnelled(work)
@@ -173,8 +175,8 @@ def test_what_is_held_waits_until_every_hold_is_released(direction: str) -> None
 
 def test_a_reset_is_a_reset() -> None:
     async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert network.reset(1) == 0
-        assert network.reset(0) == 1
+        assert network.reset(OTHER) == 0
+        assert network.reset(WORKER) == 1
         with pytest.raises(ConnectionResetError):
             await reader.read(1)
 
@@ -183,7 +185,7 @@ def test_a_reset_is_a_reset() -> None:
 
 def test_a_cut_lets_so_many_bytes_through() -> None:
     async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        network.cut(0, 1000)
+        network.cut(WORKER, 1000)
         writer.write(b"x" * 999)
         assert await reader.readexactly(999) == b"x" * 999
         writer.write(b"y" * 100)
@@ -213,7 +215,7 @@ def test_a_process_is_stopped_goes_on_and_its_number_is_no_matter(wait_until) ->
 
 
 def test_a_port_nobody_has_is_nobodys() -> None:
-    assert rank_of_port(os.getpid(), 1) is None
+    assert child_of_port(os.getpid(), 1) is None
 
 
 # ---- whole jobs ----------------------------------------------------------------------------------
