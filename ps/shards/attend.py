@@ -250,9 +250,10 @@ class Attendance:
         """Send what the shard has not heard, as it comes, until it is dismissed."""
         while line.first is None and not line.is_dismissed:
             await self._news(line)
+        has_begun = line.first is not None
         if line.first is not None:
             await self._write(line, 0, line.first, context)
-        while True:
+        while has_begun:
             for number, event in line.tape.after(heard):
                 await self._write(line, number, event, context)
                 heard = number

@@ -70,9 +70,9 @@ class Link:
         self.follower = follower
         follower.tape.on_put = self._news.set
 
-    async def register(self, register: Register) -> BeginRun:
-        """Register until the coordinator takes this shard in and says what run it is; that may take as long as
-        another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s."""
+    async def register(self, register: Register) -> BeginRun | End:
+        """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
+        may take as long as another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s."""
         self._register = register
         since, waits_said = time.monotonic(), ""
         while True:
@@ -91,6 +91,8 @@ class Link:
                     log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
                 await asyncio.sleep(_TRY_AGAIN_S)
                 continue
+            if isinstance(order, End):
+                return order
             if not isinstance(order, BeginRun):
                 raise UnreachableError(f"the coordinator at {self._address} began with {type(order).__name__}")
             self._register = replace(register, run=order.run, server_incarnation=order.server_incarnation)

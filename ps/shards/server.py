@@ -42,6 +42,11 @@ class EndedError(ParamServerError):
         self.exit_code = exit_code
 
 
+def _raise_error_of(end: End) -> None:
+    if end.error:
+        raise EndedError(end.error, end.exit_code)
+
+
 def shared_config(config: Config) -> str:
     """What the coordinator tells the others of its configuration."""
     return json.dumps({name: getattr(config, name).model_dump(mode="json") for name in _SHARED})
@@ -106,6 +111,9 @@ class ShardServer:
             PROGRAM_VERSION,
         )
         begin = await self._link.register(register)
+        if isinstance(begin, End):
+            _raise_error_of(begin)
+            return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
         await self._listening.serve(ParameterServerService(engine, engine.config).handler())
@@ -156,8 +164,7 @@ class ShardServer:
             assert self._engine is not None and isinstance(order, End)
             self._link.report(self._engine.state)
             await self._link.finish()
-            if order.error:
-                raise EndedError(order.error, order.exit_code)
+            _raise_error_of(order)
             with contextlib.suppress(TimeoutError):  # workers say goodbye here too
                 async with asyncio.timeout(_GOODBYE_S):
                     while self._engine.peers:
