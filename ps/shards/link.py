@@ -72,7 +72,8 @@ class Link:
 
     async def register(self, register: Register) -> BeginRun | End:
         """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
-        may take as long as another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s."""
+        may take as long as another shard is missing. UnreachableError when there is no coordinator for
+        worker.give_up_s."""
         self._register = register
         since, waits_said = time.monotonic(), ""
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -48,6 +50,9 @@ def channel_options(lease_s: float) -> tuple[tuple[str, int], ...]:
     )
 
 
+_END_S = 1.0
+
+
 class Listening:
     """`bind`, then `serve`, in the end `stop`."""
 
@@ -87,3 +92,7 @@ class Listening:
 
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)
+        # A handler that was cancelled has still to come to its end; cut off there it would leave a traceback.
+        ending = [task for task in asyncio.all_tasks() if task.cancelling()]
+        if ending:
+            await asyncio.wait(ending, timeout=_END_S)

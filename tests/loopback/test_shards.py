@@ -227,6 +227,16 @@ def test_a_missing_shard_is_named_to_whoever_waits(cluster):
 
 
 @pytest.mark.slow
+def test_a_server_that_still_waits_for_a_shard_is_stopped_without_a_traceback(cluster):
+    server = _start(cluster, "sync", 1, 2)
+    worker = cluster.script(0, "onehot.py", str(STEPS))
+    worker.until(lambda: bool(worker.events("waiting")), "wait")
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 143
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.slow
 def test_a_shard_lost_without_snapshots_ends_the_run(cluster):
     server = _start(cluster, "async", 1, 2)
     shard = cluster.shard(1, 2)
