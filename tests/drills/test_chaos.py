@@ -248,6 +248,21 @@ def test_a_minute_of_everything(marked, mode: str, lane: str) -> None:
     assert run.stdout.rstrip().endswith("passed")
 
 
+KILLS = "kill_worker,kill_server,kill_shard,freeze_worker,freeze_server,freeze_shard"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("mode", "faults"), [("sync", KILLS), ("sync", None), ("ssp", None), ("async", KILLS)])
+def test_a_minute_of_everything_at_three_shards(marked, mode: str, faults: str | None) -> None:
+    """The ledger's clock counts commits and lies on all shards: one that kept what others went back from would show."""
+    kinds = ("--faults", faults) if faults else ()
+    argv = ("--seconds", "60", "--mode", mode, "-n", "2", "--shards", "3")
+    run = chaos(marked, *argv, *kinds, deadline_s=800)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.rstrip().endswith("passed")
+
+
 def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     """A job that ended well, of which nothing else is as it should be."""
     chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
