@@ -29,7 +29,8 @@ _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
 # Events of the job that the user sees beside the faults: with what, and whose word it is where two say it.
 _SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "step", "rejoined": "step"}
-_SHOWN |= {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning", "snapshot_failed": "reason"}
+_OF_SHARDS = {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning"}
+_SHOWN |= {**_OF_SHARDS, "snapshot_failed": "reason"}
 _SERVERS = frozenset({"away", "left", "resumed"})
 # After these there is nothing to hit until the run goes on from its newest snapshot.
 _STOPS_ALL = frozenset({"kill_server", "kill_shard"})
@@ -213,7 +214,9 @@ class Chaos:
         self._ending.events[event.name] += 1
         what = event.fields.get(_SHOWN[event.name], "")
         rank = event.fields.get("rank")
-        if "path" in event.fields:
+        if event.name in _OF_SHARDS:
+            whom = f" {event.fields.get('shard')}"
+        elif "path" in event.fields:
             whom, what = " server", f"version {event.fields.get('version')}"
         else:
             whom = f" worker {rank}" if rank is not None and event.name != "restarting" else ""
