@@ -147,7 +147,8 @@ class Server:
             return
         self._begin()
         run = self.engine.run
-        self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared_config(self._config)))
+        num_joins = {} if name is not None else dict(run.roster.membership.num_joins)
+        self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared_config(self._config), num_joins))
 
     def _lost(self, shard: int) -> None:
         """What it held beyond its newest snapshot is lost, so all go back; without snapshots that is the end."""

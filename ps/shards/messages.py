@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.events import KINDS, Event, Lines
 from ..core.replication import Digest
@@ -44,12 +44,13 @@ class ShardFailed:
 @dataclass(frozen=True)
 class BeginRun:
     """The first order: what run this is, and which snapshot it goes on from. `config` is JSON, of the sections that
-    hold for all shards."""
+    hold for all shards; `num_joins` by rank, which a run that goes back to no snapshot knows of before."""
 
     run: str
     server_incarnation: int
     snapshot: SnapshotName | None
     config: str
+    num_joins: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

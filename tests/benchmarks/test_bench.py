@@ -92,8 +92,9 @@ def test_exchange_beside_peers(bench: Any) -> None:
     check_numbers(report["results"])
     found = report["results"]["ours"]["tcp"]
     assert (report["results"]["size_mb"], found["sent_mb"], found["is_shared"]) == (1.0, 0.5, 0)
-    for part in ("exchange", "up", "held", "down"):
+    for part in ("exchange", "up", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
+    assert found["held_ms"] >= 0  # one worker: nobody is waited for
     for part, num_mb in (("up", 0.5), ("down", 1.0)):
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
