@@ -49,13 +49,14 @@ class Engine:
         name: str,
         incarnation: int = 1,
         publish: Callable[[float, Fact], None] = lambda at, fact: None,
+        options: Options | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.shard_addresses: tuple[str, ...] = ()  # of all shards by number, the coordinator's own empty
         self.shard_states: dict[int, ShardState] = {}  # what the others said last about themselves
         self.why_not_ready: Callable[[], str] = lambda: ""  # what keeps workers from joining, as a phrase
-        self.run = Run(_options(config), policy, name, incarnation)
+        self.run = Run(options or options_of(config), policy, name, incarnation)
         self.publish = publish
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -447,7 +448,8 @@ class Engine:
         return self.run.contributions.elapsed_s(self.now(), self.run.is_over)
 
 
-def _options(config: Config) -> Options:
+def options_of(config: Config) -> Options:
+    """What a run is told of the configuration."""
     keeps = config.checkpoint.dir is not None
     return Options(
         mode=config.run.mode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import asdict
 
 from ...common.config.schema import Config, own_modes
 from ...common.errors import ParamServerError
@@ -12,7 +13,8 @@ from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..core.events import Event
 from ..core.replication import Follower
-from ..engine.engine import Engine
+from ..core.run import Options
+from ..engine.engine import Engine, options_of
 from ..engine.modes import make_policy
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
@@ -48,14 +50,16 @@ def _raise_error_of(end: End) -> None:
 
 
 def shared_config(config: Config) -> str:
-    """What the coordinator tells the others of its configuration."""
-    return json.dumps({name: getattr(config, name).model_dump(mode="json") for name in _SHARED})
+    """What the coordinator tells the others of its configuration; all that decides must be the same everywhere."""
+    sections = {name: getattr(config, name).model_dump(mode="json") for name in _SHARED}
+    return json.dumps({**sections, "options": asdict(options_of(config))})
 
 
-def with_shared(config: Config, text: str) -> Config:
-    """This shard's configuration with the coordinator's shared sections."""
+def with_shared(config: Config, text: str) -> tuple[Config, Options]:
+    """This shard's configuration with the coordinator's shared sections, and the options of the run."""
     told = json.loads(text)
-    return Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
+    options = Options(**told.pop("options"))
+    return Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])}), options
 
 
 class ShardServer:
@@ -173,8 +177,10 @@ class ShardServer:
 
     def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:
         """The run that the coordinator says this is, where it says that it stands."""
-        config = with_shared(self._config, begin.config)
-        engine = self._engine = Engine(config, make_policy(config), name=begin.run, publish=self._bus.publish)
+        config, options = with_shared(self._config, begin.config)
+        engine = self._engine = Engine(
+            config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options
+        )
         follower = Follower(happens=engine.happens, digest=engine.run.digest)
         engine.sequencer = follower
         go_on(engine, config, available, begin.snapshot)
