@@ -42,8 +42,9 @@ class Killer:
         self.server.signal(signal.SIGKILL)
         killed = time.monotonic()
         self.server.popen.wait()
-        newest = history.lines("snapshot")[-1]
+        newest, num_starts = history.lines("snapshot")[-1], len(history.lines("start"))
         self.server = self.job.serve(*self.arguments, "--listen", self.job.address)
+        self.job.until(lambda: len(history.lines("start")) > num_starts, "start")
         start = history.lines("start")[-1]
         self.down.append(start["t"] - killed)
         assert start["version"] >= newest["version"], "something durable is lost"
@@ -131,7 +132,9 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
     worker.signal(signal.SIGSTOP)
     server.signal(signal.SIGKILL)
     server.popen.wait()
+    num_starts = len(job.history.lines("start"))
     server = job.serve("async", 1, STEPS, *flags, "--listen", job.address)
+    job.until(lambda: len(job.history.lines("start")) > num_starts, "start")
     start = job.history.lines("start")[-1]
     client = Client(job.address)
     pulled = bytearray()
