@@ -18,7 +18,7 @@ import ipaddress
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,6 +176,35 @@ def _common_name(name: x509.Name) -> str:
 
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(found[0].value) if found else ""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a program connects with. The default is in the clear and without a token."""
+
+    config: SecurityConfig = field(default_factory=SecurityConfig)
+    pem: Pem = field(default_factory=Pem)
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, config: SecurityConfig) -> Credentials:
+        """AuthError for files, or a PS_TOKEN, that cannot be used."""
+        return cls(config, read_pem(config), read_token(config, os.environ))
+
+    def renewed(self) -> Credentials:
+        """With the certificates as they are now; itself while they cannot be used (half of them replaced)."""
+        try:
+            return replace(self, pem=read_pem(self.config))
+        except AuthError:
+            return self
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What every call shows the server."""
+        return [authorization(self.token)] if self.token is not None else []
+
+
+PLAINTEXT = Credentials()
 
 
 def read_pem(config: SecurityConfig) -> Pem:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from paramserver.common.config.schema import SecurityConfig
-from paramserver.common.security import read_pem
+from paramserver.common.security import Credentials, read_pem
 from paramserver.launch.certs.authority import Identity, load_ca
 from paramserver.launch.certs.main import app
-from paramserver.worker.conversation.security import Security
 
 
 def certs(*argv: str | Path) -> None:
@@ -22,9 +21,9 @@ def flags(folder: Path, name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def secured(folder: Path, name: str, token: str | None, ca: str = "ca.crt") -> Security:
+def secured(folder: Path, name: str, token: str | None, ca: str = "ca.crt") -> Credentials:
     config = SecurityConfig(ca=f"{folder}/{ca}", cert=f"{folder}/{name}.crt", key=f"{folder}/{name}.key")
-    return Security(config, read_pem(config), token)
+    return Credentials(config, read_pem(config), token)
 
 
 def write(folder: Path, name: str, identity: Identity) -> None:

@@ -31,7 +31,7 @@ from ..common.reporting.log import setup_logging
 from ..common.tensors.optimizers import describe_optimizer
 from .conversation.exchange import Exchange
 from .conversation.messages import Final, Settings
-from .conversation.security import worker_security
+from .conversation.security import worker_credentials
 from .session import Progress
 from .strategies.base import Strategy
 from .strategies.choice import make_strategy
@@ -94,7 +94,7 @@ class RemoteSession:
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
         self._may_send_early = config.worker.overlap if config.worker.overlap is not None else overlap
-        self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_security(config))
+        self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
         self._strategy: Strategy | None = None

@@ -13,11 +13,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paramserver.common.security import Credentials
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.launch.certs.authority import Validity, make_worker
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.worker.conversation.security import Security, open_channel
+from paramserver.worker.conversation.security import open_channel
 
 from ..certificates import certs, flags, load, secured, write
 
@@ -164,7 +165,7 @@ def test_certificate_names_the_rank(mutual: str, lab: Path, tmp_path: Path) -> N
     """rank-1 is rank 1 also when it asks for none; worker is any; another name is nobody."""
     token = (lab / "token").read_text().strip()
 
-    def join(security: Security, rank: int) -> pb.ServerMessage:
+    def join(security: Credentials, rank: int) -> pb.ServerMessage:
         with open_channel(mutual, security, ()) as channel:
             stub = pb_grpc.ParameterServerStub(channel)
             join = iter([pb.WorkerMessage(join=pb.Join(rank=rank))])

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
+from paramserver.common.security import Credentials
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.ps.shards.messages import LINES, Register
-from paramserver.worker.conversation.security import Security, open_channel
+from paramserver.worker.conversation.security import open_channel
 
 from ..certificates import certs, flags, secured
 
@@ -26,7 +27,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(address: str, security: Security, call: str, message: Any) -> tuple[grpc.StatusCode, str]:
+def refused(address: str, security: Credentials, call: str, message: Any) -> tuple[grpc.StatusCode, str]:
     """How a stream of one message ends, which must not be well."""
     with open_channel(address, security, ()) as channel, pytest.raises(grpc.RpcError) as error:
         next(

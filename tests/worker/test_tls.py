@@ -16,10 +16,11 @@ import pytest
 
 from paramserver.common.config.schema import Config, SecurityConfig
 from paramserver.common.errors import AuthError
-from paramserver.common.security import read_pem
+from paramserver.common.security import PLAINTEXT, Credentials, read_pem
+from paramserver.common.tls_probe import diagnose
 from paramserver.launch.certs.authority import Identity, Validity, make_ca, make_server, make_worker
 from paramserver.worker.conversation.client import Client, Lost
-from paramserver.worker.conversation.security import PLAINTEXT, Security, worker_security
+from paramserver.worker.conversation.security import worker_credentials
 
 from ..certificates import secured, write
 
@@ -93,14 +94,30 @@ def test_every_mistake_has_its_name(
     assert mistake.value.exit_code == 11
 
 
-def security_of(folder: Path, worker: str | None) -> Security:
+def security_of(folder: Path, worker: str | None) -> Credentials:
     """None: in the clear; "": with the CA only."""
     if worker is None:
         return PLAINTEXT
     if worker:
         return secured(folder, worker, None)
     config = SecurityConfig(ca=f"{folder}/ca.crt")
-    return Security(config, read_pem(config), None)
+    return Credentials(config, read_pem(config), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "fix"),
+    [
+        (None, "the server at {} speaks TLS, and this shard was told nothing of it", "--ca FILE"),
+        ("", "the server at {} asks for a shard's certificate", "shard-N.crt and shard-N.key"),
+        ("stranger", "refused the certificate {folder}/stranger.crt", "has signed for shards"),
+    ],
+)
+def test_a_shard_of_the_server_is_told_the_same(world: dict[str, Any], own: str | None, words: str, fix: str) -> None:
+    with grpc_server(world["good"], world["ca"]) as address:
+        mistake = diagnose(address, security_of(world["folder"], own), "shard")
+    assert mistake is not None
+    assert words.format(address, folder=world["folder"]) in mistake.message
+    assert fix in mistake.fix
 
 
 @pytest.mark.parametrize(("is_mutual", "worker"), [(False, ""), (False, "worker"), (True, "worker")])
@@ -165,12 +182,12 @@ def test_token_is_not_sent_in_the_clear_to_others(
     config = config_of(worker={"server": server}, server={"insecure": insecure}, security=security)
     if is_refused:
         with pytest.raises(AuthError, match=f"the token would go to {server} in the clear"):
-            worker_security(config)
+            worker_credentials(config)
     else:
-        assert worker_security(config).token == "a-token"
+        assert worker_credentials(config).token == "a-token"
 
 
 def test_workers_certificate_without_a_ca_is_a_mistake(world: dict[str, Any]) -> None:
     folder = world["folder"]
     with pytest.raises(AuthError, match="not whom to trust"):
-        worker_security(config_of(security={"cert": f"{folder}/worker.crt", "key": f"{folder}/worker.key"}))
+        worker_credentials(config_of(security={"cert": f"{folder}/worker.crt", "key": f"{folder}/worker.key"}))

@@ -15,12 +15,13 @@ from typing import Any
 import grpc
 
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.security import PLAINTEXT, Credentials
+from ...common.tls_probe import diagnose
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from .interrupts import uninterrupted
-from .security import PLAINTEXT, Security, open_channel, wait_until_ready
-from .tls_probe import diagnose
+from .security import open_channel, wait_until_ready
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -50,10 +51,10 @@ class Lost(Exception):
 class Client:
     """A channel to one server, and on it one Exchange stream at a time."""
 
-    def __init__(self, address: str, security: Security = PLAINTEXT) -> None:
+    def __init__(self, address: str, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
-        self._security = security
-        self._channel = open_channel(address, security, _OPTIONS)
+        self._credentials = credentials
+        self._channel = open_channel(address, credentials, _OPTIONS)
         self._hearts: grpc.Channel | None = None
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call: Any = None
@@ -66,11 +67,11 @@ class Client:
         it breaks off."""
         if self._hearts is None:
             options = [option for option in _OPTIONS if not option[0].startswith(_KEEPALIVE)]
-            self._hearts = open_channel(self.address, self._security.renewed(), options)
+            self._hearts = open_channel(self.address, self._credentials.renewed(), options)
         try:
-            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats, metadata=self._security.metadata)
+            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats, metadata=self._credentials.metadata)
         except grpc.RpcError as error:
-            if self._security.pem.ca is not None:  # the next one may need renewed certificates
+            if self._credentials.pem.ca is not None:  # the next one may need renewed certificates
                 self._hearts.close()
                 self._hearts = None
             raise ConnectionError(error.details()) from None
@@ -83,17 +84,17 @@ class Client:
             raise Lost("connection refused or no answer")
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
-        self._call = exchange(_drain(self._outgoing), metadata=self._security.metadata)
+        self._call = exchange(_drain(self._outgoing), metadata=self._credentials.metadata)
         self._is_reading = False
 
     def _explain(self) -> None:
         """A connection has failed: take certificates that were renewed meanwhile, or say what is wrong with TLS."""
-        renewed = self._security.renewed()
-        if renewed != self._security:
+        renewed = self._credentials.renewed()
+        if renewed != self._credentials:
             self._channel.close()
-            self._security, self._channel = renewed, open_channel(self.address, renewed, _OPTIONS)
+            self._credentials, self._channel = renewed, open_channel(self.address, renewed, _OPTIONS)
             raise Lost("the certificates were renewed")
-        mistake = diagnose(self.address, renewed.config, renewed.pem)
+        mistake = diagnose(self.address, renewed)
         if mistake is not None:
             raise mistake
 
@@ -136,7 +137,7 @@ class Client:
     def pull(self, averaged: bool, write_of: Callable[[Any], Callable[[int, memoryview], None]]) -> int:
         """Fetch weights beside the stream; `write_of(snapshot)` gives the writer. Returns their version."""
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            pb.PullRequest(averaged=averaged), timeout=300, metadata=self._security.metadata
+            pb.PullRequest(averaged=averaged), timeout=300, metadata=self._credentials.metadata
         )
         try:
             first = parse(pb.ServerMessage, next(call))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...common.config.schema import WorkerConfig
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
+from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.tensors.sharding import Share, divide
 from ..session import Progress, Retry
@@ -27,7 +28,6 @@ from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
 from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_message
-from .security import PLAINTEXT, Security
 from .shard import Shard
 
 log = get_logger()
@@ -50,10 +50,10 @@ class Exchange:
     """One worker's membership in a run. Blocking; raises the errors of `common/errors.py`."""
 
     def __init__(
-        self, config: WorkerConfig, rank: int | None, history: str | None = None, security: Security = PLAINTEXT
+        self, config: WorkerConfig, rank: int | None, history: str | None = None, credentials: Credentials = PLAINTEXT
     ) -> None:
         self._config = config
-        self._security = security
+        self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
         self._shards = [self._shard(0, config.server)]
@@ -70,7 +70,7 @@ class Exchange:
         self.settings: Settings = self._join().settings
 
     def _shard(self, number: int, address: str) -> Shard:
-        shard = Shard(number, self._config, self._security, address, self.progress)
+        shard = Shard(number, self._config, self._credentials, address, self.progress)
         shard.on_answer, shard.on_reached = self._answer_comes, self._retry.reached
         return shard
 

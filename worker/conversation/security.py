@@ -5,52 +5,18 @@ A token is never sent in the clear to another machine, unless `server.insecure` 
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 
-from ...common.config.schema import Config, SecurityConfig
+from ...common.config.schema import Config
 from ...common.errors import AuthError, UsageError
-from ...common.security import (
-    Pem,
-    authorization,
-    is_loopback,
-    read_pem,
-    read_token,
-    split_address,
-    warn_of_readable_secrets,
-)
+from ...common.security import Credentials, is_loopback, split_address, warn_of_readable_secrets
 
 
-@dataclass(frozen=True)
-class Security:
-    """How a worker connects. The default is in the clear and without a token."""
-
-    config: SecurityConfig = field(default_factory=SecurityConfig)
-    pem: Pem = field(default_factory=Pem)
-    token: str | None = field(default=None, repr=False)
-
-    @property
-    def metadata(self) -> list[tuple[str, str]]:
-        """What every call shows the server."""
-        return [authorization(self.token)] if self.token is not None else []
-
-    def renewed(self) -> Security:
-        """With the files as they are now; itself while they cannot be used (half of them replaced)."""
-        try:
-            return Security(self.config, read_pem(self.config), self.token)
-        except AuthError:
-            return self
-
-
-PLAINTEXT = Security()
-
-
-def worker_security(config: Config) -> Security:
+def worker_credentials(config: Config) -> Credentials:
     """From the settings and PS_TOKEN. AuthError for files that cannot be used, or a token that would leak."""
     security, address = config.security, config.worker.server
     if security.cert is not None and security.ca is None:
@@ -59,13 +25,13 @@ def worker_security(config: Config) -> Security:
             fix="add --ca FILE: ca.crt of ps-certs init",
         )
     warn_of_readable_secrets(security)
-    token = read_token(security, os.environ)
-    if token is not None and security.ca is None and not config.server.insecure and not _is_here(address):
+    credentials = Credentials.read(security)
+    if credentials.token is not None and security.ca is None and not config.server.insecure and not _is_here(address):
         raise AuthError(
             f"the token would go to {address} in the clear, where others may read it",
             fix="speak TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
         )
-    return Security(security, read_pem(security), token)
+    return credentials
 
 
 def _is_here(address: str) -> bool:
@@ -78,9 +44,9 @@ def _is_here(address: str) -> bool:
 # ---- channels -----------------------------------------------------------------------------------
 
 
-def open_channel(address: str, security: Security, options: Sequence[tuple[str, int]]) -> grpc.Channel:
-    """A channel to `address`, in TLS where there is a CA. Its calls show the token by `security.metadata`."""
-    pem = security.pem
+def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+    """A channel to `address`, in TLS where there is a CA. Its calls show the token by `credentials.metadata`."""
+    pem = credentials.pem
     if pem.ca is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert), options=options)

@@ -14,6 +14,7 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
+from ...common.security import Credentials
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.segments import SegmentAddress, SegmentError
@@ -42,7 +43,6 @@ from .messages import (
     repeat_frame,
     taken_frame,
 )
-from .security import Security
 
 log = get_logger()
 
@@ -58,9 +58,11 @@ class Shard:
     up: Up
     down: Down
 
-    def __init__(self, number: int, config: WorkerConfig, security: Security, address: str, progress: Progress) -> None:
+    def __init__(
+        self, number: int, config: WorkerConfig, credentials: Credentials, address: str, progress: Progress
+    ) -> None:
         self.number = number
-        self.client = Client(address, security)
+        self.client = Client(address, credentials)
         self.lanes = Lanes(config)
         self.on_answer: Callable[[Answer], object] = lambda answer: None
         self.on_reached: Callable[[], object] = lambda: None

@@ -1,8 +1,8 @@
 """The real reason when a connection fails because of TLS.
 
 To gRPC every mistake in the TLS settings is "unavailable", as a server that is not there yet. So when a
-connection has failed, the same is tried once by hand, with Python's ssl. A mistake ends the worker at once with
-what is wrong and what to do; only what may heal by waiting is tried again.
+connection has failed, the same is tried once by hand, with Python's ssl. A mistake ends the caller (a worker, or a
+shard of the server) at once with what is wrong and what to do; only what may heal by waiting is tried again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from ...common.config.schema import SecurityConfig
-from ...common.errors import AuthError, UsageError
-from ...common.security import Pem, facts_of, split_address
+from .config.schema import SecurityConfig
+from .errors import AuthError, UsageError
+from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, Pem, facts_of, split_address
 
 _PROBE_S = 1.0  # for one connection by hand
 _SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice
@@ -29,24 +29,26 @@ _REFUSED = ("ALERT_BAD_CERT", "ALERT_CERT", "ALERT_UNKNOWN_CA", "ALERT_UNSUPPORT
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
-def diagnose(address: str, config: SecurityConfig, pem: Pem) -> AuthError | None:
+def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> AuthError | None:
     """The mistake in the TLS settings that keeps `address` from being reached; None when none is to be seen.
 
-    Takes a few milliseconds where something answers, at most a few times `_PROBE_S` otherwise.
+    `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something answers, at most a
+    few times `_PROBE_S` otherwise.
     """
+    config, pem = credentials.config, credentials.pem
     try:
         place = split_address(address)
         if pem.ca is None:
-            return _speaks_tls(address, place)
+            return _speaks_tls(address, place, caller)
         try:
             if _is_served(place, config, pem.ca):
                 return None
             time.sleep(_SURE_AFTER_S)
-            return None if _is_served(place, config, pem.ca) else _refused(address, config, pem)
+            return None if _is_served(place, config, pem.ca) else _refused(address, config, pem, caller)
         except ssl.SSLCertVerificationError as error:
             return _distrusted(address, place, config, error)
         except ssl.SSLError as error:
-            return _failed(address, config, pem, str(error.reason))
+            return _failed(address, config, pem, caller, str(error.reason))
     except (OSError, UsageError):  # not there, or no HOST:PORT that we could try by hand
         return None
 
@@ -73,15 +75,15 @@ def _is_served(place: tuple[str, int], config: SecurityConfig, ca: bytes) -> boo
 # ---- the mistakes, in words -----------------------------------------------------------------------
 
 
-def _speaks_tls(address: str, place: tuple[str, int]) -> AuthError | None:
-    """Of a server that should not, as nobody told this worker."""
+def _speaks_tls(address: str, place: tuple[str, int], caller: str) -> AuthError | None:
+    """Of a server that should not, as nobody told this caller."""
     try:
         ssl.get_server_certificate(place, timeout=_PROBE_S)
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
     return AuthError(
-        f"the server at {address} speaks TLS, and this worker was told nothing of it",
+        f"the server at {address} speaks TLS, and this {caller} was told nothing of it",
         fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine",
     )
 
@@ -109,27 +111,28 @@ def _distrusted(
     return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {config.ca}")
 
 
-def _failed(address: str, config: SecurityConfig, pem: Pem, reason: str) -> AuthError | None:
+def _failed(address: str, config: SecurityConfig, pem: Pem, caller: str, reason: str) -> AuthError | None:
     if any(word in reason for word in _REFUSED):
-        return _refused(address, config, pem)
+        return _refused(address, config, pem, caller)
     if "ALERT" in reason:
         return AuthError(f"the server at {address} broke off the TLS handshake: {reason}")
     if reason in _NO_TLS:
         return AuthError(
-            f"the server at {address} speaks no TLS, and this worker was told to (security.ca)",
+            f"the server at {address} speaks no TLS, and this {caller} was told to (security.ca)",
             fix="start ps-server with --cert and --key; or drop --ca here",
         )
     return None
 
 
-def _refused(address: str, config: SecurityConfig, pem: Pem) -> AuthError:
+def _refused(address: str, config: SecurityConfig, pem: Pem, caller: str) -> AuthError:
     if pem.cert is None:
+        own = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
         return AuthError(
-            f"the server at {address} asks for a worker's certificate (security.mutual), and there is none",
-            fix="add --cert and --key: rank-N.crt and rank-N.key of ps-certs init, from the server's machine",
+            f"the server at {address} asks for a {caller}'s certificate (security.mutual), and there is none",
+            fix=f"add --cert and --key: {own}.crt and {own}.key of ps-certs init, from the server's machine",
         )
     facts = facts_of(pem.cert)
     return AuthError(
         f"the server at {address} refused the certificate {config.cert} ('{facts.name}', signed by '{facts.issuer}')",
-        fix="use one that the server's CA (its security.ca) has signed for workers: ps-certs init",
+        fix=f"use one that the server's CA (its security.ca) has signed for {caller}s: ps-certs init",
     )
