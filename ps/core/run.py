@@ -253,13 +253,13 @@ class Run:
                 self.rhythm.committed()
             elif isinstance(effect, effects.End):
                 yield from self._close(effect.error or _stopping(), at)
-        if self.rhythm.is_due(self.min_training_steps, at) and not self.is_closed:
+        if self.rhythm.is_due(self.policy.min_steps_done, at) and not self.is_closed:
             yield self._take_snapshot(at)
 
     # ---- snapshots ------------------------------------------------------------------------
 
     def _take_snapshot(self, at: float) -> Effect:
-        attempt = self.rhythm.begin(self.policy.version, self.min_training_steps, at)
+        attempt = self.rhythm.begin(self.policy.version, self.policy.min_steps_done, at)
         return effects.TakeSnapshot(attempt, self.policy.version, self.saved(at))
 
     def _stored(self, event: events.Stored) -> Iterator[Effect]:
@@ -417,19 +417,13 @@ class Run:
         self.roster.membership.restore(saved["num_joins"])
         self.policy.restore(version, saved["steps"], saved["policy"])
         self.contributions.restore(saved["training"])
-        self.rhythm.restore(version, self.min_training_steps)
+        self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = True
 
     @property
     def is_over(self) -> bool:
         """Training has ended, as far as the clock of the summary is concerned."""
         return self.is_done or not self.roster.workers
-
-    @property
-    def min_training_steps(self) -> int:
-        """Training steps behind the slowest live rank."""
-        ranks = self.policy.members or self.policy.num_counted
-        return min((self.policy.steps_done(rank) for rank in ranks), default=0)
 
     def digest(self) -> str:
         """The same on all shards after the same events: of everything that decides."""

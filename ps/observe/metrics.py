@@ -153,7 +153,7 @@ class RunCollector(Collector):
                 "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
             )
         yield _gauge("incarnation", "Starts of the server in this run; 1 at first", run.incarnation)
-        yield _gauge("step", "Training steps behind the slowest worker", run.min_training_steps)
+        yield _gauge("step", "Training steps behind the slowest worker", run.policy.min_steps_done)
         yield _gauge("steps", "Training steps each worker is to take", engine.config.run.steps)
         yield _gauge("elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s())
 

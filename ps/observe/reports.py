@@ -21,7 +21,7 @@ def status(engine: Engine) -> Status:
         mode=engine.config.run.mode,
         version=run.policy.version,
         elapsed_s=round(engine.elapsed_s(), 2),
-        step=run.min_training_steps,
+        step=run.policy.min_steps_done,
         steps=engine.config.run.steps,
         num_joined=len(run.roster.workers),
         waiting=_waiting_for_all(engine, now),

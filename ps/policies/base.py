@@ -214,6 +214,15 @@ class Policy(ABC):
         return min(self.common.training_steps, self._rounds_done(rank) * self.local_steps)
 
     @property
+    def min_steps_done(self) -> int:
+        """Training steps of the slowest live rank; when nobody is live, of the slowest there was. Asked at every
+        event: takes the same time however many are live."""
+        if not self.members:
+            return min(map(self.steps_done, self.num_counted), default=0)
+        rounds = self.version if self.has_rounds else self.slowest
+        return min(self.common.training_steps, rounds * self.local_steps)
+
+    @property
     def local_steps(self) -> int:
         """Training steps in one contribution."""
         return 1
