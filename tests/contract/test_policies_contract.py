@@ -329,9 +329,9 @@ class World:
             assert policy.num_counted[rank] == worker.step
             assert 0 <= policy.next_local_steps(rank) <= policy.local_steps
             assert 0 <= policy.steps_done(rank) <= self.common.training_steps
+            assert policy.upload_position(rank) >= 0
         live = policy.members or policy.num_counted
         assert policy.min_steps_done == min(map(policy.steps_done, live), default=0)
-            assert policy.upload_position(rank) >= 0
         uncommitted = Counter(rank for rank, _ in [*store.staged.values(), *store.in_mean])
         assert policy.num_committed() == {rank: n - uncommitted[rank] for rank, n in policy.num_counted.items()}
         for state in (policy.saved_state(), policy.full_state()):
