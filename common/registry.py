@@ -28,21 +28,28 @@ class Family:
 
     Files whose name is in `support` hold shared code, not an implementation. Where `base` names a class of the
     package's `base.py`, a class of a user's own that extends it is an implementation too: `FILE.py:NAME`.
+    `tooling` is a package with more of them, which are only for trying the others out.
     """
 
-    def __init__(self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "") -> None:
+    def __init__(
+        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", tooling: str = ""
+    ) -> None:
         self.package = package
         self.what = what
+        self.packages = (package, tooling) if tooling else (package,)
         self._support = support
         self._base = base
 
     @cached_property
     def _modules(self) -> dict[str, str]:
-        spec = importlib.util.find_spec(self.package)
-        if spec is None or spec.submodule_search_locations is None:
-            raise ModuleNotFoundError(f"no package {self.package}")
-        found = (info.name for info in pkgutil.iter_modules(spec.submodule_search_locations))
-        return {stem.rstrip("_"): stem for stem in found if stem not in self._support}
+        found = {}
+        for package in self.packages:
+            spec = importlib.util.find_spec(package)
+            if spec is None or spec.submodule_search_locations is None:
+                raise ModuleNotFoundError(f"no package {package}")
+            stems = (info.name for info in pkgutil.iter_modules(spec.submodule_search_locations))
+            found.update({stem.rstrip("_"): f"{package}.{stem}" for stem in stems if stem not in self._support})
+        return found
 
     def names(self) -> list[str]:
         """Every name in the family, sorted."""
@@ -58,9 +65,7 @@ class Family:
         """Import the file of `name` and return the class its `ENTRY` names, or the one that `FILE.py:NAME` does."""
         if self._base and is_in_file(name):
             return self._load_users(name)
-        stem = self._modules[self.check(name)]
-        module = importlib.import_module(f"{self.package}.{stem}")
-        return module.ENTRY
+        return importlib.import_module(self._modules[self.check(name)]).ENTRY
 
     def _load_users(self, name: str) -> Any:
         """The class in a user's file. Raises UsageError, also for what the file raises: it ran at our request."""
@@ -88,7 +93,7 @@ MODES = Family(
 )
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
-TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base"}))
+TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 
 MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", "averaging": "localsgd"}

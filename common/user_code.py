@@ -65,7 +65,7 @@ def _is_users(module: str) -> bool:
 
 def _is_machinery(module: str) -> bool:
     """By module name, not by path: a user's file may well lie in a checkout of ours."""
-    if module.startswith("paramserver.worker.tasks."):
+    if module.startswith(("paramserver.worker.tasks.", "paramserver.drills.tasks.")):
         return False
     return module.partition(".")[0] in {"paramserver", "importlib"}
 

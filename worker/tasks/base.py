@@ -1,24 +1,18 @@
 """What a task is: four methods. Any object with them will do; nothing needs to be inherited.
 
-    class MyTask:
-        def __init__(self, hidden: int = 64) -> None: ...        # `task.args` of the configuration
-        def model(self) -> nn.Module: ...
-        def train_data(self) -> Dataset: ...
-        def loss(self, model, batch) -> Tensor: ...              # scalar, mean over the batch
-        def evaluate(self, model) -> dict[str, float]: ...       # {"loss": ..., "accuracy": ...}
+Its constructor is given `task.args` of the configuration. Parameters of it that are named `seed` (int) or `device`
+(torch.device) get the run's seed and the worker's device unless `task.args` sets them.
 
-A constructor that has parameters named `seed` (int) or `device` (torch.device) is given the
-run's seed and the worker's device unless `task.args` sets them.
-
-The rest of this file is what the built-in tasks share: checks of their arguments, and `evaluating`.
+The rest of this file is what the built-in tasks share: checks of their arguments, and evaluations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +21,6 @@ from torch.utils.data import Dataset
 from ...common.errors import UsageError
 
 
-@runtime_checkable
 class Task(Protocol):
     """A model, its data, its loss and its evaluation."""
 
@@ -75,3 +68,19 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
             yield next(model.parameters()).device
     finally:
         model.train(was_training)
+
+
+def held_out_means(
+    model: nn.Module,
+    samples: tuple[torch.Tensor, ...],
+    measure: Callable[..., dict[str, torch.Tensor]],
+    batch_size: int = 1024,
+) -> dict[str, float]:
+    """Figures by name, per sample of `samples` (each tensor (N, ...)). `measure` gives their sums over a batch of
+    `batch_size` at most, which bounds the memory of an evaluation, on the model's device."""
+    sums: dict[str, float] = defaultdict(float)
+    with evaluating(model) as device:
+        for batch in zip(*(tensor.split(batch_size) for tensor in samples), strict=True):
+            for name, value in measure(*(tensor.to(device) for tensor in batch)).items():
+                sums[name] += value.item()
+    return {name: value / len(samples[0]) for name, value in sums.items()}

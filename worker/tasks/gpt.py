@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from ...common.errors import UsageError
-from .base import check_whole, evaluating
+from .base import check_whole, held_out_means
 
 _VOCABULARY = 256  # byte values
 _HELD_OUT_FRACTION = 0.1  # the end of the text
@@ -90,11 +90,11 @@ class Gpt:
         The yardstick is the entropy of the evaluated bytes' own frequencies, what no model that
         ignores the context can beat.
         """
-        total_loss = 0.0
-        with evaluating(model) as device:
-            for windows in self._eval.split(_EVAL_BATCH):
-                total_loss += self.loss(model, (windows.to(device),)).item() * len(windows)
-        loss = total_loss / len(self._eval)
+
+        def measure(windows: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.loss(model, (windows,)) * len(windows)}
+
+        loss = held_out_means(model, (self._eval,), measure, _EVAL_BATCH)["loss"]
         counts = self._eval[:, 1:].flatten().bincount(minlength=_VOCABULARY)  # (256,)
         unigram = torch.special.entr(counts / counts.sum()).sum().item()  # nats
         nats_per_bit = math.log(2)

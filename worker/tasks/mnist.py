@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ...common.errors import UsageError
-from .base import check_whole
-from .digits import ConvNet, check_channels, evaluate_classifier
+from .images import NUM_CLASSES, ImageTask
 
 _SIDE = 28  # pixels
-_NUM_CLASSES = 10
 _UNSIGNED_BYTE = 0x08
 _FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -33,37 +29,15 @@ _FILES = {
 _FIX = "put the four files of the MNIST distribution there, gzipped (.gz) or not"
 
 
-class Mnist:
-    """28x28 images in ten classes and the CNN of the digits task. Images stay bytes until a batch is used."""
+class Mnist(ImageTask):
+    """28x28 images in ten classes and the CNN of the digits task. Images stay bytes until a batch is used: 47 MB
+    instead of 188. Held out are the t10k files."""
 
     def __init__(self, *, data_dir: str = "data/mnist", channels: Sequence[int] = (32, 64), hidden: int = 128) -> None:
-        self._channels = check_channels(channels, side=_SIDE)
-        self._hidden = check_whole("hidden", hidden, least=1)
+        super().__init__(_SIDE, channels, hidden)
         paths = _find(data_dir)
-        self._train = _read_images_and_labels(paths, "train")
+        self._train = TensorDataset(*_read_images_and_labels(paths, "train"))
         self._test = _read_images_and_labels(paths, "test")
-
-    def model(self) -> nn.Module:
-        """Takes images (B, 1, 28, 28) float32 in 0..1."""
-        return ConvNet(side=_SIDE, channels=self._channels, hidden=self._hidden, num_classes=_NUM_CLASSES)
-
-    def train_data(self) -> Dataset[Any]:
-        """Samples: image (1, 28, 28) uint8, label () uint8. As bytes: 47 MB instead of 188."""
-        return TensorDataset(*self._train)
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        images, labels = batch  # (B, 1, 28, 28), (B,)
-        return F.cross_entropy(model(_scaled(images)), labels.long())
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """`loss` (nats per image) and `accuracy` (0..1) on the t10k files."""
-        images, labels = self._test
-        return evaluate_classifier(model, _scaled(images), labels.long())
-
-
-def _scaled(images: torch.Tensor) -> torch.Tensor:
-    """uint8 grey levels -> float32 in 0..1, on the same device."""
-    return images.float().div(255)
 
 
 def _find(data_dir: Any) -> dict[str, Path]:
@@ -89,7 +63,7 @@ def _find(data_dir: Any) -> dict[str, Path]:
 def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (N, 1, 28, 28) and labels (N,), both uint8; UsageError where the two do not fit together."""
     images_path, labels_path = (paths[name] for name in _FILES[part])
-    images, labels = read_idx(images_path, num_dims=3), read_idx(labels_path, num_dims=1)
+    images, labels = _read_idx(images_path, num_dims=3), _read_idx(labels_path, num_dims=1)
     if images.shape[1:] != (_SIDE, _SIDE):
         height, width = images.shape[1:]
         raise UsageError(f"{images_path}: images are {height}x{width} pixels, expected 28x28", fix=_FIX)
@@ -99,12 +73,12 @@ def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Te
             " expected equal numbers, at least 1",
             fix=_FIX,
         )
-    if int(labels.max()) >= _NUM_CLASSES:
-        raise UsageError(f"{labels_path}: label {int(labels.max())}, expected 0 to {_NUM_CLASSES - 1}", fix=_FIX)
+    if int(labels.max()) >= NUM_CLASSES:
+        raise UsageError(f"{labels_path}: label {int(labels.max())}, expected 0 to {NUM_CLASSES - 1}", fix=_FIX)
     return images.unsqueeze(1), labels
 
 
-def read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
+def _read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
     """The IDX file of unsigned bytes at `path`, gzipped if its name ends in .gz: uint8, `num_dims` axes.
 
     A UsageError names the file, what was expected and what is there.

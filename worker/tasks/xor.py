@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from .base import check_number, check_whole, evaluating
+from .base import check_number, check_whole, held_out_means
 
 _NUM_PRODUCTS = 3  # x0^2, x1^2, x0*x1
 # The products are multiplied by this, so that the one weight that matters has a tenth of the way to
@@ -17,7 +17,6 @@ _NUM_PRODUCTS = 3  # x0^2, x1^2, x0*x1
 # held-out loss is 0.10 with it and 0.21 without; with 40 it depends too much on the first weights.
 _PRODUCT_SCALE = 10.0
 _NUM_HELD_OUT = 10_000
-_EVAL_BATCH = 1024  # samples per forward pass of an evaluation; bounds its memory on the device
 
 
 class Xor:
@@ -53,16 +52,15 @@ class Xor:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """`loss` (nats per sample) and `accuracy` (0..1) on fresh samples, the same at every call."""
+
+        def measure(features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = model(features).squeeze(1)  # (B,)
+            loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            return {"loss": loss, "accuracy": ((logits > 0) == (labels > 0)).sum()}
+
         # An odd seed never meets the training data's, which is even.
-        features, labels = self._samples(_NUM_HELD_OUT, torch.Generator().manual_seed(2 * self._seed + 1))
-        total_loss, num_correct = 0.0, 0
-        with evaluating(model) as device:
-            for x, y in zip(features.split(_EVAL_BATCH), labels.split(_EVAL_BATCH), strict=True):
-                x, y = x.to(device), y.to(device)
-                logits = model(x).squeeze(1)  # (B,)
-                total_loss += F.binary_cross_entropy_with_logits(logits, y, reduction="sum").item()
-                num_correct += int(((logits > 0) == (y > 0)).sum())
-        return {"loss": total_loss / _NUM_HELD_OUT, "accuracy": num_correct / _NUM_HELD_OUT}
+        held_out = self._samples(_NUM_HELD_OUT, torch.Generator().manual_seed(2 * self._seed + 1))
+        return held_out_means(model, held_out, measure)
 
     def _samples(self, num_samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (num_samples, d + 3) and labels (num_samples,), both float32."""

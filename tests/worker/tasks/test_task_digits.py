@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from paramserver.common.errors import UsageError
-from paramserver.worker.tasks.digits import ConvNet, Digits
+from paramserver.worker.tasks.digits import Digits
+from paramserver.worker.tasks.images import ConvNet
 
 NUM_WORKERS, BATCH = 4, 32
 
@@ -48,7 +49,7 @@ def test_the_held_out_fifth_is_disjoint_and_the_same_whatever_the_seed():
     assert torch.equal(images, other.train_data().tensors[0])
     # The 1797 images are all different from one another, so comparing pixels tells train from test.
     train = {image.numpy().tobytes() for image in images}
-    test = {image.numpy().tobytes() for image in one._test_images}
+    test = {image.numpy().tobytes() for image in one._test[0]}
     assert len(train) + len(test) == 1797
     assert not train & test
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from .base import check_whole, evaluating
+from ...worker.tasks.base import check_whole, evaluating
 
 _TOLERANCE = 1e-4  # of a mean over workers in float32, relative to one application
 

@@ -7,7 +7,7 @@ import torch
 
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import TASKS
-from paramserver.worker.tasks.ledger import Ledger, LedgerModel
+from paramserver.drills.tasks.ledger import Ledger, LedgerModel
 from paramserver.worker.training.data import sharded_batches
 
 WORKERS, BATCH, STEPS = 3, 4, 8

@@ -1,0 +1,95 @@
+"""What the image tasks share: a small CNN, its loss, and its figures on held-out images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from ...common.errors import UsageError
+from .base import check_whole, held_out_means
+
+NUM_CLASSES = 10
+
+
+class ImageTask:
+    """A task that sets `_train` and `_test`: images (N, 1, side, side), float32 in 0..1 or bytes, and labels (N,)."""
+
+    _train: TensorDataset
+    _test: tuple[torch.Tensor, torch.Tensor]
+
+    def __init__(self, side: int, channels: Sequence[int], hidden: int) -> None:
+        self._side = side
+        self._channels = _check_channels(channels, side)
+        self._hidden = check_whole("hidden", hidden, least=1)
+
+    def model(self) -> nn.Module:
+        return ConvNet(side=self._side, channels=self._channels, hidden=self._hidden)
+
+    def train_data(self) -> Dataset[Any]:
+        """Samples: image (1, side, side) and label ()."""
+        return self._train
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch  # (B, 1, side, side), (B,)
+        return F.cross_entropy(model(_scaled(images)), labels.long())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """`loss` (nats per image) and `accuracy` (0..1) on the held-out images."""
+
+        def measure(images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = model(_scaled(images))  # (B, NUM_CLASSES)
+            loss = F.cross_entropy(logits, labels.long(), reduction="sum")
+            return {"loss": loss, "accuracy": (logits.argmax(1) == labels).sum()}
+
+        return held_out_means(model, self._test, measure)
+
+
+class ConvNet(nn.Module):
+    """One block of 3x3 convolution, ReLU and 2x2 max-pooling per entry of `channels`, then two linear layers.
+
+    Images (B, 1, side, side) float32 in 0..1 -> logits (B, NUM_CLASSES). No BatchNorm: it would make the
+    figures of a mode depend on how the server merges buffers.
+    """
+
+    def __init__(self, *, side: int, channels: Sequence[int], hidden: int) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for num_in, num_out in zip([1, *channels], channels, strict=False):
+            blocks += [nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            side //= 2
+        self.features = nn.Sequential(*blocks)
+        self.classifier = nn.Sequential(
+            nn.Flatten(),  # (B, C, side, side) -> (B, C * side * side)
+            nn.Linear(channels[-1] * side * side, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, NUM_CLASSES),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(images))
+
+
+def _scaled(images: torch.Tensor) -> torch.Tensor:
+    """Bytes, which are grey levels, as float32 in 0..1."""
+    return images.float().div(255) if images.dtype is torch.uint8 else images
+
+
+def _check_channels(channels: Any, side: int) -> tuple[int, ...]:
+    """`channels` as a tuple of positive ints, few enough that halving `side` for each leaves a pixel."""
+    if not isinstance(channels, list | tuple) or not channels:
+        raise UsageError(
+            f"task.args.channels is {channels!r}, not a list of whole numbers", fix="e.g. channels: [32, 64]"
+        )
+    most = side.bit_length() - 1
+    if len(channels) > most:
+        raise UsageError(
+            f"task.args.channels has {len(channels)} entries: each halves the {side}-pixel image,"
+            f" so {most} is the limit",
+            fix=f"give at most {most} channels, e.g. channels: [32, 64]",
+        )
+    return tuple(check_whole(f"channels[{i}]", value, least=1) for i, value in enumerate(channels))
