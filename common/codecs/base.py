@@ -6,9 +6,9 @@ the other side counts it, makes the memory what `begin` led to; `rollback`, when
 is sent again is not encoded again: it is the same bytes.
 
     encoder                         decoder
-    begin(body) -> bytes            begin(bytes) -> body
+    begin(body, bytes)              begin(bytes, body)
     commit()                        commit()             both count it
-    begin(body) -> bytes
+    begin(body, bytes)
     rollback()                      (never came)         the next begin is as if this one had not been
 
 A file of this folder is a codec: `ENTRY` is its class. One without memory is a `Stateless`.
@@ -16,8 +16,10 @@ A file of this folder is a codec: `ENTRY` is its class. One without memory is a 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -25,9 +27,14 @@ from ..errors import Reason, refusal
 from ..tensors.layout import Layout, new_body
 
 
-class Attempts(Protocol):
-    """What encoder and decoder have in common. `commit` and `rollback` end the attempt that was begun, and do nothing
+class Coder(Protocol):
+    """One side of one lane, in one direction. `commit` and `rollback` end the attempt that was begun, and do nothing
     when there is none; a `begin` after a `begin` is a `rollback` first."""
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor, /) -> None:
+        """Of an encoder: a body, uint8 [>= parameter_bytes], to uint8 [encoded_bytes]; a decoder's way is back. The
+        source stays as it is. A decoder may raise anything for bytes that no encoder makes: that is refused, and
+        nothing is remembered."""
 
     def commit(self) -> None:
         """The other side counts what was begun last."""
@@ -36,86 +43,50 @@ class Attempts(Protocol):
         """It does not, and never will."""
 
 
-class Encoder(Attempts, Protocol):
-    """One side of one lane, in one direction."""
-
-    def begin(self, body: torch.Tensor, out: torch.Tensor) -> None:
-        """`body` uint8 [>= parameter_bytes], which stays as it is -> `out` uint8 [encoded_bytes]."""
-
-
-class Decoder(Attempts, Protocol):
-    """The other side."""
-
-    def begin(self, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        """`encoded` uint8 [encoded_bytes], which stays as it is -> `body` uint8 [>= parameter_bytes].
-
-        May raise anything for bytes that no encoder makes: that is refused, and nothing is remembered.
-        """
-
-
 class Codec(Protocol):
     """Encodes the parameters' part of a body, [0, layout.parameter_bytes). Buffers travel as they are."""
 
     name: str
     # The encoded bytes are the body's own: nothing is encoded, and bodies are read and written in place.
-    is_identity: bool
-
-    def encoded_bytes(self, layout: Layout) -> int:
-        """Size of the encoded part for every body of this layout."""
-
-    def encoder(self, layout: Layout) -> Encoder:
-        """A new one, which remembers nothing."""
-
-    def decoder(self, layout: Layout) -> Decoder:
-        """A new one, which remembers nothing."""
-
-
-class Stateless(ABC):
-    """A codec without memory: every attempt is the first."""
-
-    name: ClassVar[str]
-    is_identity: ClassVar[bool] = False
+    is_identity: bool = False
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
         """Size of the encoded part for every body of this layout."""
 
     @abstractmethod
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
-        """`body` uint8 [>= parameter_bytes], which stays as it is -> `out` uint8 [encoded_bytes]."""
+    def encoder(self, layout: Layout) -> Coder:
+        """A new one, which remembers nothing."""
 
     @abstractmethod
-    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        """`encoded` uint8 [encoded_bytes], which stays as it is -> `body` uint8 [>= parameter_bytes]; may raise
-        anything for bytes that `encode` does not make."""
+    def decoder(self, layout: Layout) -> Coder:
+        """A new one, which remembers nothing."""
 
-    def encoder(self, layout: Layout) -> Encoder:
-        return _Encoding(self, layout)
 
-    def decoder(self, layout: Layout) -> Decoder:
-        return _Decoding(self, layout)
+class Stateless(Codec):
+    """A codec without memory: every attempt is the first. For `encode` and `decode` see `Coder.begin`."""
+
+    @abstractmethod
+    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None: ...
+
+    def encoder(self, layout: Layout) -> Coder:
+        return _Forgetful(partial(self.encode, layout))
+
+    def decoder(self, layout: Layout) -> Coder:
+        return _Forgetful(partial(self.decode, layout))
 
 
 class _Forgetful:
-    def __init__(self, codec: Stateless, layout: Layout) -> None:
-        self._codec = codec
-        self._layout = layout
+    def __init__(self, begin: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self.begin = begin
 
     def commit(self) -> None:
         """Nothing is remembered."""
 
-    def rollback(self) -> None:
-        """Nothing is remembered."""
-
-
-class _Encoding(_Forgetful):
-    def begin(self, body: torch.Tensor, out: torch.Tensor) -> None:
-        self._codec.encode(self._layout, body, out)
-
-
-class _Decoding(_Forgetful):
-    def begin(self, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        self._codec.decode(self._layout, encoded, body)
+    rollback = commit
 
 
 # ---- whole bodies: parameters and buffers ----------------------------------------------------------------------------
@@ -126,7 +97,7 @@ def body_bytes(codec: Codec, layout: Layout) -> int:
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
-def begin_body(codec: Codec, encoder: Encoder, layout: Layout, body: torch.Tensor) -> torch.Tensor:
+def begin_body(codec: Codec, encoder: Coder, layout: Layout, body: torch.Tensor) -> torch.Tensor:
     """`body` uint8 [>= exchange_bytes] as it is sent, uint8 [body_bytes]: the parameters encoded, then the buffers."""
     encoded_bytes = codec.encoded_bytes(layout)
     out = new_body(body_bytes(codec, layout))
@@ -135,7 +106,7 @@ def begin_body(codec: Codec, encoder: Encoder, layout: Layout, body: torch.Tenso
     return out
 
 
-def take_body(codec: Codec, decoder: Decoder, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+def take_body(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
     """What was sent, uint8 [body_bytes], into `body`, uint8 [>= exchange_bytes].
 
     Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, as if they had never come.

@@ -17,13 +17,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from itertools import groupby
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import PlainSerializer, PlainValidator
 
 from ..errors import Reason, refusal
 
@@ -47,12 +49,19 @@ class Kind(IntEnum):
     FROZEN = 3
 
 
+def _kind_named(name: object) -> Kind:
+    if isinstance(name, str) and name in Kind.__members__:
+        return Kind[name]
+    raise ValueError(f"a kind is one of {', '.join(Kind.__members__)}")
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model. `aliases` are other names of the same tensor (tied weights)."""
+    """One tensor of the model. `aliases` are other names of the same tensor (tied weights). In JSON a kind has its
+    name."""
 
     name: str
-    kind: Kind
+    kind: Annotated[Kind, PlainValidator(_kind_named), PlainSerializer(lambda kind: kind.name)]
     dtype: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
@@ -79,6 +88,10 @@ class Entry(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.end - self.offset
+
+    def view(self, body: torch.Tensor) -> torch.Tensor:
+        """The tensor in `body` (uint8, [>= end]), in its own dtype and shape; shares memory."""
+        return body[self.offset : self.end].view(DTYPES[self.spec.dtype]).view(self.spec.shape)
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,20 @@ class FlatRun:
         first, last = max(start, self.offset), min(end, self.end)
         if first >= last:
             return None
-        return FlatRun(self.kind, self.dtype, first, (last - first) // self.dtype.itemsize)
+        return replace(self, offset=first, num_elements=(last - first) // self.dtype.itemsize)
+
+
+def joined(entries: Iterable[Entry]) -> list[FlatRun]:
+    """Of entries in the order of a body, neighbours of one kind and dtype as one run."""
+    runs: list[FlatRun] = []
+    for spec, offset, _ in entries:
+        run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements)
+        last = runs[-1] if runs else None
+        if last is not None and (last.kind, last.dtype, last.end) == (run.kind, run.dtype, run.offset):
+            runs[-1] = replace(last, num_elements=last.num_elements + run.num_elements)
+        else:
+            runs.append(run)
+    return runs
 
 
 class Views:
@@ -144,23 +170,17 @@ class Layout:
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
         self._check()
-        order = sorted(range(len(self.specs)), key=lambda i: (self.specs[i].kind, self.specs[i].dtype, i))
         self.entries: list[Entry] = []
-        self.runs: list[FlatRun] = []
         ends = dict.fromkeys(Kind, 0)
         at = 0
-        for index in order:
-            spec = self.specs[index]
-            dtype = DTYPES[spec.dtype]
-            last = self.runs[-1] if self.runs else None
-            if last is None or (last.kind, last.dtype) != (spec.kind, dtype):
-                at = -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                last = FlatRun(spec.kind, dtype, at, 0)
-                self.runs.append(last)
-            self.runs[-1] = FlatRun(last.kind, last.dtype, last.offset, last.num_elements + spec.num_elements)
-            self.entries.append(Entry(spec, at, at + spec.num_bytes))
-            at += spec.num_bytes
-            ends[spec.kind] = at
+        by_dtype = sorted(self.specs, key=lambda spec: (spec.kind, spec.dtype))
+        for (kind, _), run in groupby(by_dtype, key=lambda spec: (spec.kind, spec.dtype)):
+            at = -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            for spec in run:
+                self.entries.append(Entry(spec, at, at + spec.num_bytes))
+                at += spec.num_bytes
+            ends[kind] = at
+        self.runs = joined(self.entries)
         self.parameter_bytes = ends[Kind.PARAMETER]
         self.exchange_bytes = max(ends[Kind.PARAMETER], ends[Kind.BUFFER])
         self.total_bytes = at
@@ -206,9 +226,7 @@ class Layout:
 
     def views(self, body: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Each tensor of `body` (uint8, [total_bytes]) in its own dtype and shape; shares memory."""
-        for entry in self.entries:
-            flat = body[entry.offset : entry.end].view(DTYPES[entry.spec.dtype])
-            yield entry.spec, flat.view(entry.spec.shape)
+        return ((entry.spec, entry.view(body)) for entry in self.entries)
 
     def differences(self, other: Layout, limit: int = 5) -> list[str]:
         """The first differences of `other` from this layout, as sentences; empty when they match."""

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ from ..errors import Reason, UsageError, did_you_mean, refusal
 Hyperparameters = dict[str, Any]
 
 # How a step is computed, not what it computes; and the bookkeeping of schedulers.
-_NOT_HYPERPARAMETERS = {
-    "params", "param_names", "fused", "foreach", "capturable", "differentiable",
-}  # fmt: skip
+NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # A learning rate beyond this is none; in float32 its products would not stay finite.
 _MAX_NUMBER = 1e9
@@ -92,17 +91,8 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
-_elementwise: dict[str, bool] = {}
-
-
+@cache  # mypy takes no class for hashable
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
-    """True when stepping a tensor whole and in two halves gives the same result; tried once per class."""
-    if cls.__name__ not in _elementwise:
-        _elementwise[cls.__name__] = _steps_elementwise(cls)
-    return _elementwise[cls.__name__]
-
-
-def _steps_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """True when stepping a tensor whole and in two halves gives the same result, twice in a row."""
     start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
     whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
@@ -128,8 +118,8 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     cls = known.get(name.lower())
     if cls is None:
         raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
-    if not is_elementwise(cls):
-        usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))
+    if not is_elementwise(cls):  # type: ignore[arg-type]
+        usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))  # type: ignore[arg-type]
         raise refusal(
             Reason.OPTIMIZER_UNSUPPORTED,
             f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
@@ -141,7 +131,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
     """The class, once torch accepts `arguments` for it; UsageError that names the argument otherwise."""
     cls = find_optimizer(name)
-    accepted = [p for p in inspect.signature(cls).parameters if p not in ("self", "params", *_NOT_HYPERPARAMETERS)]
+    accepted = [p for p in inspect.signature(cls).parameters if p not in ("self", "params", *NOT_HYPERPARAMETERS)]
     for key in arguments:
         if key not in accepted:
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
@@ -160,9 +150,9 @@ def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparamete
     """
     cls = find_optimizer(name)
     defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
-    accepted = {key: value for key, value in defaults.items() if key not in _NOT_HYPERPARAMETERS}
+    accepted = {key: value for key, value in defaults.items() if key not in NOT_HYPERPARAMETERS}
     for key, value in told.items():
-        if key in _NOT_HYPERPARAMETERS:
+        if key in NOT_HYPERPARAMETERS:
             raise refusal(Reason.BAD_REQUEST, f"'{key}' is no hyperparameter")
         expected = (known or {}).get(key, accepted.get(key))
         is_changed = known is not None and not isinstance(value, (float, list)) and value != expected
@@ -233,14 +223,14 @@ def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     return {
         key: _plain(value)
         for key, value in group.items()
-        if key not in _NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
+        if key not in NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
     }
 
 
 def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:
     """Set a torch parameter group's hyperparameters; unknown ones are left out."""
     for key, value in _as_torch(values).items():
-        if key in group and key not in _NOT_HYPERPARAMETERS:
+        if key in group and key not in NOT_HYPERPARAMETERS:
             group[key] = value
 
 

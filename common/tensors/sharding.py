@@ -8,7 +8,7 @@ A part of a tensor is a tensor of its own, `NAME[FIRST:END]`, and what a shard h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,15 @@ from .optimizers import GroupSpec, OptimizerSpec
 
 
 class Part(NamedTuple):
-    """Rows [first, end) of a tensor of the model; all of it, however many dimensions it has, when `is_whole`."""
+    """Rows [first, end) of a tensor of the model; a scalar is one row."""
 
     spec: TensorSpec  # the tensor it is a part of
     first: int
     end: int
-    is_whole: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.first, self.end) == (0, _num_rows(self.spec))
 
     @property
     def name(self) -> str:
@@ -33,8 +36,7 @@ class Part(NamedTuple):
     def as_spec(self) -> TensorSpec:
         if self.is_whole:
             return self.spec
-        spec = self.spec
-        return TensorSpec(self.name, spec.kind, spec.dtype, (self.end - self.first, *spec.shape[1:]))
+        return replace(self.spec, name=self.name, shape=(self.end - self.first, *self.spec.shape[1:]), aliases=())
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the tensor; shares memory."""
@@ -64,7 +66,7 @@ def divide(whole: Layout, num_shards: int) -> list[Share]:
     Raises a LIMIT_EXCEEDED refusal when a shard would be left without a trained parameter.
     """
     if num_shards == 1:
-        return [Share(tuple(Part(spec, 0, 0, True) for spec in whole.specs), whole)]
+        return [Share(tuple(Part(spec, 0, _num_rows(spec)) for spec in whole.specs), whole)]
     parts: list[list[Part]] = [[] for _ in range(num_shards)]
     for kind in Kind:
         _divide_kind([entry.spec for entry in whole.entries if entry.spec.kind is kind], parts)
@@ -94,7 +96,7 @@ def _divide_kind(specs: list[TensorSpec], parts: list[list[Part]]) -> None:
             else:
                 end = min(rows, first + round(max(0, share_end - at) * rows / spec.num_bytes))
             if end > first or rows == 0:
-                parts[shard].append(Part(spec, first, end, first == 0 and end == rows))
+                parts[shard].append(Part(spec, first, end))
                 at += spec.num_bytes * (end - first) // max(1, rows)
             first = end
             if first >= rows:
@@ -106,5 +108,4 @@ def _divide_kind(specs: list[TensorSpec], parts: list[list[Part]]) -> None:
 
 
 def _num_rows(spec: TensorSpec) -> int:
-    """A scalar is one row."""
     return spec.shape[0] if spec.shape else 1

@@ -20,9 +20,7 @@ from ...common.errors import CheckpointError
 from ...common.reporting.log import get_logger
 from .checkpoint import Loaded, load
 from .common import Entry, SnapshotName
-from .files import age_of, candidates
-from .files import has_begun as has_begun_in
-from .manifest import Manifest
+from .files import age_of, candidates, has_begun
 from .resharding import merge
 
 log = get_logger()
@@ -90,7 +88,8 @@ class Available:
         if moment.entry is None:
             name, problem = SnapshotName(*moment.age, ""), ""
             try:
-                names = {_name_of(load(path).manifest) for path in moment.paths.values()}
+                manifests = [load(path).manifest for path in moment.paths.values()]
+                names = {SnapshotName(one.server_incarnation, one.version, one.run) for one in manifests}
                 name = min(names)
                 if len(names) > 1:
                     problem = f"its parts are of different runs, {' and '.join(sorted(one.run for one in names))}"
@@ -101,8 +100,8 @@ class Available:
                 problem = error.message
             if problem:
                 log.warning("snapshot_skipped", path=str(moment.path), reason=problem)
-            has_begun = name.version > 0 or any(has_begun_in(path.parent) for path in moment.paths.values())
-            moment.entry = Entry(name, problem, has_begun)
+            may_have_trained = name.version > 0 or any(has_begun(path.parent) for path in moment.paths.values())
+            moment.entry = Entry(name, problem, may_have_trained)
         return moment.entry
 
     @property
@@ -129,8 +128,8 @@ class Available:
         """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
         them is gone: let go of it once the store has been restored."""
         moment = next(one for one in self._moments if self._entry(one).is_whole and self._entry(one).name == name)
-        self.skipped = [one.path for one in self._moments
-                        if one.age > moment.age and one.entry is not None and not one.entry.is_whole]  # fmt: skip
+        newer = [one for one in self._moments if one.age > moment.age]
+        self.skipped = [one.path for one in newer if one.entry is not None and not one.entry.is_whole]
         if moment.num_shards == self._num_shards:
             return load(moment.path, is_verified=True)
         log.warning("resharded", path=str(moment.path.parent), shards=moment.num_shards, now=self._num_shards)
@@ -140,10 +139,6 @@ class Available:
 
 def _by_age(directory: Path) -> dict[tuple[int, int], Path]:
     return {age_of(path): path for path in reversed(candidates(directory))}  # of one and its .old, the new one
-
-
-def _name_of(manifest: Manifest) -> SnapshotName:
-    return SnapshotName(manifest.server_incarnation, manifest.version, manifest.run)
 
 
 def _other_numbers(place: Path, num_shards: int) -> list[int]:

@@ -14,12 +14,9 @@ Nothing here knows the store or the event loop: `ps/snapshots/store_state.py` gi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -28,18 +25,15 @@ from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from .files import MANIFEST, cannot_write, new_snapshot, sha256_of, snapshot_name, sync, writing_to
 from .manifest import (
-    AVERAGED,
     OPTIMIZER,
     WEIGHTS,
     FileEntry,
-    FileName,
     Files,
     Manifest,
+    Tensors,
     check_tensors,
     layout_of,
-    optimizer_of,
     read_manifest,
-    whole_of,
 )
 
 _MANIFEST_HASH = MANIFEST + ".sha256"
@@ -53,39 +47,24 @@ class Written(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A verified snapshot. Tensors share memory with its files, whose space on the disk is free again when the last of
-    them is gone: copy them, never write to them, and let go of them."""
+class Loaded(NamedTuple):
+    """A verified snapshot: of the model that lies here, and of the run's, which is the same in a server of one process.
+
+    Tensors share memory with its files, whose space on the disk is free again when the last of them is gone: copy them,
+    never write to them, and let go of them.
+    """
 
     path: Path
     manifest: Manifest
     layout: Layout
-    optimizer: OptimizerSpec | None
+    whole: Layout
+    whole_optimizer: OptimizerSpec | None
     files: Files
-    of: tuple[Layout, OptimizerSpec | None] | None = None  # the run's, where this is a share; none: as above
 
     @property
-    def whole(self) -> tuple[Layout, OptimizerSpec | None]:
-        """The model and the optimizer of the run."""
-        return self.of or (self.layout, self.optimizer)
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self.files[WEIGHTS]
-
-    @property
-    def averaged(self) -> Mapping[str, torch.Tensor] | None:
-        return self.files.get(AVERAGED)
-
-    @property
-    def state(self) -> Mapping[str, torch.Tensor]:
+    def state(self) -> Tensors:
         """The optimizer's, as `<key>/<parameter>`; empty where nothing is remembered."""
         return self.files.get(OPTIMIZER, {})
-
-    @property
-    def sha256(self) -> str:
-        return self.manifest.files[WEIGHTS].sha256
 
 
 def write(directory: str | Path, manifest: Manifest, files: Files) -> Written:
@@ -108,7 +87,7 @@ def write(directory: str | Path, manifest: Manifest, files: Files) -> Written:
     return Written(final, entries[WEIGHTS].sha256, sum(entry.num_bytes for entry in entries.values()))
 
 
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def _write_file(path: Path, tensors: Tensors) -> FileEntry:
     # The library writes from the tensors' own memory, with the GIL free. It makes files that only the owner may
     # read; whoever may read the directory may read the weights.
     save_file(dict(tensors), path)
@@ -136,18 +115,18 @@ def load(path: str | Path, is_verified: bool = False) -> Loaded:
         manifest = _load_manifest(path)
         for name, entry in manifest.files.items():
             _check_file(path / name, entry, is_verified)
-        layout = layout_of(manifest)
-        optimizer = optimizer_of(manifest, layout)
-        files: dict[FileName, dict[str, torch.Tensor]] = {name: load_file(path / name) for name in manifest.files}
-        check_tensors(manifest, layout, optimizer, files)
-        of = whole_of(manifest, layout, optimizer)
+        files: Files = {name: load_file(path / name) for name in manifest.files}
+        layout = layout_of(manifest.tensors, manifest.optimizer)
+        check_tensors(manifest, layout, files)
+        run = manifest.share or manifest
+        whole = layout_of(run.tensors, run.optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"snapshot {path}: {error.message}", fix=error.fix) from None
     except OSError as error:
         raise CheckpointError(f"snapshot {path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
         raise CheckpointError(f"snapshot {path}: not safetensors: {error}") from None
-    return Loaded(path, manifest, layout, optimizer, files, of)
+    return Loaded(path, manifest, layout, whole, run.optimizer, files)
 
 
 def _load_manifest(path: Path) -> Manifest:

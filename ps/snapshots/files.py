@@ -52,7 +52,7 @@ def candidates(place: str | Path) -> list[Path]:
         raise CheckpointError(
             f"cannot look for snapshots in {place}: {error.strerror}", fix="name a directory that you may read"
         ) from None
-    return sorted(found, key=_age, reverse=True)
+    return sorted(found, key=lambda path: (age_of(path), path.suffix != ".old"), reverse=True)
 
 
 def next_incarnation(directory: str | Path) -> int:
@@ -62,13 +62,8 @@ def next_incarnation(directory: str | Path) -> int:
 
 def age_of(path: Path) -> tuple[int, int]:
     """(server incarnation, version) as the name of a snapshot says, which sorts by age; zeros for another name."""
-    return _age(path)[:2]
-
-
-def _age(path: Path) -> tuple[int, int, bool]:
-    """(server incarnation, version, is the newer of two)."""
     name = _NAME.fullmatch(path.name)
-    return (int(name[2]), int(name[1]), name[3] is None) if name else (0, 0, False)
+    return (int(name[2]), int(name[1])) if name else (0, 0)
 
 
 def prepare(directory: str | Path) -> None:
@@ -102,7 +97,7 @@ def prune(directory: str | Path, keep: int, least_common: int | None = None) -> 
     """
     directory = Path(directory)
     with writing_to(directory):
-        old = [path for path in candidates(directory)[keep:] if _age(path)[1] != least_common]
+        old = [path for path in candidates(directory)[keep:] if age_of(path)[1] != least_common]
         for path in old:
             _remove(path)
     return old

@@ -12,7 +12,6 @@ from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..tensors.model import Model
 from .available import Available, snapshot_dir
-from .checkpoint import Loaded
 from .common import SnapshotName
 from .files import next_incarnation, prepare, sync
 from .store_state import restore
@@ -20,13 +19,15 @@ from .store_state import restore
 log = get_logger()
 
 _INCARNATION = "incarnation"
+# What `Snapshots.take` was given, and the version. The key "steps" is of format 1, and counts contributions.
+_SAVED = {"run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
 
 
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
     """Give a model that has not begun the weights and the optimizer state of a snapshot.
 
-    Returns what was saved beside the tensors: run, server_incarnation, version, policy, steps, num_joins, training.
-    Nothing of the files is held on to. Raises CheckpointError for a snapshot that this run cannot go on from.
+    Returns what was saved beside the tensors, `_SAVED`. Nothing of the files is held on to. Raises
+    CheckpointError for a snapshot that this run cannot go on from.
     """
     loaded = available.load(name)
     manifest = loaded.manifest
@@ -34,7 +35,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     for what, now, then in (("mode", mode, mode_then), ("seed", config.run.seed, manifest.seed)):
         if now != then:
             log.warning("resumed_with_another", what=what, now=now, snapshot=then)
-    whole, optimizer = loaded.whole
+    optimizer = loaded.whole_optimizer
     if optimizer is None:
         raise CheckpointError(f"snapshot {loaded.path} names no optimizer")
     try:
@@ -46,26 +47,12 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
             fix="go on in the mode it was made in, or begin anew with --resume never",
         ) from None
     model.source = str(loaded.path)
-    model.adopt(whole, optimizer)
+    model.adopt(loaded.whole, optimizer)
     model.begin(model.new_memory(), lambda store: restore(store, loaded))
-    saved = saved_of(loaded)
+    saved = manifest.model_dump(by_alias=True, include=_SAVED)
     if mode != mode_then:
         saved["policy"] = {}  # another mode's state
     return saved
-
-
-def saved_of(loaded: Loaded) -> dict[str, Any]:
-    """What `Snapshots.take` was given, and the version."""
-    manifest = loaded.manifest
-    return {
-        "run": manifest.run,
-        "server_incarnation": manifest.server_incarnation,
-        "version": manifest.version,
-        "policy": dict(manifest.policy),
-        "steps": dict(manifest.contributions),
-        "num_joins": dict(manifest.num_joins),
-        "training": dict(manifest.training),
-    }
 
 
 def new_incarnation(config: Config, least: int) -> int:

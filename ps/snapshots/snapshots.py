@@ -31,7 +31,7 @@ from ..tensors.thread import TensorThread
 from .available import snapshot_dir
 from .checkpoint import Written, write
 from .files import mark_begun, prune
-from .manifest import ShareEntry, optimizer_entry, tensor_entries
+from .manifest import ShareEntry
 from .store_state import Captured, capture, manifest_of, tensors_of
 
 log = get_logger()
@@ -66,56 +66,52 @@ class Snapshots:
 
         `saved` are fields of the manifest: run, server_incarnation, policy, steps, num_joins, training.
         """
-        captured, self._captured = self._captured, None
-        work = partial(self._capture, captured)
-        self._tensors.submit(work, partial(self._write, saved, done), partial(self._failed, done))
+        into, self._captured = self._captured, None
+        copied = self._tensors.begin(partial(capture, self._model.store, into))
+        self._writing = asyncio.create_task(self._store(saved, copied, done))
 
-    def _capture(self, into: Captured | None) -> Captured:
-        return capture(self._model.store, into)
-
-    def _write(self, saved: dict[str, Any], done: Callable[[int], object], captured: Captured) -> None:
-        """The store is copied: the rest is slow and in nobody's way."""
-        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write_files, saved, captured)
-        writing.add_done_callback(partial(self._written, saved, done, captured, time.monotonic()))
-
-    def _write_files(self, saved: dict[str, Any], captured: Captured) -> Written:
-        layout, optimizer = self._model.layout, self._model.optimizer
-        assert layout is not None
-        facts = {
-            **saved,
-            "mode": self._config.run.mode,
-            "seed": self._config.run.seed,
-            "share": _share(self._config, self._model),
-            "paramserver_version": PROGRAM_VERSION,
-        }
-        manifest = manifest_of(captured, layout, optimizer, **facts)
-        return write(self._directory, manifest, tensors_of(captured, layout, optimizer))
-
-    def _written(
-        self,
-        saved: dict[str, Any],
-        done: Callable[[int], object],
-        captured: Captured,
-        began: float,
-        writing: asyncio.Future[Written],
+    async def _store(
+        self, saved: dict[str, Any], copied: asyncio.Future[Captured], done: Callable[[int], object]
     ) -> None:
-        self._captured = captured
-        error = writing.exception()
-        if error is not None:
-            self._failed(done, error)
+        """Once the store is copied, the rest is slow and in nobody's way."""
+        try:
+            captured = await copied
+            began = time.monotonic()
+            try:
+                written = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, saved, captured)
+            finally:
+                self._captured = captured
+        except Exception as error:  # the older ones stay; whoever waits for this one goes on without
+            why = error if isinstance(error, ParamServerError) else CheckpointError(f"{type(error).__name__}: {error}")
+            log.error("snapshot_failed", reason=why.message, fix=why.fix, durable=self.least_common)
+            done(self.least_common)
             return
-        (path, sha256, num_bytes), version = writing.result(), captured.version
+        (path, sha256, num_bytes), version = written, captured.version
         self.num_written += 1
         took_s = round(time.monotonic() - began, 3)
         log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
         self._taken = SnapshotTaken(version, saved["steps"], str(path), sha256)
         done(version)
 
-    def _failed(self, done: Callable[[int], object], error: BaseException) -> None:
-        """The older ones stay; whoever waits for this one goes on without."""
-        known = error if isinstance(error, ParamServerError) else CheckpointError(f"{type(error).__name__}: {error}")
-        log.error("snapshot_failed", reason=known.message, fix=known.fix, durable=self.least_common)
-        done(self.least_common)
+    def _write(self, saved: dict[str, Any], captured: Captured) -> Written:
+        model, server, run = self._model, self._config.server, self._config.run
+        assert model.layout is not None
+        share = None
+        if server.shards > 1 and model.whole is not None:
+            share = ShareEntry(
+                shard=server.shard, shards=server.shards, tensors=model.whole.specs, optimizer=model.whole_optimizer
+            )
+        manifest = manifest_of(
+            captured,
+            model.layout,
+            model.optimizer,
+            **saved,
+            mode=run.mode,
+            seed=run.seed,
+            share=share,
+            paramserver_version=PROGRAM_VERSION,
+        )
+        return write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer))
 
     def prune(self, least_common: int) -> None:
         """This version is on all shards now: older ones may go, and workers may begin."""
@@ -135,18 +131,6 @@ class Snapshots:
     def close(self) -> None:
         """Returns when everything that was begun is on the disk."""
         self._thread.shutdown(wait=True)
-
-
-def _share(config: Config, model: Model) -> ShareEntry | None:
-    server, whole, optimizer = config.server, model.whole, model.whole_optimizer
-    if server.shards == 1 or whole is None or optimizer is None:
-        return None
-    return ShareEntry(
-        shard=server.shard,
-        shards=server.shards,
-        tensors=tensor_entries(whole),
-        optimizer=optimizer_entry(optimizer),
-    )
 
 
 def _lower_priority() -> None:

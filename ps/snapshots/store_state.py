@@ -7,38 +7,26 @@ the model into other windows can take it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...common.errors import CheckpointError
-from ...common.tensors.layout import DTYPES, Entry, Layout
+from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.store import Store
 from .checkpoint import Loaded
-from .manifest import (
-    AVERAGED,
-    OPTIMIZER,
-    WEIGHTS,
-    FileName,
-    Manifest,
-    members_of,
-    optimizer_entry,
-    state_keys,
-    tensor_entries,
-)
+from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Files, Manifest, Tensors, members_of, state_keys
 
 
 @dataclass
 class Captured:
-    """A store between two commits. `weights` and `averaged` are uint8 [layout.total_bytes]."""
+    """A store between two commits. `bodies` are those of weights and average, uint8 [layout.total_bytes]."""
 
     version: int
-    weights: torch.Tensor
-    averaged: torch.Tensor | None
+    bodies: dict[FileName, torch.Tensor]
     optimizer: OptimizerState | None
 
 
@@ -48,34 +36,32 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
     `into` is an earlier one of the same store that nobody needs any more: its memory is used again,
     since touching new memory takes several times longer than the copy.
     """
-    layout = store.layout
-    optimizer = store.optimizer
-    return Captured(
-        store.version,
-        _copy(layout, store.weights, into.weights if into else None),
-        _copy(layout, store.averaged, into.averaged if into else None) if store.averaged is not None else None,
-        optimizer.state(into.optimizer if into else None) if optimizer is not None else None,
-    )
-
-
-def _copy(layout: Layout, body: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    bodies: dict[FileName, torch.Tensor] = {WEIGHTS: store.weights}
+    if store.averaged is not None:
+        bodies[AVERAGED] = store.averaged
     if into is None:
-        return body.clone()
-    changing = slice(0, layout.exchange_bytes)  # frozen tensors are there since the first time
-    into[changing].copy_(body[changing])
-    return into
+        copies = {file: body.clone() for file, body in bodies.items()}
+    else:
+        copies = into.bodies
+        changing = slice(0, store.layout.exchange_bytes)  # frozen tensors are there since the first time
+        for file, body in bodies.items():
+            copies[file][changing].copy_(body[changing])
+    optimizer = store.optimizer.state(into.optimizer if into else None) if store.optimizer is not None else None
+    return Captured(store.version, copies, optimizer)
 
 
 # ---- to files ----------------------------------------------------------------------------------
 
 
-def tensors_of(
-    captured: Captured, layout: Layout, optimizer: OptimizerSpec | None
-) -> dict[FileName, dict[str, torch.Tensor]]:
+def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
     """The tensors of each file of a snapshot, by name; they share `captured`'s memory, but for aliases."""
-    files: dict[FileName, dict[str, torch.Tensor]] = {WEIGHTS: _model_tensors(layout, captured.weights)}
-    if captured.averaged is not None:
-        files[AVERAGED] = _model_tensors(layout, captured.averaged)
+    files: dict[FileName, Tensors] = {}
+    for file, body in captured.bodies.items():
+        files[file] = {
+            name: tensor if name == spec.name else tensor.clone()  # safetensors has no two names for one tensor
+            for spec, tensor in layout.views(body)
+            for name in (spec.name, *spec.aliases)
+        }
     if captured.optimizer is not None and optimizer is not None:
         state = _state_tensors(layout, optimizer, captured.optimizer)
         if state:
@@ -84,37 +70,25 @@ def tensors_of(
 
 
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **facts: Any) -> Manifest:
-    """The manifest of a snapshot; `facts` are its other fields: run, server_incarnation, mode, policy, steps,
-    num_joins, training, seed, share, paramserver_version."""
+    """The manifest of a snapshot; `facts` are its other fields: run, server_incarnation, mode, policy, steps (which
+    count contributions), num_joins, training, seed, share, paramserver_version."""
     state = captured.optimizer
     return Manifest(
         version=captured.version,
-        tensors=tensor_entries(layout),
-        optimizer=optimizer_entry(optimizer) if optimizer is not None else None,
+        tensors=layout.specs,
+        optimizer=optimizer,
         hyperparameters=tuple(state.hyperparameters) if state is not None else None,
         scalars=tuple(sorted({key for group in state.scalars for key in group})) if state is not None else (),
         **facts,
     )
 
 
-def _model_tensors(layout: Layout, body: torch.Tensor) -> dict[str, torch.Tensor]:
-    found = {}
-    for spec, tensor in layout.views(body):
-        found[spec.name] = tensor
-        for alias in spec.aliases:
-            found[alias] = tensor.clone()  # safetensors has no two names for one tensor
-    return found
-
-
 def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerState) -> dict[str, torch.Tensor]:
-    entries = _entries(layout)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for members, keys, scalars in zip(members_of(layout, optimizer), state.keys, state.scalars, strict=True):
-        for spec in members:
-            for key in keys:
-                found[f"{key}/{spec.name}"] = _view(entries[spec.name], state.bodies[key])
-            for key, value in scalars.items():
-                found[f"{key}/{spec.name}"] = value.clone()
+        for entry in members:
+            found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
+            found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
     return found
 
 
@@ -122,7 +96,7 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
 
 
 def restore(store: Store, loaded: Loaded) -> None:
-    """Make `store`, built from `loaded.layout` and `loaded.optimizer`, what it was when it was captured.
+    """Make `store`, built from the layout and the optimizer that were loaded, what it was when it was captured.
 
     Where the run has changed its mode, there may be an optimizer without state or state without an
     optimizer: the one starts fresh, the other is left out. The same holds for the Polyak average, which
@@ -131,12 +105,13 @@ def restore(store: Store, loaded: Loaded) -> None:
     differences = loaded.layout.differences(store.layout)
     if differences:
         raise CheckpointError(f"snapshot {loaded.path} is of another model: " + "; ".join(differences))
-    _fill(store.layout, store.weights, loaded.weights)
+    weights = loaded.files[WEIGHTS]
+    _fill(store.layout, store.weights, weights)
     if store.averaged is not None:
-        _fill(store.layout, store.averaged, loaded.averaged or loaded.weights)
+        _fill(store.layout, store.averaged, loaded.files.get(AVERAGED, weights))
     if store.optimizer is not None and loaded.manifest.hyperparameters is not None:
         name, groups = type(store.optimizer.torch).__name__, store.optimizer.torch.param_groups
-        spec = loaded.optimizer
+        spec = loaded.manifest.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(
                 f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",
@@ -146,29 +121,20 @@ def restore(store: Store, loaded: Loaded) -> None:
     store.version = loaded.manifest.version
 
 
-def _fill(layout: Layout, body: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+def _fill(layout: Layout, body: torch.Tensor, tensors: Tensors) -> None:
     for spec, view in layout.views(body):
         view.copy_(tensors[spec.name])
 
 
 def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
     """The optimizer's state as bodies again."""
-    entries, scalars = _entries(loaded.layout), set(loaded.manifest.scalars)
+    scalars, tensors = set(loaded.manifest.scalars), loaded.state
     state = OptimizerState([dict(values) for values in loaded.manifest.hyperparameters or ()])
     for members in members_of(loaded.layout, spec):
-        keys = set(state_keys(members, loaded.state))
+        keys = set(state_keys(members, tensors))
         state.keys.append(keys - scalars)
-        state.scalars.append({key: loaded.state[f"{key}/{members[0].name}"] for key in keys & scalars})
+        state.scalars.append({key: tensors[f"{key}/{members[0].spec.name}"] for key in keys & scalars})
         for key in keys - scalars:
-            for tensor in members:
-                view = _view(entries[tensor.name], state.body(key, loaded.layout))
-                view.copy_(loaded.state[f"{key}/{tensor.name}"])
+            for entry in members:
+                entry.view(state.body(key, loaded.layout)).copy_(tensors[f"{key}/{entry.spec.name}"])
     return state
-
-
-def _entries(layout: Layout) -> dict[str, Entry]:
-    return {entry.spec.name: entry for entry in layout.entries}
-
-
-def _view(entry: Entry, body: torch.Tensor) -> torch.Tensor:
-    return body[entry.offset : entry.end].view(DTYPES[entry.spec.dtype]).view(entry.spec.shape)

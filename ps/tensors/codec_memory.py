@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...common.codecs.base import Codec, Decoder, Encoder, begin_body, take_body
+from ...common.codecs.base import Codec, Coder, begin_body, take_body
 from ...common.tensors.layout import Layout
 
 
@@ -17,8 +17,8 @@ class CodecMemory:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._decoders: dict[str, Decoder] = {}  # of the codec that the worker has; one, unless it changes its mind
-        self._encoder: Encoder | None = None
+        self._decoders: dict[str, Coder] = {}  # of the codec that the worker has; one, unless it changes its mind
+        self._encoder: Coder | None = None
         self._num_answers = 0  # encoded since START
 
     # ---- contributions --------------------------------------------------------------------

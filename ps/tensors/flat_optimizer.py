@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...common.errors import ParamServerError
-from ...common.tensors.layout import DTYPES, FlatRun, Kind, Layout, Views
+from ...common.tensors.layout import FlatRun, Layout, Views, joined
 from ...common.tensors.optimizers import (
     Hyperparameters,
     OptimizerSpec,
@@ -63,19 +63,18 @@ class FlatOptimizer:
         self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[tuple[int, int]]
     ) -> None:
         self._layout = layout
-        runs = _flat_runs(spec, layout)
-        # Of each window, the flat parameters of each group.
-        self._windows: list[list[list[_Flat]]] = []
-        members: list[list[torch.nn.Parameter]] = [[] for _ in spec.groups]
-        for start, end in windows:
-            window: list[list[_Flat]] = []
-            for group, group_runs in enumerate(runs):
-                parts = [part for run in group_runs if (part := run.within(start, end)) is not None]
-                flats = [_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts]
-                members[group] += [flat.parameter for flat in flats]
-                window.append(flats)
-            self._windows.append(window)
-        groups = [{"params": params, **g.hyperparameters} for params, g in zip(members, spec.groups, strict=True)]
+        self._windows: list[list[list[_Flat]]] = [[] for _ in windows]  # of each window, those of each group
+        groups = []
+        entries = {entry.spec.name: entry for entry in layout.entries}
+        for group in spec.groups:
+            runs = joined(
+                sorted((entries[name] for name in group.tensors), key=lambda entry: (entry.offset, entry.end))
+            )
+            for (start, end), window in zip(windows, self._windows, strict=True):
+                parts = [part for run in runs if (part := run.within(start, end)) is not None]
+                window.append([_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts])
+            flats = [flat.parameter for window in self._windows for flat in window[-1]]
+            groups.append({"params": flats, **group.hyperparameters})
         self.torch = build_optimizer(spec.name, groups)
         self._step = plain_step(type(self.torch))
 
@@ -155,23 +154,3 @@ class FlatOptimizer:
     def num_state_bytes(self) -> int:
         tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _flat_runs(spec: OptimizerSpec, layout: Layout) -> list[list[FlatRun]]:
-    """Per group: consecutive parameters of one dtype, joined."""
-    group_of = {name: index for index, group in enumerate(spec.groups) for name in group.tensors}
-    found: list[list[FlatRun]] = [[] for _ in spec.groups]
-    last_group: int | None = None
-    for entry in layout.entries:
-        group = group_of.get(entry.spec.name) if entry.spec.kind is Kind.PARAMETER else None
-        if group is None:
-            last_group = None
-            continue
-        run = FlatRun(Kind.PARAMETER, DTYPES[entry.spec.dtype], entry.offset, entry.spec.num_elements)
-        previous = found[group][-1] if last_group == group else None
-        if previous is not None and previous.dtype == run.dtype:
-            found[group][-1] = FlatRun(run.kind, run.dtype, previous.offset, previous.num_elements + run.num_elements)
-        else:
-            found[group].append(run)
-        last_group = group
-    return found

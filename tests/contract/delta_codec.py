@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from paramserver.common.codecs.base import Decoder, Encoder
+from paramserver.common.codecs.base import Coder
 from paramserver.common.tensors.layout import Kind, Layout
 
 _COUNT_BYTES = 8
@@ -67,10 +67,10 @@ class DeltaCodec:
     def encoded_bytes(self, layout: Layout) -> int:
         return _COUNT_BYTES + sum(run.num_elements for run in layout.runs_of(Kind.PARAMETER))
 
-    def encoder(self, layout: Layout) -> Encoder:
+    def encoder(self, layout: Layout) -> Coder:
         return DeltaEncoder(layout)
 
-    def decoder(self, layout: Layout) -> Decoder:
+    def decoder(self, layout: Layout) -> Coder:
         return DeltaDecoder(layout)
 
 

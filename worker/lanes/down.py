@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...common.codecs.base import Codec, Decoder, body_bytes, take_body
+from ...common.codecs.base import Codec, Coder, body_bytes, take_body
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, new_body
 from ..tensors.transfer import ModelTensors, Transfer
@@ -20,7 +20,7 @@ class Down:
         self.codec = codec
         self._layout = model.layout
         self._transfer = transfer
-        self._decoder: Decoder = codec.decoder(model.layout)
+        self._decoder: Coder = codec.decoder(model.layout)
         self.num_taken = 0
 
     def started(self) -> None:

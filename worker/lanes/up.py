@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ...common.codecs.base import Codec, Encoder, begin_body
+from ...common.codecs.base import Codec, Coder, begin_body
 from ...common.tensors.layout import as_bytes, copy_of
 from ...common.wire.frames import INLINE_BYTES, frame, message_frames
 from ...proto import parameter_server_pb2 as pb
@@ -34,7 +34,7 @@ class Up:
         self._layout = model.layout
         self._transfer = transfer
         self._send = send
-        self._encoder: Encoder = codec.encoder(model.layout)
+        self._encoder: Coder = codec.encoder(model.layout)
         self._encoded: list[memoryview] | None = None  # of the contribution that has not been answered
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 

@@ -18,7 +18,7 @@ from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.common import choose_common
 from paramserver.ps.snapshots.files import mark_begun
-from paramserver.ps.snapshots.manifest import ShareEntry, optimizer_entry, tensor_entries
+from paramserver.ps.snapshots.manifest import ShareEntry
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.store import Store
 
@@ -49,9 +49,7 @@ def keep(place: Path, version: int, shards: int = 1, only: tuple[int, ...] | Non
             view.copy_(tensor if part.is_whole else tensor[part.first : part.end])
         entry = None
         if shards > 1:
-            entry = ShareEntry(
-                shard=index, shards=shards, tensors=tensor_entries(LAYOUT), optimizer=optimizer_entry(SPEC)
-            )
+            entry = ShareEntry(shard=index, shards=shards, tensors=LAYOUT.specs, optimizer=SPEC)
         manifest = manifest_of(
             capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync", steps={0: version},
             num_joins={0: 1}, training={}, seed=0, share=entry, paramserver_version="0",
@@ -86,7 +84,9 @@ def held_after(place: Path, shards: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for one, share in zip(of_all(place, shards), divide(LAYOUT, shards), strict=True):
         loaded = one.load(name)
-        store = Store(loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.optimizer)
+        store = Store(
+            loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer
+        )
         restore(store, loaded)
         assert store.version == name.version
         for part, (spec, view) in zip(share.parts, loaded.layout.views(store.weights), strict=True):
@@ -182,7 +182,7 @@ def test_only_the_snapshot_that_is_loaded_is_mapped_and_only_until_it_is_let_go(
     name = available.newest()
     loaded = available.load(name)
     assert mapped(tmp_path) and all("000000000012-1" in line for line in mapped(tmp_path))
-    store = Store(loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.optimizer)
+    store = Store(loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer)
     restore(store, loaded)
     del loaded
     assert mapped(tmp_path) == [], "the disk space of a pruned snapshot is free again"

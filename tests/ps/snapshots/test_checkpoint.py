@@ -31,7 +31,7 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import Loaded, Written, load, write
 from paramserver.ps.snapshots.files import candidates, next_incarnation, prepare, prune, writing_to
-from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest, optimizer_entry, tensor_entries
+from paramserver.ps.snapshots.manifest import AVERAGED, OPTIMIZER, WEIGHTS, Manifest
 
 LAYOUT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (3, 2), ("tied",)),
@@ -45,8 +45,8 @@ def manifest_of(version: int, incarnation: int = 1, **changes: Any) -> Manifest:
     return Manifest(**{
         "run": "run", "server_incarnation": incarnation, "version": version, "mode": "sync",
         "policy": {"started": -float("inf"), "members": [1, 2.5, None]}, "steps": {0: version, 3: 1},
-        "num_joins": {0: 2, 3: 1}, "training": {"note": "ünï"}, "tensors": tensor_entries(LAYOUT),
-        "optimizer": optimizer_entry(ADAM), "hyperparameters": ({"lr": 0.1 + 0.2},), "scalars": ("step",),
+        "num_joins": {0: 2, 3: 1}, "training": {"note": "ünï"}, "tensors": LAYOUT.specs,
+        "optimizer": ADAM, "hyperparameters": ({"lr": 0.1 + 0.2},), "scalars": ("step",),
         "seed": 7, "paramserver_version": "0", **changes,
     })  # fmt: skip
 
@@ -86,11 +86,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     loaded = load(written.path)
     assert loaded.manifest.model_copy(update={"files": {}}) == manifest
     assert loaded.layout.specs == LAYOUT.specs and loaded.layout.fingerprint == LAYOUT.fingerprint
-    assert loaded.optimizer is not None and not loaded.optimizer.differences(ADAM)
+    assert loaded.manifest.optimizer is not None and not loaded.manifest.optimizer.differences(ADAM)
     for file, tensors in files.items():
         assert loaded.files[file].keys() == tensors.keys()
         assert all(torch.equal(loaded.files[file][name], tensor) for name, tensor in tensors.items())
-    assert loaded.averaged is None and loaded.sha256 == written.sha256
+    assert AVERAGED not in loaded.files and loaded.manifest.files[WEIGHTS].sha256 == written.sha256
     assert written.num_bytes == sum((written.path / name).stat().st_size for name in files)
 
 
@@ -112,20 +112,20 @@ def test_files_are_what_other_programs_expect(tmp_path: Path) -> None:
 def test_a_snapshot_without_an_optimizer(tmp_path: Path) -> None:
     manifest = manifest_of(3, optimizer=None, hyperparameters=None, scalars=())
     loaded = load(write(tmp_path, manifest, {WEIGHTS: files_of(3)[WEIGHTS]}).path)
-    assert loaded.optimizer is None and loaded.state == {}
+    assert loaded.manifest.optimizer is None and loaded.state == {}
 
 
 def test_an_optimizer_that_workers_run_may_be_any(tmp_path: Path) -> None:
     spec = OptimizerSpec("TheirOwn", (GroupSpec(("b",), {"temperature": 3.0}),))
-    manifest = manifest_of(3, mode="localsgd", optimizer=optimizer_entry(spec), hyperparameters=None)
+    manifest = manifest_of(3, mode="localsgd", optimizer=spec, hyperparameters=None)
     loaded = load(write(tmp_path, manifest, {WEIGHTS: files_of(3)[WEIGHTS]}).path)
-    assert loaded.optimizer == spec
+    assert loaded.manifest.optimizer == spec
 
 
 def test_writing_leaves_the_interpreter_to_others(tmp_path: Path) -> None:
     """Another thread runs on meanwhile, and no second copy of the tensors is made."""
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (20_000_000,))])
-    manifest = manifest_of(1, tensors=tensor_entries(layout), optimizer=None, hyperparameters=None)
+    manifest = manifest_of(1, tensors=layout.specs, optimizer=None, hyperparameters=None)
     files = {WEIGHTS: {"w": torch.ones(20_000_000)}}
     longest, num_ticks, done = 0.0, 0, threading.Event()
 
@@ -428,7 +428,7 @@ def test_a_full_disk_leaves_the_old_snapshot_and_no_new_one(tmp_path: Path, num_
         good = snapshot(disk, 1)
         (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - num_free))
         layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (10_000,))])
-        manifest = manifest_of(2, tensors=tensor_entries(layout), optimizer=None, hyperparameters=None)
+        manifest = manifest_of(2, tensors=layout.specs, optimizer=None, hyperparameters=None)
         files = {WEIGHTS: {"w": torch.ones(10_000)}}
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             write(disk, manifest, files)
@@ -569,10 +569,10 @@ def check_after_kill(place: Path, durable: int) -> int:
     assert newest is not None and newest.path == candidates(place)[0]
     version = newest.manifest.version
     assert durable <= version <= durable + 1
-    assert hashlib.sha256((newest.path / WEIGHTS).read_bytes()).hexdigest() == newest.sha256
+    assert hashlib.sha256((newest.path / WEIGHTS).read_bytes()).hexdigest() == newest.manifest.files[WEIGHTS].sha256
     for path in candidates(place):
         loaded = load(path)
-        assert torch.equal(loaded.weights["w"], torch.full((3, 2), float(loaded.manifest.version)))
+        assert torch.equal(loaded.files[WEIGHTS]["w"], torch.full((3, 2), float(loaded.manifest.version)))
     return version
 
 
