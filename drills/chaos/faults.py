@@ -118,6 +118,8 @@ class Injector:
         if process is None:
             return "it is not running"
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        if soft == _FULL_BYTES:
+            return "it is full already"
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
 
         def make_room() -> None:

@@ -219,7 +219,8 @@ class Chaos:
         elif "path" in event.fields:
             whom, what = " server", f"version {event.fields.get('version')}"
         else:
-            whom = f" worker {rank}" if rank is not None and event.name != "restarting" else ""
+            role = "shard" if event.fields.get("role") == SERVER.role and event.name == "snapshot_failed" else "worker"
+            whom = f" {role} {rank}" if rank is not None and event.name != "restarting" else ""
         self._say(f"    {event.name}{whom}: {what}")
         if event.name == "restarting":
             self._count_restart(Child(str(event.fields.get("role")), int(rank or 0)), str(what))

@@ -2,10 +2,14 @@
 durable was lost and nothing applied twice.
 
     python tests/chaos/kill_points.py --points 1000 --seed 1
+    python tests/chaos/kill_points.py --points 300 --shards 3
 
 Half of the moments are random, the others follow a line of the history at once: a contribution was sent,
 accepted, committed or answered, a snapshot was written, a worker has joined. Snapshots are taken several times
 a second, so many points fall into one. Before each kill the job must have gone on after the one before.
+With shards any of them is killed, stands still, loses its connection to the coordinator for less or for more than
+the lease, or cannot write for a while.
+
 Jobs are short, their modes and lanes take turns, and each begins with a seed of its own: what failed is
 run again with `--seed SEED --jobs 1`.
 """
@@ -26,14 +30,20 @@ from pathlib import Path
 from paramserver.common.registry import MODES
 from paramserver.drills.chaos.faults import Injector
 from paramserver.drills.chaos.job import Chaos, Setup
+from paramserver.drills.chaos.plan import OF_SHARDS as PLAN_OF_SHARDS
 from paramserver.drills.chaos.plan import Fault
 from paramserver.drills.chaos.trial import judge, make_trial
 
 NUM_WORKERS = 3
 STEPS = 700
 MOMENTS = ("send", "accept", "commit", "answer", "answered", "snapshot", "join", "leave")
-# A third of the kills are the server's: everybody waits for it.
-SERVER_SHARE = 0.35
+# How often each happens. A third of the kills are the server's: everybody waits for it.
+OF_ONE = {"kill_worker": 65, "kill_server": 35}
+OF_SHARDS = {
+    "kill_worker": 35, "kill_server": 15, "kill_shard": 25,
+    "freeze_server": 5, "freeze_shard": 5, "reset_link": 5, "part_link": 5, "full_disk": 5,
+}  # fmt: skip
+LEASE_S = 2.0
 JOB_S = 1200.0  # it is done in about a minute on two quiet cores
 
 
@@ -67,19 +77,22 @@ class History:
 class KillPoints(Chaos):
     """Kills for as long as the job runs, instead of a plan."""
 
+    num_shards = 1
+
     async def _inject(self, injector: Injector) -> None:
         await self._begun.wait()
-        chance = random.Random(self._setup.seed)
+        chance, num_shards = random.Random(self._setup.seed), self.num_shards
+        shares = OF_SHARDS if num_shards > 1 else OF_ONE
         history = History(self._setup.folder / "history.jsonl")
         while self._fastest_step() < self._setup.last_step:
             await self._until_it_goes_on(history)
             await self._moment(chance, history)
-            is_server = chance.random() < SERVER_SHARE
-            fault = Fault(0, "kill_server") if is_server else Fault(0, "kill_worker", chance.randrange(NUM_WORKERS))
+            kind = chance.choices(list(shares), list(shares.values()))[0]
+            fault = make_fault(kind, chance, num_shards)
             num_killed = len(injector.killed)
             injector.inject(fault)
-            if len(injector.killed) > num_killed:
-                self._ending.faults[fault.kind] += 1
+            if not kind.startswith("kill") or len(injector.killed) > num_killed:
+                self._ending.faults[kind] += 1
 
     async def _until_it_goes_on(self, history: History) -> None:
         history.news()
@@ -99,7 +112,17 @@ class KillPoints(Chaos):
         await asyncio.sleep(chance.choice([0, chance.uniform(0, 0.005)]))
 
 
-def run_job(seed: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
+def make_fault(kind: str, chance: random.Random, num_shards: int) -> Fault:
+    """To whom, and for how long."""
+    if kind == "kill_worker":
+        return Fault(0, kind, chance.randrange(NUM_WORKERS))
+    shard = chance.randrange(1, num_shards) if kind in PLAN_OF_SHARDS else None
+    lasts = not kind.startswith(("kill", "reset"))
+    leases = chance.choice([chance.uniform(0.1, 0.6), chance.uniform(1.3, 2.0)])
+    return Fault(0, kind, None, leases * LEASE_S if lasts else 0.0, shard)
+
+
+def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     """One job; the points it gave by kind, and what is wrong."""
     mode, is_shared = MODES.names()[seed % 4], seed // 4 % 2 == 1
     folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
@@ -107,6 +130,7 @@ def run_job(seed: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
         "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": STEPS, "policy.local_steps": 2,
         "worker.shared_memory": str(is_shared).lower(), "task.args": "{padding_bytes: 1000000}",
         "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
+        "server.shards": num_shards, "server.lease_s": LEASE_S,
     }  # fmt: skip
     trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
     setup = Setup(
@@ -119,7 +143,9 @@ def run_job(seed: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
             print(f"{time.monotonic() - began:7.2f} s  {what}", flush=True)
 
     async def run():
-        return await KillPoints(setup, say).run()
+        job = KillPoints(setup, say)
+        job.num_shards = num_shards
+        return await job.run()
 
     ending = asyncio.run(run())
     if ending.signal_number:
@@ -129,9 +155,9 @@ def run_job(seed: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     lane = "shared memory" if is_shared else "tcp"
     points = sum(ending.faults.values())
     took_s = time.monotonic() - began
-    print(
-        f"seed {seed}: {mode}, {lane}: {points} points in {took_s:.0f} s: {'FAILED' if failures else 'ok'}", flush=True
-    )
+    of = f", {num_shards} shards" if num_shards > 1 else ""
+    ending_word = "FAILED" if failures else "ok"
+    print(f"seed {seed}: {mode}, {lane}{of}: {points} points in {took_s:.0f} s: {ending_word}", flush=True)
     for failure in failures:
         print(f"  {failure}\n  kept in {folder}")
     if not failures:
@@ -144,6 +170,7 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=1000, help="kills in all")
     parser.add_argument("--jobs", type=int, help="stop after so many jobs")
     parser.add_argument("--seed", type=int, default=1, help="of the first job; the next has the next")
+    parser.add_argument("--shards", type=int, default=1, help="server processes of each job")
     parser.add_argument("--quiet", action="store_true", help="only a line per job")
     options = parser.parse_args()
     began = time.monotonic()
@@ -151,7 +178,7 @@ def main() -> int:
     failed: list[int] = []
     seed = options.seed
     while points.total() < options.points and (options.jobs is None or seed - options.seed < options.jobs):
-        made, failures = run_job(seed, options.quiet)
+        made, failures = run_job(seed, options.shards, options.quiet)
         points += made
         if failures:
             failed.append(seed)
