@@ -84,7 +84,7 @@ def exchange(
     keep: KeepOption = False,
 ) -> None:
     from ..common.registry import CODECS
-    from .plot import check_plot
+    from .output.plot import check_plot
 
     CODECS.check(codec)
     check_lane(lane)
@@ -92,7 +92,7 @@ def exchange(
     check_plot(plot, sweep)
     check_range(min_kb, max_mb)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .exchange import ExchangeOptions, measure_exchange
+    from .measures.exchange import ExchangeOptions, measure_exchange
 
     options = ExchangeOptions(mb, runs, mode, optimizer, codec, lane, sweep, min_kb, max_mb)
     show(measure_exchange(options, names), json_path, keep, plot)
@@ -113,7 +113,7 @@ def one_round(
     check_lane(lane)
     names = check_peers(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .rounds import RoundOptions, measure_round
+    from .measures.rounds import RoundOptions, measure_round
 
     show(measure_round(RoundOptions(mb, workers, runs, mode, optimizer, lane), names), json_path, keep)
 
@@ -130,7 +130,7 @@ def latency(
 ) -> None:
     names = check_peers(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .latency import LatencyOptions, measure_latency
+    from .measures.latency import LatencyOptions, measure_latency
 
     show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer), names), json_path, keep)
 
@@ -150,7 +150,7 @@ def scale(
 ) -> None:
     counts = numbers(workers, "--workers", most=4096)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .scale import ScaleOptions, measure_scale
+    from .measures.scale import ScaleOptions, measure_scale
 
     show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer)), json_path, keep)
 
@@ -170,7 +170,7 @@ def step(
     check_lane(lane)
     task = check_task(task)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .step import StepOptions, measure_step
+    from .measures.step import StepOptions, measure_step
 
     show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, lane)), json_path, keep)
 
@@ -190,7 +190,7 @@ def shards(
     check_lane(lane)
     sizes, counts = numbers(shards, "--shards", most=64), numbers(workers, "--workers", most=64)
     modes = [checked(one, optimizer, json_path, keep)[0] for one in mode.split(",")]
-    from .shards import ShardOptions, measure_shards
+    from .measures.shards import ShardOptions, measure_shards
 
     options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, lane == "shared")
     show(measure_shards(options), json_path, keep)
@@ -212,7 +212,7 @@ def memory(
     modes = [canonical_mode(one) for one in mode.split(",")]
     check_lane(lane)
     _, optimizer = checked(modes[0], optimizer, json_path, keep)
-    from .memory import MemoryOptions, measure_memory
+    from .measures.memory import MemoryOptions, measure_memory
 
     show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, lane)), json_path, keep)
 
@@ -229,7 +229,7 @@ def checkpoint(
     keep: KeepOption = False,
 ) -> None:
     _, optimizer = checked("sync", optimizer, json_path, keep)
-    from .checkpoint import CheckpointOptions, measure_checkpoint
+    from .measures.checkpoint import CheckpointOptions, measure_checkpoint
 
     show(measure_checkpoint(CheckpointOptions(mb, every, compute_ms, steps, runs, optimizer)), json_path, keep)
 
@@ -248,7 +248,7 @@ def xor(
 ) -> None:
     names = check_peers(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
-    from .xor import XorOptions, measure_xor
+    from .measures.xor import XorOptions, measure_xor
 
     show(measure_xor(XorOptions(workers, steps, runs, batch_size, mode, optimizer), names), json_path, keep)
 

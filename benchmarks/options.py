@@ -10,7 +10,7 @@ import typer
 from ..common.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from .report import Report
+    from .output.report import Report
 
 _SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
 
@@ -33,7 +33,7 @@ KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmar
 
 def check_lane(lane: str) -> None:
     """UsageError for one that does not exist."""
-    from .ours import LANES
+    from .measures.ours import LANES
 
     if lane not in LANES:
         raise UsageError(f"unknown lane '{lane}'", fix=did_you_mean(lane, LANES))
@@ -85,12 +85,12 @@ def check_task(name: str) -> str:
 def prepare(json_path: str | None, keep: bool) -> None:
     """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
     from ..common.reporting.output import check_writable
-    from .server_process import clean_environment
+    from .rig.server_process import clean_environment
 
     if json_path is not None:
         check_writable(json_path)
     if keep:
-        from .report import kept_path
+        from .output.report import kept_path
 
         check_writable(str(kept_path("probe", ".json")))
     for name in os.environ.keys() - clean_environment().keys():
@@ -100,8 +100,8 @@ def prepare(json_path: str | None, keep: bool) -> None:
 def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
     """The table for people; the figures and the picture where they were asked for."""
     from ..common.reporting.report import report_console
-    from .plot import can_plot, plot_sweep
-    from .report import kept_path
+    from .output.plot import can_plot, plot_sweep
+    from .output.report import kept_path
 
     console = report_console()
     console.print(report.table)

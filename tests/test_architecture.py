@@ -308,7 +308,7 @@ def test_no_code_asks_which_mode_it_is(name: str) -> None:
 
 # ---- rooms ------------------------------------------------------------------------------------------
 
-ROOMY = ("common", "ps", "worker", "launch", "drills")
+ROOMY = ("common", "ps", "worker", "launch", "drills", "benchmarks")
 
 
 @pytest.mark.parametrize("package", ROOMY)

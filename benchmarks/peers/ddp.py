@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..team import meeting_point, slowest, team
-from ..turns import Measured, timed
+from ..rig.team import meeting_point, slowest, team
+from ..rig.turns import Measured, timed
 from .base import Peer
 from .gloo import Gloo, process_group
 
@@ -35,7 +35,7 @@ def ddp_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[M
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from ..model import synthetic_model
+    from ..rig.model import synthetic_model
 
     with process_group(rank, store, workers):
         parameters = synthetic_model(num_floats)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..team import meeting_point, slowest, stay_on_loopback, team
-from ..turns import Measured, in_parts, timed
+from ..rig.team import meeting_point, slowest, stay_on_loopback, team
+from ..rig.turns import Measured, in_parts, timed
 from .base import Peer
 
 _LEARNING_RATE = 1e-4

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...common.errors import ParamServerError
-from ..turns import Measured, Samples
+from ..rig.turns import Measured, Samples
 from .base import Peer
 
 # A stream needs this much to get going; what it carries in a second is then taken for any size.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..turns import Measured, Samples, in_parts, timed
+from ..rig.turns import Measured, Samples, in_parts, timed
 from .base import Peer
 
 _LOGICAL_CPUS = 16  # actors are placed by these; they start nothing

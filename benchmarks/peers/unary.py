@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from ..team import team
-from ..turns import Measured, in_parts, timed
+from ..rig.team import team
+from ..rig.turns import Measured, in_parts, timed
 from .base import Peer
 
 _SERVICE = "paramserver.Unary"
@@ -46,7 +46,7 @@ def server_life(_: int, num_floats: int, link: Any) -> Iterator[Measured]:
     """A grpc.Server with the weights; it says its port on `link`."""
     import grpc
 
-    from ..model import synthetic_model
+    from ..rig.model import synthetic_model
 
     message = tensors_message()
     weights = [parameter.detach() for parameter in synthetic_model(num_floats)]
@@ -86,7 +86,7 @@ def _calling(port: int, num_floats: int, one_call: bool) -> Iterator[Measured]:
     import grpc
     import torch
 
-    from ..model import synthetic_model
+    from ..rig.model import synthetic_model
 
     message = tensors_message()
     weights = [parameter.detach() for parameter in synthetic_model(num_floats)]

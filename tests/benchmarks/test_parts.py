@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.bandwidth import sender_life, stream_bytes_per_s
-from paramserver.benchmarks.exchange import ExchangeOptions, ratios
-from paramserver.benchmarks.machine import memory_of, name
-from paramserver.benchmarks.memory import expected_parts, state_bodies
-from paramserver.benchmarks.model import synthetic_model
+from paramserver.benchmarks.measures.bandwidth import sender_life, stream_bytes_per_s
+from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
+from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
+from paramserver.benchmarks.measures.ours import variants_of
+from paramserver.benchmarks.measures.step import summed_up, traffic
 from paramserver.benchmarks.options import numbers
-from paramserver.benchmarks.ours import variants_of
+from paramserver.benchmarks.output.machine import memory_of, name
+from paramserver.benchmarks.output.plot import curves, plot_sweep
+from paramserver.benchmarks.output.report import Report, kept_path, percentile
 from paramserver.benchmarks.peers import PEERS
 from paramserver.benchmarks.peers.base import Peer, choose, split_names
-from paramserver.benchmarks.plot import curves, plot_sweep
-from paramserver.benchmarks.report import Report, kept_path, percentile
-from paramserver.benchmarks.step import summed_up, traffic
-from paramserver.benchmarks.team import slowest, team
-from paramserver.benchmarks.turns import Measured, Samples, in_parts, measure
+from paramserver.benchmarks.rig.model import synthetic_model
+from paramserver.benchmarks.rig.team import slowest, team
+from paramserver.benchmarks.rig.turns import Measured, Samples, in_parts, measure
 from paramserver.common.errors import ParamServerError, UsageError
 
 MEASUREMENTS = ("exchange", "latency", "round", "xor")

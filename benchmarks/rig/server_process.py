@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..common.config.sources import LAUNCHER_ENV_NAMES
-from ..common.errors import ParamServerError
+from ...common.config.sources import LAUNCHER_ENV_NAMES
+from ...common.errors import ParamServerError
 
 _START_S = 60.0
 _STOP_S = 10.0

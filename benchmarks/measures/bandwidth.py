@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .report import median
-from .team import Team, team
-from .turns import Measured, timed
+from ..output.report import median
+from ..rig.team import Team, team
+from ..rig.turns import Measured, timed
 
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 200

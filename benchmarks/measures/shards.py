@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..rig.server_process import ServerProcess, running_server
+from ..rig.team import slowest, team
 from .ours import Variant
-from .report import Report, median
 from .rounds import RoundOptions, worker_life
-from .server_process import ServerProcess, running_server
-from .tables import figures, page
-from .team import slowest, team
 
 _NUM_WARMUP = 2
 _STATE_S = 30.0

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import OutputError
+from ...common.errors import OutputError
 from .machine import machine, name, versions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FIGURE_DIGITS = 4  # significant ones, in the JSON file
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..common.errors import ParamServerError
+from ...common.errors import ParamServerError
 
 _METHOD = ("paramserver.Echo", "Stream")
 _START_S = 60.0

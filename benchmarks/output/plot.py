@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import OutputError, UsageError
-from ..common.reporting.output import check_writable
+from ...common.errors import OutputError, UsageError
+from ...common.reporting.output import check_writable
 
 if TYPE_CHECKING:
     from .report import Report

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import UsageError
+from ...common.errors import UsageError
 
 _PROC = Path("/proc")
 

@@ -18,14 +18,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..common.errors import ParamServerError
-from ..common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
-from ..common.wire.frames import MAX_MESSAGE_BYTES, message_frames, parse
-from ..common.wire.protocol import SERVICE
-from ..worker.conversation import messages
-from ..worker.session import Progress
-from ..worker.tensors.transfer import ModelTensors
-from .machine import cpu_seconds
+from ...common.errors import ParamServerError
+from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
+from ...common.wire.frames import MAX_MESSAGE_BYTES, message_frames, parse
+from ...common.wire.protocol import SERVICE
+from ...worker.conversation import messages
+from ...worker.session import Progress
+from ...worker.tensors.transfer import ModelTensors
+from ..output.machine import cpu_seconds
 from .model import synthetic_model
 from .turns import Measured, Samples
 

@@ -20,15 +20,15 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..output.machine import machine
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..rig.server_process import running_server
+from ..rig.team import team
+from ..rig.turns import Measured, Samples
+from ..rig.worker_run import set_lane
 from .bandwidth import stream_bytes_per_s
-from .machine import machine
 from .ours import variants_of
-from .report import Report, median
-from .server_process import running_server
-from .tables import figures, page
-from .team import team
-from .turns import Measured, Samples
-from .worker_run import set_lane
 
 _NUM_WARMUP = 3
 _LEARNING_RATE = 1e-3
@@ -114,11 +114,11 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
 
     import paramserver
 
-    from ..common.config.schema import LogConfig
-    from ..common.reporting.log import setup_logging
-    from ..common.tensors.optimizers import find_optimizer
-    from ..worker.tensors.transfer import ModelTensors
-    from ..worker.training.task_loader import load_task
+    from ...common.config.schema import LogConfig
+    from ...common.reporting.log import setup_logging
+    from ...common.tensors.optimizers import find_optimizer
+    from ...worker.tensors.transfer import ModelTensors
+    from ...worker.training.task_loader import load_task
 
     setup_logging(LogConfig(level="warning"), "ps-bench")
     torch.set_num_threads(max(1, machine()["cores"] // options.workers))

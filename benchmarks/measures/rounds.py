@@ -15,14 +15,14 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..peers.run import chosen_running
+from ..rig.server_process import running_server
+from ..rig.team import slowest, team
+from ..rig.turns import Contestant, Measured, Samples, measure, timed
+from ..rig.worker_run import joined_worker
 from .ours import Variant, variants_of
-from .peers.run import chosen_running
-from .report import Report, median
-from .server_process import running_server
-from .tables import figures, page
-from .team import slowest, team
-from .turns import Contestant, Measured, Samples, measure, timed
-from .worker_run import joined_worker
 
 _NUM_WARMUP = 3
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from .report import median
+from ..output.report import median
 
 Samples = dict[str, list[float]]  # seconds, by part, in the order of the turns
 Measured = Callable[[int], Samples]

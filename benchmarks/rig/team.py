@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ..common.config.cli import before_torch
-from ..common.errors import ParamServerError
+from ...common.config.cli import before_torch
+from ...common.errors import ParamServerError
 from .turns import Contestant, Measured, Samples
 
 _START_S = 120.0

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from .machine import machine
-from .report import Report
-from .server_process import running_server
-from .tables import figures, page
-from .team import team
+from ..output.machine import machine
+from ..output.report import Report
+from ..output.tables import figures, page
+from ..rig.server_process import running_server
+from ..rig.team import team
 
 _STEPS = 1_000_000_000
 
@@ -39,7 +39,7 @@ def measure_scale(options: ScaleOptions) -> Report:
 
 def _measure(options: ScaleOptions, num_workers: int) -> dict[str, float]:
     """Exchanges/s of all workers, and shares of one core."""
-    from .swarm import SwarmOptions, swarm_life
+    from ..rig.swarm import SwarmOptions, swarm_life
 
     num_processes = min(options.generators, num_workers)
     flags = ("--mode", options.mode, "--workers", str(num_workers), "--steps", str(_STEPS), "--local-steps", "1")

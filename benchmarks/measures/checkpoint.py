@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
 
-from .report import Report
-from .server_process import running_server
-from .tables import figures, page
-from .team import team
-from .turns import Measured, Samples
-from .worker_run import set_lane
+from ..output.report import Report
+from ..output.tables import figures, page
+from ..rig.server_process import running_server
+from ..rig.team import team
+from ..rig.turns import Measured, Samples
+from ..rig.worker_run import set_lane
 
 _NUM_WARMUP = 3
 _ELEMENTS_OF_A_TENSOR = 4 << 20
@@ -87,7 +87,7 @@ def worker_life(rank: int, address: str, options: CheckpointOptions) -> Iterator
 
     import paramserver
 
-    from ..common.tensors.optimizers import find_optimizer
+    from ...common.tensors.optimizers import find_optimizer
 
     torch.set_num_threads(1)
     model = torch.nn.Module()

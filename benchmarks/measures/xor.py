@@ -20,12 +20,12 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..common.errors import ParamServerError
-from .peers.run import chosen_running
-from .report import Report, median
-from .server_process import clean_environment
-from .tables import figures, page
-from .turns import Contestant, Measured, Samples, measure
+from ...common.errors import ParamServerError
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..peers.run import chosen_running
+from ..rig.server_process import clean_environment
+from ..rig.turns import Contestant, Measured, Samples, measure
 
 _RUN_S = 600.0
 _NUM_SAMPLES = 50_000
@@ -44,7 +44,7 @@ class XorOptions:
 
     def task(self) -> Any:
         """The task of one worker."""
-        from ..worker.tasks.xor import Xor
+        from ...worker.tasks.xor import Xor
 
         return Xor(num_samples=_NUM_SAMPLES, seed=_SEED)
 

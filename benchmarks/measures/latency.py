@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from .echo import echo_stream
-from .peers.run import chosen_running
-from .report import Report, median, percentile
-from .server_process import running_server
-from .tables import figures, page
-from .turns import Contestant, Measured, Samples, measure, timed
-from .worker_run import joined_worker
+from ..output.report import Report, median, percentile
+from ..output.tables import figures, page
+from ..peers.run import chosen_running
+from ..rig.echo import echo_stream
+from ..rig.server_process import running_server
+from ..rig.turns import Contestant, Measured, Samples, measure, timed
+from ..rig.worker_run import joined_worker
 
 _NUM_TURNS = 10
 _OURS, _PING = "exchange", "ping"

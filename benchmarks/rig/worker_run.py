@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.config.cli import before_torch
-from ..common.config.schema import LogConfig
-from ..common.reporting.log import setup_logging
+from ...common.config.cli import before_torch
+from ...common.config.schema import LogConfig
+from ...common.reporting.log import setup_logging
 
 # Small enough that weights stay finite however many exchanges there are.
 _LEARNING_RATE = 1e-4
@@ -54,9 +54,9 @@ def joined_worker(
     os.environ["PS_WORKER__CODEC"] = codec
     import paramserver
 
-    from ..common.registry import CODECS
-    from ..common.tensors.optimizers import find_optimizer
-    from ..worker.tensors.transfer import ModelTensors
+    from ...common.registry import CODECS
+    from ...common.tensors.optimizers import find_optimizer
+    from ...worker.tensors.transfer import ModelTensors
     from .model import fill_gradients, synthetic_model
 
     model = synthetic_model(num_floats)

@@ -1,0 +1,1 @@
+"""What ps-bench measures: a file for each command."""

@@ -1,0 +1,1 @@
+"""What measurements are made with: real processes, players of many workers, turns."""
