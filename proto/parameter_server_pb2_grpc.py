@@ -72,25 +72,25 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """The weights of one version, whole, for evaluators, late joiners and tools: one Snapshot
-        followed by its body. UNAVAILABLE / NOT_READY before the initial weights have come.
+        """The weights of one version, whole, for evaluators, late joiners and tools: one Snapshot followed by its body.
+        UNAVAILABLE / NOT_READY before the initial weights have come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request_iterator, context):
-        """A worker's signs of life, on a connection of their own: while one of its streams is open and
-        a Beat comes within every lease, a lost Exchange stream is not the loss of the worker, which
-        may come back and go on (Join.server_incarnation). Without this call, closing Exchange is leaving.
+        """A worker's signs of life, on a connection of their own: while one of its streams is open and a Beat comes within
+        every lease, a lost Exchange stream is not the loss of the worker, which may come back and go on
+        (Join.server_incarnation). Without this call, closing Exchange is leaving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attend(self, request_iterator, context):
-        """Between shards of one server, not for workers: shard 1, 2, ... tells the coordinator, shard 0, what has come
-        to it, and is told what happens. A stream that breaks off is made again within a lease, and nothing is lost.
+        """Between shards of one server, not for workers: shard 1, 2, ... tells the coordinator, shard 0, what has come to it,
+        and is told what happens. A stream that breaks off is made again within a lease, and nothing is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -193,19 +193,9 @@ def test_a_refusal_is_the_same_error_on_both_sides(reason: Reason) -> None:
 
 
 def test_statuses_are_those_the_proto_documents() -> None:
-    """Each value's comment in the proto begins with its status."""
+    """The comment on each value in the proto begins with its status."""
     text = (Path(__file__).parents[2] / "proto/parameter_server.proto").read_text(encoding="utf-8")
-    documented, comment = {}, ""
-    for line in text.splitlines():
-        line = line.strip()
-        if line.startswith("//"):
-            comment += line.removeprefix("//")
-        elif match := re.match(r"REASON_(\w+) = \d+;", line):
-            documented[match[1]] = comment.split(".")[0].strip()
-            comment = ""
-        else:
-            comment = ""
-    del documented["UNSPECIFIED"]
+    documented = dict(re.findall(r"REASON_(\w+) = \d+; +// (\w+)\.", text))
     assert documented == {reason.value: STATUS_OF_REASON[reason].name for reason in Reason}
 
 
