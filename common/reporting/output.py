@@ -38,18 +38,17 @@ def check_writable(path: str) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
 
 
-def write_weights(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write safetensors for `model.load_state_dict(load_file(path))`; the old file stays until the new is whole."""
-    from safetensors.torch import save  # loads torch, which the launcher does without
-
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write and sync; what was there stays until the new is whole. `mode` is the file's from its first byte on."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with temporary.open("wb") as file:
-            file.write(save(tensors, metadata))
+        with open(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+            os.fsync(descriptor)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -57,12 +56,15 @@ def write_weights(path: str, tensors: dict[str, torch.Tensor], metadata: dict[st
 def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """The weights, if there are any, and the summary, where `config.output` says; the summary also to whoever looks.
 
-    `metadata` goes into the file of weights; its `version` is theirs. OutputError when something cannot be written.
+    The weights are safetensors, for `model.load_state_dict(load_file(path))`; `metadata` goes into the same file, its
+    `version` is theirs. OutputError when something cannot be written.
     """
     output = config.output
     try:
         if output.save is not None and tensors:
-            write_weights(output.save, tensors, metadata)
+            from safetensors.torch import save  # loads torch, which the launcher does without
+
+            write_whole(Path(output.save), save(tensors, metadata))
             log.info("saved", path=output.save, version=int(metadata["version"]))
         if output.summary is not None:
             summary.write(output.summary)

@@ -1,14 +1,13 @@
 """A small certificate authority for a lab: one CA, a server certificate, certificates for workers and shards.
 
-EC P-256 keys. Files: ca.crt, ca.key, server.crt, server.key, rank-N.crt, rank-N.key or worker.crt,
-worker.key, shard-N.crt, shard-N.key, token. Nothing here writes them; `certs.py` does.
+EC P-256 keys. Nothing here writes a file; `kit.py` does.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...common.errors import AuthError, UsageError
+from ...common.security import SHARD_PREFIX
 
 CA_DAYS = 3650
 # Clocks of a lab differ a little.
@@ -46,8 +46,6 @@ class Identity:
 
 @dataclass(frozen=True)
 class Validity:
-    """From when until when."""
-
     not_before: datetime
     not_after: datetime
 
@@ -76,35 +74,28 @@ def make_ca(name: str, validity: Validity) -> Identity:
     return _sign(None, name, validity)
 
 
-def make_server(ca: Identity, hosts: list[str], validity: Validity) -> Identity:
-    """A certificate for a server that is reached by these names and addresses."""
-    return _sign(ca, "ps-server", validity, [ExtendedKeyUsageOID.SERVER_AUTH], hosts)
-
-
-def make_worker(ca: Identity, name: str, validity: Validity) -> Identity:
-    """A certificate for `rank-N`, or `worker` for any rank. Of no use to a server."""
+def issue(ca: Identity, name: str, validity: Validity, hosts: Iterable[str] = ()) -> Identity:
+    """For `server`, which is reached by `hosts`; `shard-N`, to the other shards a client too; and of no use to a
+    server: `rank-N`, or `worker` for any rank."""
+    if name == "server":
+        return _sign(ca, "ps-server", validity, [ExtendedKeyUsageOID.SERVER_AUTH], hosts)
+    if name.startswith(SHARD_PREFIX):
+        return _sign(ca, name, validity, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], hosts)
     return _sign(ca, name, validity, [ExtendedKeyUsageOID.CLIENT_AUTH])
-
-
-def make_shard(ca: Identity, name: str, hosts: list[str], validity: Validity) -> Identity:
-    """A certificate for `shard-N`: a server to workers, and to the other shards a client too."""
-    return _sign(ca, name, validity, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], hosts)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
     """AuthError when these are no CA of ours, or it has expired."""
+    again = "--force makes a new one, and everything with it"
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError):
-        raise AuthError("ca.crt and ca.key hold no CA", fix="--force makes a new one, and everything with it") from None
+        raise AuthError("ca.crt and ca.key hold no CA", fix=again) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise AuthError("ca.key is not the key of ca.crt", fix="--force makes a new CA, and everything with it")
+        raise AuthError("ca.key is not the key of ca.crt", fix=again)
     if certificate.not_valid_after_utc < datetime.now(UTC):
-        raise AuthError(
-            f"the CA expired on {certificate.not_valid_after_utc:%Y-%m-%d}",
-            fix="--force makes a new one, and everything with it",
-        )
+        raise AuthError(f"the CA expired on {certificate.not_valid_after_utc:%Y-%m-%d}", fix=again)
     return Identity(certificate, key)
 
 
@@ -123,7 +114,7 @@ def _sign(
     name: str,
     validity: Validity,
     usages: Sequence[x509.ObjectIdentifier] = (),
-    hosts: Sequence[str] = (),
+    hosts: Iterable[str] = (),
 ) -> Identity:
     """A new key and its certificate, valid no longer than its CA's; without a CA it is one, signed by itself."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
@@ -150,7 +141,6 @@ def _sign(
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
         builder = builder.add_extension(issuer, critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-    if hosts:
-        names = x509.SubjectAlternativeName([host_name(host) for host in hosts])
-        builder = builder.add_extension(names, critical=False)
+    if names := [host_name(host) for host in hosts]:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return Identity(builder.sign(ca.key if ca is not None else key, hashes.SHA256()), key)

@@ -23,7 +23,7 @@ from paramserver.common.security import (
     split_address,
     warn_of_readable_secrets,
 )
-from paramserver.launch.certs.authority import Validity, make_ca, make_server, make_worker
+from paramserver.launch.certs.authority import Validity, issue, make_ca
 
 SECRET = "s3cret-of-this-test"
 tokens = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=200)
@@ -36,10 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ca, now, day = make_ca("lab", Validity.days(30)), datetime.now(UTC), timedelta(days=1)
     made = {
         "ca": ca,
-        "server": make_server(ca, ["localhost", "127.0.0.1", "::1"], Validity.days(30)),
-        "rank-3": make_worker(ca, "rank-3", Validity.days(30)),
-        "expired": make_worker(ca, "rank-3", Validity(now - 2 * day, now - day)),
-        "future": make_worker(ca, "rank-3", Validity(now + day, now + 2 * day)),
+        "server": issue(ca, "server", Validity.days(30), ["localhost", "127.0.0.1", "::1"]),
+        "rank-3": issue(ca, "rank-3", Validity.days(30)),
+        "expired": issue(ca, "rank-3", Validity(now - 2 * day, now - day)),
+        "future": issue(ca, "rank-3", Validity(now + day, now + 2 * day)),
     }
     for name, identity in made.items():
         (path / f"{name}.crt").write_bytes(identity.certificate_pem)

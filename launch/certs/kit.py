@@ -1,0 +1,176 @@
+"""A directory of credentials: a CA, certificates for a server, its shards and its workers, and a token."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from ...common.config.schema import DEFAULT_PORT
+from ...common.errors import OutputError, UsageError
+from ...common.reporting.output import write_whole
+from ...common.reporting.report import report_console
+from ...common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX, facts_of
+from .authority import CA_DAYS, Identity, Validity, host_name, is_signed_by, issue, load_ca, make_ca
+
+_OURS = ("ca.*", "server.*", "worker.*", "rank-*.*", "shard-*.*")
+
+Files = dict[str, bytes]  # by name
+
+
+def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int, *, renew: bool, force: bool) -> None:
+    """New certificates, of a new CA or of the one that is there; then say how to use them. 0 workers or shards: as
+    many as there were, or one certificate that all workers share. UsageError, AuthError, OutputError."""
+    if renew and force:
+        raise UsageError("--renew keeps the CA and --force replaces it", fix="give one of them")
+    for name in hosts:
+        host_name(name)
+    ranks = [f"{RANK_PREFIX}{rank}" for rank in range(workers)]
+    places = [f"{SHARD_PREFIX}{shard}" for shard in range(shards)]
+    if renew:
+        ca = load_ca(_read(directory / "ca.crt"), _read(directory / "ca.key"))
+        server = directory / "server.crt"
+        known = facts_of(_read(server)).names if server.exists() else _own_names()
+        ranks = ranks or _existing(directory, f"{RANK_PREFIX}*.crt", f"{ANY_RANK}.crt")
+        places = places or _existing(directory, f"{SHARD_PREFIX}*.crt")
+    else:
+        _check_free(directory, force)
+        ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64], Validity.days(CA_DAYS)), _own_names()
+    ranks = ranks or [ANY_RANK]
+    files: Files = {}
+    for name in ("server", *ranks, *places):
+        files |= _pair(name, issue(ca, name, Validity.days(days), dict.fromkeys([*known, *hosts])))
+    if not renew:
+        files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}
+    _write(directory, files, replaces_all=force)
+    _say_what_is_there(directory, ranks, places, renew)
+    if not renew:
+        _say_what_to_type(directory, ranks[0], places, hosts[0] if hosts else socket.gethostname())
+
+
+def show(directory: Path) -> None:
+    """A table of the certificates: whose, for whom, until when."""
+    paths = sorted(directory.glob("*.crt"), key=_by_rank)
+    if not paths:
+        raise UsageError(f"no certificates in {directory}", fix=f"ps-certs init {directory}")
+    ca = _read(directory / "ca.crt") if (directory / "ca.crt").exists() else None
+    now = datetime.now(UTC)
+    table = Table("file", "name", "for", "valid until (UTC)", "", box=None, header_style="bold", pad_edge=False)
+    for path in paths:
+        pem = _read(path)
+        try:
+            facts = facts_of(pem)
+        except ValueError:
+            table.add_row(path.name, "", "", "", "[red]no certificate[/red]")
+            continue
+        state = f"{(facts.not_after - now).days} days"
+        if facts.problem(now) is not None:
+            state = "[red]EXPIRED[/red]" if facts.not_after < now else "[red]not valid yet[/red]"
+        if ca is not None and not is_signed_by(pem, ca):
+            state += ", [red]not signed by ca.crt[/red]"
+        table.add_row(path.name, facts.name, ", ".join(facts.names), f"{facts.not_after:%Y-%m-%d %H:%M}", state)
+    report_console().print(table)
+
+
+# ---- the directory ------------------------------------------------------------------------------
+
+
+def _own_names() -> tuple[str, ...]:
+    """How this machine is reached by itself, and its name where a certificate can hold it."""
+    here = ("localhost", "127.0.0.1", "::1")
+    try:
+        host_name(socket.gethostname())
+    except UsageError:
+        return here
+    return *here, socket.gethostname()
+
+
+def _existing(directory: Path, *patterns: str) -> list[str]:
+    found = [path for pattern in patterns for path in directory.glob(pattern)]
+    return [path.stem for path in sorted(found, key=_by_rank)]
+
+
+def _by_rank(path: Path) -> tuple[str, int]:
+    """rank-10 after rank-9."""
+    stem, _, number = path.stem.partition("-")
+    return stem, int(number) if number.isdigit() else -1
+
+
+def _check_free(directory: Path, force: bool) -> None:
+    ours = _ours(directory)
+    if ours and not force:
+        raise UsageError(
+            f"{directory} holds {ours[0].name} already",
+            fix="--renew makes new certificates with the CA that is there; --force replaces everything",
+        )
+
+
+def _ours(directory: Path) -> list[Path]:
+    """Files in the directory that this command makes."""
+    found = [path for pattern in _OURS for path in directory.glob(pattern) if path.suffix in (".crt", ".key")]
+    return sorted(found) + [path for path in [directory / "token"] if path.exists()]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}", fix="ps-certs init DIR makes a new set") from None
+
+
+def _pair(name: str, identity: Identity) -> Files:
+    """The key first: a server that looks in between finds an old certificate with a new key, and waits."""
+    return {f"{name}.key": identity.key_pem, f"{name}.crt": identity.certificate_pem}
+
+
+def _write(directory: Path, files: Files, replaces_all: bool) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_whole(directory / name, data, 0o644 if name.endswith(".crt") else 0o600)
+        if replaces_all:
+            for path in _ours(directory):
+                if path.name not in files:
+                    path.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write to {directory}: {error.strerror}", fix="choose another directory") from None
+
+
+# ---- what to do with it ---------------------------------------------------------------------------
+
+
+def _say_what_is_there(directory: Path, ranks: list[str], places: list[str], renewed: bool) -> None:
+    facts = facts_of(_read(directory / "server.crt"))
+    who = ", ".join(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (places, ranks) if group)
+    kept = "; the CA and the token are the old ones" if renewed else ", and a token"
+    print(f"{directory}: certificates for a server ({', '.join(facts.names)}) and for {who}{kept}")
+    print(f"valid until {facts.not_after:%Y-%m-%d}; ps-certs init {directory} --renew makes new ones\n")
+    if renewed:
+        print("A running server takes the new files for new connections; workers read theirs when they reconnect.")
+        print("Copy new worker certificates to the workers' machines.")
+
+
+def _say_what_to_type(directory: Path, first: str, places: list[str], host: str) -> None:
+    address = f"[{host}]:{DEFAULT_PORT}" if ":" in host and not host.startswith("[") else f"{host}:{DEFAULT_PORT}"
+    own = places[0] if places else "server"
+    num_shards = ("--shards", str(len(places))) if places else ()
+    rank = ("--rank", first.removeprefix(RANK_PREFIX)) if first.startswith(RANK_PREFIX) else ()
+    listen = ("--listen", f"0.0.0.0:{DEFAULT_PORT}", *num_shards)
+    server = ("ps-server", *listen, *_flags(directory, own), "--set", "security.mutual=true")
+    worker = ("ps-worker", "--server", address, *rank, *_flags(directory, first))
+    print(f"The server:\n  {shlex.join(server)}\n")
+    if places:
+        print(f"Its other shards show {SHARD_PREFIX}N.crt, with --shard N --coordinator {address}.\n")
+    print(f"A worker (its machine needs ca.crt, {first}.crt, {first}.key and token):\n  {shlex.join(worker)}\n")
+    print(f"{directory / 'ca.key'} signs new certificates: copy it nowhere.")
+
+
+def _flags(directory: Path, name: str) -> tuple[str, ...]:
+    return (
+        "--ca", str(directory / "ca.crt"), "--cert", str(directory / f"{name}.crt"),
+        "--key", str(directory / f"{name}.key"), "--token-file", str(directory / "token"),
+    )  # fmt: skip
