@@ -27,34 +27,6 @@ EXIT_INTERRUPTED = 130
 EXIT_DRAINED = 143
 
 
-class Reason(StrEnum):
-    """The machine-readable reason of a refusal, sent as trailing metadata `ps-reason`.
-
-    Clients switch on this, never on the text beside it. Each value's meaning is
-    written in proto/parameter_server.proto.
-    """
-
-    BAD_REQUEST = "BAD_REQUEST"
-    RANK_OUT_OF_RANGE = "RANK_OUT_OF_RANGE"
-    RUN_FULL = "RUN_FULL"
-    RUN_MISMATCH = "RUN_MISMATCH"
-    MODEL_MISMATCH = "MODEL_MISMATCH"
-    OPTIMIZER_MISMATCH = "OPTIMIZER_MISMATCH"
-    OPTIMIZER_UNSUPPORTED = "OPTIMIZER_UNSUPPORTED"
-    REPLACED = "REPLACED"
-    NOT_JOINED = "NOT_JOINED"
-    STEP_GAP = "STEP_GAP"
-    DIVERGED = "DIVERGED"
-    DRAINING = "DRAINING"
-    NOT_READY = "NOT_READY"
-    UNAUTHENTICATED = "UNAUTHENTICATED"
-    PERMISSION_DENIED = "PERMISSION_DENIED"
-    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
-    TOO_SLOW = "TOO_SLOW"
-    INTERNAL = "INTERNAL"
-    SHARD_MISMATCH = "SHARD_MISMATCH"
-
-
 class ParamServerError(Exception):
     """Base of all errors raised on purpose. `fix` is one sentence: what the reader can do."""
 
@@ -103,32 +75,45 @@ class DivergedError(ParamServerError):
     exit_code = 16
 
 
-_ERROR_OF_REASON: dict[Reason, type[ParamServerError]] = {
-    Reason.BAD_REQUEST: ParamServerError,
-    Reason.RANK_OUT_OF_RANGE: NotAdmittedError,
-    Reason.RUN_FULL: NotAdmittedError,
-    Reason.RUN_MISMATCH: MismatchError,
-    Reason.MODEL_MISMATCH: MismatchError,
-    Reason.OPTIMIZER_MISMATCH: MismatchError,
-    Reason.OPTIMIZER_UNSUPPORTED: UsageError,
-    Reason.REPLACED: NotAdmittedError,
-    Reason.NOT_JOINED: NotAdmittedError,
-    Reason.STEP_GAP: ParamServerError,
-    Reason.DIVERGED: DivergedError,
-    Reason.DRAINING: UnreachableError,
-    Reason.NOT_READY: UnreachableError,
-    Reason.UNAUTHENTICATED: AuthError,
-    Reason.PERMISSION_DENIED: AuthError,
-    Reason.LIMIT_EXCEEDED: NotAdmittedError,
-    Reason.TOO_SLOW: UnreachableError,
-    Reason.INTERNAL: ParamServerError,
-    Reason.SHARD_MISMATCH: MismatchError,
-}
+class Reason(StrEnum):
+    """The machine-readable reason of a refusal, sent as trailing metadata `ps-reason`: with it the gRPC status that the
+    call ends with, and the error it is on both sides.
+
+    Clients switch on this, never on the text beside it. What each means is written in proto/parameter_server.proto.
+    """
+
+    status: str
+    error: type[ParamServerError]
+
+    def __new__(cls, name: str, status: str, error: type[ParamServerError]) -> Reason:
+        reason = str.__new__(cls, name)
+        reason._value_, reason.status, reason.error = name, status, error
+        return reason
+
+    BAD_REQUEST = "BAD_REQUEST", "INVALID_ARGUMENT", ParamServerError
+    RANK_OUT_OF_RANGE = "RANK_OUT_OF_RANGE", "OUT_OF_RANGE", NotAdmittedError
+    RUN_FULL = "RUN_FULL", "RESOURCE_EXHAUSTED", NotAdmittedError
+    RUN_MISMATCH = "RUN_MISMATCH", "FAILED_PRECONDITION", MismatchError
+    MODEL_MISMATCH = "MODEL_MISMATCH", "FAILED_PRECONDITION", MismatchError
+    OPTIMIZER_MISMATCH = "OPTIMIZER_MISMATCH", "FAILED_PRECONDITION", MismatchError
+    OPTIMIZER_UNSUPPORTED = "OPTIMIZER_UNSUPPORTED", "INVALID_ARGUMENT", UsageError
+    REPLACED = "REPLACED", "ABORTED", NotAdmittedError
+    NOT_JOINED = "NOT_JOINED", "ABORTED", NotAdmittedError
+    STEP_GAP = "STEP_GAP", "FAILED_PRECONDITION", ParamServerError
+    DIVERGED = "DIVERGED", "ABORTED", DivergedError
+    DRAINING = "DRAINING", "UNAVAILABLE", UnreachableError
+    NOT_READY = "NOT_READY", "UNAVAILABLE", UnreachableError
+    UNAUTHENTICATED = "UNAUTHENTICATED", "UNAUTHENTICATED", AuthError
+    PERMISSION_DENIED = "PERMISSION_DENIED", "PERMISSION_DENIED", AuthError
+    LIMIT_EXCEEDED = "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED", NotAdmittedError
+    TOO_SLOW = "TOO_SLOW", "ABORTED", UnreachableError
+    INTERNAL = "INTERNAL", "INTERNAL", ParamServerError
+    SHARD_MISMATCH = "SHARD_MISMATCH", "FAILED_PRECONDITION", MismatchError
 
 
 def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
     """The error that carries a refusal; the same class on the server that raises it and the client."""
-    return _ERROR_OF_REASON[reason](message, fix=fix, reason=reason)
+    return reason.error(message, fix=fix, reason=reason)
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

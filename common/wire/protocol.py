@@ -6,8 +6,10 @@ BAD_REQUEST refusal that names field, limit and value.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -32,41 +34,14 @@ _MAX_RANK = 1 << 16
 # gRPC limits all metadata of a call to 8 KiB by default.
 _MAX_TEXT = 2_000
 
-STATUS_OF_REASON = {
-    Reason.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
-    Reason.RANK_OUT_OF_RANGE: grpc.StatusCode.OUT_OF_RANGE,
-    Reason.RUN_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.RUN_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.MODEL_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.OPTIMIZER_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.OPTIMIZER_UNSUPPORTED: grpc.StatusCode.INVALID_ARGUMENT,
-    Reason.REPLACED: grpc.StatusCode.ABORTED,
-    Reason.NOT_JOINED: grpc.StatusCode.ABORTED,
-    Reason.STEP_GAP: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.DIVERGED: grpc.StatusCode.ABORTED,
-    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
-    Reason.NOT_READY: grpc.StatusCode.UNAVAILABLE,
-    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Reason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    Reason.LIMIT_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.TOO_SLOW: grpc.StatusCode.ABORTED,
-    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
-    Reason.SHARD_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-}
-
 
 # ---- models and optimizers ------------------------------------------------------------------
 
 
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
+    kinds = {kind: pb.TensorSpec.Kind.Name(kind.value) for kind in Kind}
     return [
-        pb.TensorSpec(
-            name=spec.name,
-            kind=pb.TensorSpec.Kind.Name(spec.kind.value),
-            dtype=spec.dtype,
-            shape=spec.shape,
-            aliases=spec.aliases,
-        )
+        pb.TensorSpec(name=spec.name, kind=kinds[spec.kind], dtype=spec.dtype, shape=spec.shape, aliases=spec.aliases)
         for spec in layout.specs
     ]
 
@@ -125,40 +100,37 @@ def _from_value(value: Any) -> Any:
 
 def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
     """Raises a BAD_REQUEST refusal for NaN and Inf, and for more than any optimizer has."""
-    left = _fewer(_MAX_HYPERPARAMETERS, len(groups))
-    for group in groups:
-        left = _check_fields(group.fields, left)
+    num_left = _MAX_HYPERPARAMETERS - len(groups)
+    for key, value in itertools.chain.from_iterable(_values(group.fields) for group in groups):
+        num_left -= 1
+        if num_left < 0:
+            break
+        _check_text("a hyperparameter's name", key)
+        kind = value.WhichOneof("kind")
+        if kind == "number_value" and not math.isfinite(value.number_value):
+            raise refusal(Reason.BAD_REQUEST, f"hyperparameter {key} is not finite")
+        if kind == "string_value":
+            _check_text(f"hyperparameter {key}", value.string_value)
+    if num_left < 0:
+        raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_HYPERPARAMETERS} hyperparameters")
     return [from_struct(group) for group in groups]
 
 
-def _check_fields(fields: Any, left: int) -> int:
-    left = _fewer(left, len(fields))
+def _values(fields: Any) -> Iterator[tuple[str, Any]]:
+    """Every value with the key it stands under, also those within lists and groups. Protobuf bounds the depth."""
     for key, value in fields.items():
-        _check_text("a hyperparameter's name", key)
-        left = _check_value(key, value, left)
-    return left
+        yield key, value
+        yield from _values_within(key, value)
 
 
-def _check_value(key: str, value: Any, left: int) -> int:
-    """`left` less the items in `value`. Protobuf bounds the depth."""
+def _values_within(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     kind = value.WhichOneof("kind")
-    if kind == "number_value" and not math.isfinite(value.number_value):
-        raise refusal(Reason.BAD_REQUEST, f"hyperparameter {key} is not finite")
-    if kind == "string_value":
-        _check_text(f"hyperparameter {key}", value.string_value)
-    elif kind == "struct_value":
-        left = _check_fields(value.struct_value.fields, left)
+    if kind == "struct_value":
+        yield from _values(value.struct_value.fields)
     elif kind == "list_value":
-        left = _fewer(left, len(value.list_value.values))
         for item in value.list_value.values:
-            left = _check_value(key, item, left)
-    return left
-
-
-def _fewer(left: int, count: int) -> int:
-    if count > left:
-        raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_HYPERPARAMETERS} hyperparameters")
-    return left - count
+            yield key, item
+            yield from _values_within(key, item)
 
 
 def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
@@ -200,72 +172,39 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
 # ---- the small fields of a worker's messages ---------------------------------------------------------
 
 
+# Names of texts and of times in seconds that are checked, by kind of message.
+_TEXTS = {
+    "join": ("run", "host", "device", "program_version", "process"),
+    "model": ("answer_codec",),
+    "begin": ("codec",),
+    "contribution": ("codec",),
+    "beat": ("run", "process"),
+}
+_TIMES = {"contribution": ("compute_s", "transfer_s"), "finish": ("transfer_s",)}
+
+
 def check_header(kind: str, header: Any) -> None:
     """Raises a BAD_REQUEST refusal for texts nobody would write and times that cannot be. Models, optimizers and
     hyperparameters are checked where they are read."""
-    check = _CHECKS.get(kind)
-    if check is not None:
-        check(header)
-
-
-def _check_join(join: pb.Join) -> None:
-    if not -1 <= join.rank < _MAX_RANK:
-        raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {join.rank}: -1 to {_MAX_RANK - 1} are possible")
-    for field in ("run", "host", "device", "program_version", "process"):
-        _check_text(f"Join.{field}", getattr(join, field))
-
-
-def _check_contribution(contribution: pb.Contribution) -> None:
-    _check_codec(contribution)
-    _check_seconds("compute_s", contribution.compute_s)
-    _check_seconds("transfer_s", contribution.transfer_s)
-
-
-def _check_codec(announcement: Any) -> None:
-    _check_text("a codec's name", announcement.codec)
-
-
-def _check_leave(leave: pb.Leave) -> None:
-    if len(leave.metrics) > _MAX_METRICS:
-        raise refusal(Reason.BAD_REQUEST, f"{len(leave.metrics)} metrics; at most {_MAX_METRICS} are possible")
-    for name in leave.metrics:
-        _check_text("a metric's name", name)
-
-
-def check_beat(beat: pb.Beat) -> None:
-    """Raises a BAD_REQUEST refusal."""
-    _check_text("Beat.run", beat.run)
-    _check_text("Beat.process", beat.process)
-
-
-def _check_seconds(field: str, value: float) -> None:
-    if not 0 <= value <= _MAX_SECONDS:
-        raise refusal(Reason.BAD_REQUEST, f"{field} is {value}; it is 0 to {_MAX_SECONDS:g}")
-
-
-_CHECKS: dict[str, Callable[[Any], None]] = {
-    "join": _check_join,
-    "model": lambda model: _check_text("a codec's name", model.answer_codec),
-    "begin": _check_codec,
-    "contribution": _check_contribution,
-    "finish": lambda finish: _check_seconds("transfer_s", finish.transfer_s),
-    "leave": _check_leave,
-}
+    for field in _TEXTS.get(kind, ()):
+        _check_text(f"{kind.title()}.{field}", getattr(header, field))
+    for field in _TIMES.get(kind, ()):
+        if not 0 <= (value := getattr(header, field)) <= _MAX_SECONDS:
+            raise refusal(Reason.BAD_REQUEST, f"{field} is {value}; it is 0 to {_MAX_SECONDS:g}")
+    if kind == "join" and not -1 <= header.rank < _MAX_RANK:
+        raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {header.rank}: -1 to {_MAX_RANK - 1} are possible")
+    if kind == "leave":
+        if len(header.metrics) > _MAX_METRICS:
+            raise refusal(Reason.BAD_REQUEST, f"{len(header.metrics)} metrics; at most {_MAX_METRICS} are possible")
+        for name in header.metrics:
+            _check_text("a metric's name", name)
 
 
 # ---- shared memory ------------------------------------------------------------------------------
 
 
 def segment_to_proto(address: SegmentAddress | None) -> pb.Segment | None:
-    if address is None:
-        return None
-    return pb.Segment(
-        host=address.host,
-        pid=address.pid,
-        descriptor=address.descriptor,
-        label=address.label,
-        num_bytes=address.num_bytes,
-    )
+    return pb.Segment(**dataclasses.asdict(address)) if address is not None else None
 
 
 def segment_from_proto(message: pb.Segment) -> SegmentAddress:
@@ -282,7 +221,7 @@ def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tu
     metadata = (("ps-reason", reason.value), ("ps-fix", fix[:_MAX_TEXT]))
     # The status message travels percent-encoded: up to three bytes for each of UTF-8.
     details = error.message.encode()[: _MAX_TEXT if error.message.isascii() else _MAX_TEXT // 2]
-    return STATUS_OF_REASON[reason], details.decode(errors="ignore"), metadata
+    return grpc.StatusCode[reason.status], details.decode(errors="ignore"), metadata
 
 
 def refusal_from_status(error: grpc.RpcError) -> ParamServerError | None:
@@ -291,8 +230,7 @@ def refusal_from_status(error: grpc.RpcError) -> ParamServerError | None:
     text = metadata.get("ps-reason")
     if text is None:
         return None
-    try:
-        reason = Reason(text)
-    except ValueError:
+    reason = Reason.__members__.get(text)
+    if reason is None:
         return UnreachableError(f"the server refused with the unknown reason {text}: {error.details()}")
     return refusal(reason, error.details() or text, fix=metadata.get("ps-fix", ""))

@@ -14,7 +14,7 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import body_frames, frame
-from ...common.wire.protocol import check_beat, layout_to_proto, refusal_to_status
+from ...common.wire.protocol import check_header, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
@@ -43,7 +43,7 @@ class Queries:
         process, engine = "", self._engine
         try:
             async for beat in beats:
-                check_beat(beat)
+                check_header("beat", beat)
                 if not process and beat.process:
                     process = beat.process
                     engine.offer(events.HeartBegan(process))
