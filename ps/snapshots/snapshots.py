@@ -67,7 +67,7 @@ class Snapshots:
         `saved` are fields of the manifest: run, server_incarnation, policy, steps, num_joins, training.
         """
         into, self._captured = self._captured, None
-        copied = self._tensors.begin(partial(capture, self._model.store, into))
+        copied = self._tensors.run(partial(capture, self._model.store, into))
         self._writing = asyncio.create_task(self._store(saved, copied, done))
 
     async def _store(

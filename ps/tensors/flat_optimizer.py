@@ -24,6 +24,7 @@ from ...common.tensors.optimizers import (
     current_hyperparameters,
     plain_step,
 )
+from .windows import Window
 
 
 @dataclass
@@ -57,11 +58,9 @@ class _Flat:
 
 
 class FlatOptimizer:
-    """Steps the parameters of `weights`, uint8 [layout.total_bytes], in windows of bytes [start, end)."""
+    """Steps the parameters of `weights`, uint8 [layout.total_bytes], in windows."""
 
-    def __init__(
-        self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[tuple[int, int]]
-    ) -> None:
+    def __init__(self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window]) -> None:
         self._layout = layout
         self._windows: list[list[list[_Flat]]] = [[] for _ in windows]  # of each window, those of each group
         groups = []
@@ -70,11 +69,11 @@ class FlatOptimizer:
             runs = joined(
                 sorted((entries[name] for name in group.tensors), key=lambda entry: (entry.offset, entry.end))
             )
-            for (start, end), window in zip(windows, self._windows, strict=True):
+            for (start, end, _), flats in zip(windows, self._windows, strict=True):
                 parts = [part for run in runs if (part := run.within(start, end)) is not None]
-                window.append([_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts])
-            flats = [flat.parameter for window in self._windows for flat in window[-1]]
-            groups.append({"params": flats, **group.hyperparameters})
+                flats.append([_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts])
+            members = [flat.parameter for flats in self._windows for flat in flats[-1]]
+            groups.append({"params": members, **group.hyperparameters})
         self.torch = build_optimizer(spec.name, groups)
         self._step = plain_step(type(self.torch))
 
@@ -85,14 +84,13 @@ class FlatOptimizer:
     @contextmanager
     def lr_times(self, scale: float) -> Iterator[None]:
         """Steps taken inside are with every group's learning rate times `scale`, 0 or more."""
-        rates = [group["lr"] for group in self.torch.param_groups]
-        for group, rate in zip(self.torch.param_groups, rates, strict=True):
+        groups = self.torch.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * scale
-        try:
-            yield
-        finally:
-            for group, rate in zip(self.torch.param_groups, rates, strict=True):
-                group["lr"] = rate
+        yield
+        for group, rate in zip(groups, rates, strict=True):  # a failed step leaves no state to go on with
+            group["lr"] = rate
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in other memory from now on, which must hold the same weights."""

@@ -46,7 +46,7 @@ class Model:
         self.optimizer: OptimizerSpec | None = None  # over the share
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
-        self._small_body: tuple[int, bytes] = (-1, b"")
+        self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
 
     @property
     def layout(self) -> Layout | None:
@@ -57,11 +57,22 @@ class Model:
 
     def check(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
         """Refuse what is not the run's model and optimizer; while there are none, what could not be."""
-        if self.whole is not None:
-            self._check_same(rank, layout, optimizer)
+        if self.whole is None or self.whole_optimizer is None:
+            self.check_optimizer(optimizer)
+            self._check_size(self.share_of(layout))
             return
-        self.check_optimizer(optimizer)
-        self._check_size(self.share_of(layout))
+        if layout.fingerprint != self.whole.fingerprint:
+            fix = "give every worker the same task, task arguments and code"
+            if self.source:
+                fix += f"; the run's come from {self.source}, --resume never begins anew"
+            lines = "; ".join(self.whole.differences(layout))
+            raise refusal(Reason.MODEL_MISMATCH, f"the model of rank {rank} differs from the run's: {lines}", fix=fix)
+        if differences := self.whole_optimizer.differences(optimizer):
+            raise refusal(
+                Reason.OPTIMIZER_MISMATCH,
+                f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}",
+                fix="the first worker's optimizer is the run's: give every worker the same one",
+            )
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
@@ -99,24 +110,6 @@ class Model:
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
 
-    def _check_same(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
-        assert self.whole is not None and self.whole_optimizer is not None
-        if layout.fingerprint != self.whole.fingerprint:
-            lines = "; ".join(self.whole.differences(layout))
-            raise refusal(
-                Reason.MODEL_MISMATCH,
-                f"the model of rank {rank} differs from the run's: {lines}",
-                fix="give every worker the same task, task arguments and code"
-                + (f"; the run's come from {self.source}, --resume never begins anew" if self.source else ""),
-            )
-        differences = self.whole_optimizer.differences(optimizer)
-        if differences:
-            raise refusal(
-                Reason.OPTIMIZER_MISMATCH,
-                f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}",
-                fix="the first worker's optimizer is the run's: give every worker the same one",
-            )
-
     def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
         assert self.optimizer is not None
@@ -133,15 +126,15 @@ class Model:
     def new_memory(self) -> Segment:
         """Memory for one version of the weights; shared where workers of this host may read it."""
         assert self.layout is not None
+        num_bytes, frozen = self.layout.total_bytes, slice(self.layout.exchange_bytes, None)
         memory = None
         if self._config.server.shared_memory and self.layout.exchange_bytes > INLINE_BYTES:
             try:
-                memory = new_segment(self.layout.total_bytes)
+                memory = new_segment(num_bytes)
             except SegmentError as error:
                 log.warning("not_shared", reason=str(error))
-        memory = memory or private_segment(self.layout.total_bytes)
+        memory = memory or private_segment(num_bytes)
         if self.has_weights:
-            frozen = slice(self.layout.exchange_bytes, None)
             memory.body[frozen].copy_(self.store.weights[frozen])
         return memory
 
@@ -149,8 +142,8 @@ class Model:
         """Refuse initial weights with NaN or Inf, in buffers too: they could not be averaged."""
         assert self.layout is not None
         for spec, tensor in self.layout.views(weights.body):
-            is_exchanged = spec.kind is not Kind.FROZEN
-            if is_exchanged and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            is_float = spec.kind is not Kind.FROZEN and tensor.is_floating_point()
+            if is_float and not bool(torch.isfinite(tensor).all()):
                 raise refusal(
                     Reason.BAD_REQUEST,
                     f"the initial weights of rank {rank} hold NaN or Inf in '{spec.name}'",
@@ -159,19 +152,17 @@ class Model:
 
     def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
         """The initial weights have come, uint8 [total_bytes], or `restore` brings them with all the rest."""
-        assert self.layout is not None and self.optimizer is not None
-        optimizer = self.optimizer if self._has_optimizer else None
-        options, server = self._config.store, self._config.server
-        policy = self._config.policy
+        assert self.layout is not None
+        store, server, policy = self._config.store, self._config.server, self._config.policy
         self.store = Store(
             self.layout,
             weights.body,
-            optimizer,
-            buffers=options.buffers,
-            polyak=options.polyak,
+            self.optimizer if self._has_optimizer else None,
+            buffers=store.buffers,
+            polyak=store.polyak,
             aggregation=AGGREGATIONS.load(policy.aggregation),
             trim=policy.trim,
-            limits=Limits(options.on_nonfinite, options.max_norm, options.on_large),
+            limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
             is_part=server.shards > 1,
         )
         restore(self.store)
@@ -184,23 +175,19 @@ class Model:
 
     def small_body(self) -> bytes:
         """The bytes of weights so small that all tensor work runs inline: of the newest version."""
-        assert self.layout is not None
         version, body = self._small_body
         if version != self.store.version:
-            body = bytes(as_bytes(self.store.weights)[: self.layout.exchange_bytes])
+            body = bytes(as_bytes(self.store.weights)[: self.store.layout.exchange_bytes])
             self._small_body = (self.store.version, body)
         return body
 
     def frozen_bytes(self) -> memoryview:
         """The part of a body of weights that never changes."""
-        assert self.layout is not None
-        return as_bytes(self.store.weights)[self.layout.exchange_bytes :]
+        return as_bytes(self.store.weights)[self.store.layout.exchange_bytes :]
 
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         """Version and a copy of the weights, uint8 [total_bytes], or of their Polyak average. On the tensor thread."""
-        store = self.store
-        body = store.averaged if averaged and store.averaged is not None else store.weights
-        return store.version, body.clone()
+        return self.store.version, self.store.body(averaged).clone()
 
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:

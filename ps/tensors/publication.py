@@ -32,9 +32,9 @@ class Publication:
         self.num_bytes = num_bytes
         self.ready = 0
         self._notify = notify
+        self.owns_segment = True
         self.num_users = 0  # workers it is on its way to
         self.num_readers = 0  # of the segment: workers of this host, and the encoder
-        self.owns_segment = True
         self._frames: list[bytes] = []
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None

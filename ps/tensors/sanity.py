@@ -32,60 +32,47 @@ class Findings:
 
 
 class Sanity:
-    """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights."""
+    """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights.
+    `is_part`: of a gradient whose norm no shard sees, about which `judge_whole` decides."""
 
     def __init__(
         self, limits: Limits, windows: list[Window], views: Views, is_gradient: bool, is_part: bool = False
     ) -> None:
         self.limits = limits
-        self._is_part = is_part  # of a gradient whose norm no shard sees: `judge_whole` decides about that
+        self._is_part = is_part
         self._windows = windows
         self._views = views
         self._is_gradient = is_gradient
 
     # ---- measuring ------------------------------------------------------------------------
 
-    def is_finite(self, body: torch.Tensor, windows: slice = slice(None)) -> bool:
-        """True when no float of a contribution, or of some of its windows, is NaN or Inf."""
-        view = self._views.of
-        for window in self._windows[windows]:
-            for piece in window.pieces:
-                # A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that
-                # overflows by itself needs the slow look.
-                if piece.is_float:
-                    values = view(piece, body)
-                    if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
-                        return False
-        return True
-
     def look(self, body: torch.Tensor, windows: slice, findings: Findings) -> None:
         """Add what some windows of a body hold. After the first NaN or Inf nothing else is looked at."""
-        if not findings.is_finite:
-            return
-        if self.limits.max_norm is None:
-            findings.is_finite = self.is_finite(body, windows)
-            return
         for index in range(*windows.indices(len(self._windows))):
-            norm = self._norm(body, self._windows[index])
+            norm = self._norm(body, self._windows[index]) if findings.is_finite else None
             if norm is None:
                 findings.is_finite = False
                 return
             findings.norms[index] = norm
 
     def _norm(self, body: torch.Tensor, window: Window) -> float | None:
-        """Of the window's parameters; None when one of its floats is NaN or Inf. One pass."""
+        """Of the window's parameters, 0 where norms play no part; None when one of its floats is NaN or Inf. One pass.
+
+        A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows by itself
+        needs the slow look.
+        """
         norms = []
         for piece in window.pieces:
             if not piece.is_float:
                 continue
             values = self._views.of(piece, body)
-            is_parameter = piece.kind is Kind.PARAMETER
-            norm = _norm(values) if is_parameter else values.sum().item()
+            is_measured = self.limits.max_norm is not None and piece.kind is Kind.PARAMETER
+            norm = _norm(values) if is_measured else values.sum().item()
             if not math.isfinite(norm):
                 if not bool(torch.isfinite(values).all()):
                     return None
-                norm = _large_norm(values) if is_parameter else 0.0
-            if is_parameter:
+                norm = _large_norm(values) if is_measured else 0.0
+            if is_measured:
                 norms.append(norm)
         return math.hypot(*norms)
 
@@ -93,8 +80,6 @@ class Sanity:
 
     def examine(self, body: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """`look` at the whole of a body, and `judge` it."""
-        if self.limits.max_norm is None and self.is_finite(body):
-            return SOUND
         findings = Findings()
         self.look(body, slice(None), findings)
         return self.judge(body, findings, weights)
@@ -105,6 +90,8 @@ class Sanity:
         `weights`, uint8 [>= exchange_bytes], are the server's: what stands in for a statistic or a weight
         that is not finite, where 0 would be a value like any other.
         """
+        if findings.is_finite and self.limits.max_norm is None:
+            return SOUND
         limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
         action, what, limit = decide(limits, findings.is_finite, findings.norm)
         wrong, is_clipped = what, False

@@ -32,17 +32,27 @@ class StagingPool:
         self._bytes: dict[int, memoryview] = {}  # by id, of the bodies of this pool, which it keeps for ever
         self._waiters: list[tuple[Callable[[], int], asyncio.Future[Body]]] = []
 
-    def try_borrow(self, position: Callable[[], int]) -> Body | None:
-        """A body if one can be had at once."""
-        if self.num_lent < self.limit and position() < self.limit:
-            return self._lend()
-        return None
+    @property
+    def num_waiting(self) -> int:
+        """Uploads that wait for a body."""
+        return len(self._waiters)
 
     def make_room(self, num_workers: int) -> None:
         """With several shards: each worker may have an upload here. Two shards that hold some workers' each, and wait
         for those the other one holds, would wait for ever."""
         self.limit = max(self.limit, num_workers)
         self.look_again()
+
+    def try_borrow(self, position: Callable[[], int]) -> Body | None:
+        """A body if one can be had at once."""
+        if self.num_lent >= self.limit or position() >= self.limit:
+            return None
+        self.num_lent += 1
+        if not self._free:
+            body = new_body(self.num_bytes)
+            self._bytes[id(body)] = as_bytes(body)
+            return body
+        return self._free.pop()
 
     async def borrow(self, position: Callable[[], int]) -> Body:
         """A body, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
@@ -60,10 +70,16 @@ class StagingPool:
         finally:
             self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
 
-    @property
-    def num_waiting(self) -> int:
-        """Uploads that wait for a body."""
-        return len(self._waiters)
+    def look_again(self) -> None:
+        """Serve waiters whose position has become low enough; call when positions change."""
+        if not self._waiters:
+            return
+        waiting = [waiter for waiter in self._waiters if not waiter[1].done()]
+        for position, future in sorted(waiting, key=lambda waiter: waiter[0]()):
+            body = self.try_borrow(position)
+            if body is None:
+                return
+            future.set_result(body)
 
     def bytes_of(self, body: Body) -> memoryview:
         """The memory of a lent body."""
@@ -74,35 +90,15 @@ class StagingPool:
 
     def give_back(self, body: Body) -> None:
         """Return a body. One that is not of this pool, a worker's own segment, is nothing to the pool."""
-        if id(body) in self._bytes:
-            self.num_lent -= 1
-            self._free.append(body)
-            self.look_again()
+        self.reclaim([body])
+        self.donate(body)
 
     def donate(self, body: Body) -> None:
         """A lent body leaves the pool for a while: it has become the mean of a round."""
-        if id(body) in self._bytes:
+        if self.is_own(body):
             self.num_lent -= 1
             self.look_again()
 
     def reclaim(self, bodies: list[Body]) -> None:
         """Donated bodies return."""
-        self._free += [body for body in bodies if id(body) in self._bytes]
-
-    def look_again(self) -> None:
-        """Serve waiters whose position has become low enough; call when positions change."""
-        if not self._waiters:
-            return
-        waiting = sorted((waiter for waiter in self._waiters if not waiter[1].done()), key=lambda waiter: waiter[0]())
-        for position, future in waiting:
-            if self.num_lent >= self.limit or position() >= self.limit:
-                return
-            future.set_result(self._lend())
-
-    def _lend(self) -> Body:
-        self.num_lent += 1
-        if not self._free:
-            body = new_body(self.num_bytes)
-            self._bytes[id(body)] = as_bytes(body)
-            return body
-        return self._free.pop()
+        self._free += filter(self.is_own, bodies)

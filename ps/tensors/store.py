@@ -61,8 +61,7 @@ class Store:
         self.averaged = weights.clone() if polyak is not None else None
         self.optimizer: FlatOptimizer | None = None
         if optimizer is not None:
-            borders = [(window.start, window.end) for window in self.windows]
-            self.optimizer = FlatOptimizer(optimizer, layout, weights, borders)
+            self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows)
 
     # ---- contributions ------------------------------------------------------------------
 
@@ -138,21 +137,21 @@ class Store:
 
     # ---- reading --------------------------------------------------------------------------
 
+    def body(self, averaged: bool = False) -> torch.Tensor:
+        """The weights, or their Polyak average if one is kept; uint8 [layout.total_bytes]."""
+        return self.averaged if averaged and self.averaged is not None else self.weights
+
     def tensors(self, averaged: bool = False) -> dict[str, torch.Tensor]:
-        """The weights by name, aliases included, as `model.load_state_dict` takes them; copies."""
-        body = self.averaged if averaged and self.averaged is not None else self.weights
-        found: dict[str, torch.Tensor] = {}
-        for spec, tensor in self.layout.views(body):
-            for name in (spec.name, *spec.aliases):
-                found[name] = tensor.clone()
-        return found
+        """The same by name, aliases included, as `model.load_state_dict` takes them; copies."""
+        views = self.layout.views(self.body(averaged))
+        return {name: tensor.clone() for spec, tensor in views for name in (spec.name, *spec.aliases)}
 
     @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes held: weights, mean, optimizer state, Polyak average."""
         return {
             "weights": self.weights.numel(),
-            "mean": self.aggregator.num_bytes,
+            "mean": sum(body.numel() for body in self.aggregator.bodies),
             "optimizer": self.optimizer.num_state_bytes if self.optimizer is not None else 0,
             "averaged": self.averaged.numel() if self.averaged is not None else 0,
         }

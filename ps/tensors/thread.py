@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -64,41 +64,33 @@ class TensorThread:
 
         With `failed` an error is told there and ends nothing; TensorsBroken when the work was not run at all.
         """
+        self._num_pending += 1
         if self._executor is None:
             self._finish(self._carry_out(work, failed is None), done, failed)
             return
-        loop = asyncio.get_running_loop()
-        self._num_pending += 1
         future = self._executor.submit(self._carry_out, work, failed is None)
-        future.add_done_callback(lambda f: loop.call_soon_threadsafe(self._finish_pending, f.result(), done, failed))
+        future.add_done_callback(lambda f: self._loop.call_soon_threadsafe(self._finish, f.result(), done, failed))
 
-    def _carry_out(self, work: Callable[[], Result], changes_weights: bool) -> Result | _Failure:
+    def _carry_out(self, work: Callable[[], Result], changes_weights: bool) -> tuple[Result | None, Exception | None]:
         """On the thread: at the moment of a failure, nothing later may run."""
         if self.is_broken:
-            return _Failure(TensorsBroken())
+            return None, TensorsBroken()
         try:
-            return work()
+            return work(), None
         except Exception as error:
             self.is_broken = changes_weights
-            return _Failure(error)
+            return None, error
 
-    def _finish_pending(self, outcome: Result | _Failure, done: Any, failed: Any) -> None:
+    def _finish(self, outcome: tuple[Any, Exception | None], done: Any, failed: Any) -> None:
         self._num_pending -= 1
-        self._finish(outcome, done, failed)
-
-    def _finish(
-        self,
-        outcome: Result | _Failure,
-        done: Callable[[Result], Any] | None,
-        failed: Callable[[Exception], Any] | None,
-    ) -> None:
-        if not isinstance(outcome, _Failure):
+        result, error = outcome
+        if error is None:
             if done is not None:
-                done(outcome)
+                done(result)
         elif failed is not None:
-            failed(outcome.error)
-        elif not isinstance(outcome.error, TensorsBroken):
-            self._on_error(outcome.error)
+            failed(error)
+        elif not isinstance(error, TensorsBroken):
+            self._on_error(error)
 
     def then(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on the loop after all work given before, whatever came of it."""
@@ -114,7 +106,7 @@ class TensorThread:
         else:
             self._loop.call_soon_threadsafe(callback)
 
-    def begin(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+    def run(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """The result of `work`, run after all earlier work; what it raises is the awaiter's, and ends nothing."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self.submit(
@@ -124,16 +116,6 @@ class TensorThread:
         )
         return done
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """The same, awaited."""
-        return work() if self._executor is None and not self.is_broken else await self.begin(work)
-
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
-
-
-class _Failure(NamedTuple):
-    """In place of a result."""
-
-    error: Exception

@@ -44,29 +44,27 @@ class Upload:
         memory: CodecMemory,
         in_segment: bool = False,
     ) -> None:
-        self.in_segment = in_segment
-        self._give_back = give_back
-        self._is_open = True
         self.codec = codec
-        self._memory = memory
+        self.in_segment = in_segment
         self._store = store
         self._tensors = tensors
         self._body = body
-        layout = store.layout
-        self.num_bytes = body_bytes(codec, store.layout)
-        self._encoded = None if codec.is_identity else new_body(self.num_bytes)
+        self._give_back = give_back
+        self._memory = memory
+        self._is_open = True
+        self._num_bytes = body_bytes(codec, store.layout)
+        self._encoded = None if codec.is_identity else new_body(self._num_bytes)
         self._target = as_bytes(body if self._encoded is None else self._encoded)
-        self._num_parts = -(-layout.exchange_bytes // _PART_BYTES)
         self.restart()
 
     def restart(self) -> None:
         """Forget what has come."""
         self._findings = Findings()  # what is still being looked through adds to the old ones
         self._error: Exception | None = None  # of looking through a part
-        self._reader = BodyReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
-        self._left = [_PART_BYTES] * self._num_parts
-        if self._num_parts:
-            self._left[-1] = self._store.layout.exchange_bytes - (self._num_parts - 1) * _PART_BYTES
+        self._reader = BodyReader(self._num_bytes, self._write, self._arrived if self.in_segment else None)
+        # Of each part, how many bytes have not come.
+        num_bytes = self._store.layout.exchange_bytes
+        self._left = [min(_PART_BYTES, num_bytes - start) for start in range(0, num_bytes, _PART_BYTES)]
 
     def feed(self, piece: Frame) -> None:
         """Take what came with a message. Raises a BAD_REQUEST refusal for a piece that cannot be."""
@@ -98,19 +96,6 @@ class Upload:
     def _look_failed(self, error: Exception) -> None:
         self._error = error
 
-    def take(self) -> torch.Tensor:
-        """The body; whoever takes it gives it back."""
-        self._is_open = False
-        self._reader.forget()
-        return self._body
-
-    def close(self) -> None:
-        """Give the body back unless it was taken. What is still being looked through is not yet lent again."""
-        if self._is_open:
-            self._is_open = False
-            self._reader.forget()
-            self._tensors.then(lambda: self._give_back(self._body))
-
     async def judge(self) -> Judgement:
         """What becomes of the whole body; one that is clipped is changed. Decodes it first, and refuses BAD_REQUEST
         what the codec cannot decode."""
@@ -124,6 +109,18 @@ class Upload:
         if self._encoded is not None:
             return decode(store, self._memory, self.codec, self._encoded, self._body)
         return store.sanity.judge(self._body, self._findings, store.weights)
+
+    def take(self) -> torch.Tensor:
+        """The body; whoever takes it gives it back."""
+        self._is_open = False
+        self._reader.forget()
+        return self._body
+
+    def close(self) -> None:
+        """Give the body back unless it was taken. What is still being looked through is not yet lent again."""
+        if self._is_open:
+            body = self.take()
+            self._tensors.then(partial(self._give_back, body))
 
 
 def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:

@@ -4,14 +4,13 @@
     complete(window), for every window; close()                 at the commit
 
 The first body of a round becomes the result, without a copy. A file in this folder is an aggregation,
-named by its `ENTRY`; it says what to do with a body (`_add`) and how a window of the result is made
-(`complete`). All of it runs on the tensor thread.
+named by its `ENTRY`; it says what to do with a body after the first (`_add`: keep it until the commit) and how a window
+of the result is made (`complete`: as a weighted mean). All of it runs on the tensor thread.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ from ....common.tensors.layout import FlatRun, Kind, Views
 from ..windows import Window
 
 Buffers = Literal["average", "lowest_rank", "keep"]
-
-_NO_RANK = sys.maxsize
 
 
 class Part(NamedTuple):
@@ -33,7 +30,7 @@ class Part(NamedTuple):
     is_lowest: bool
 
 
-class Aggregator(ABC):
+class Aggregator:
     """Makes one body, uint8 [exchange_bytes], of those folded in a round.
 
     `trim` is policy.trim, for those that read it. `result` is None while nothing is folded; its bytes in a
@@ -50,7 +47,7 @@ class Aggregator(ABC):
     def _reset(self) -> None:
         self.result: torch.Tensor | None = None
         self.num_folded = 0
-        self.lowest_rank = _NO_RANK
+        self.lowest_rank = sys.maxsize
         self._weight = 0.0
         self._parts: list[Part] = []
 
@@ -58,12 +55,6 @@ class Aggregator(ABC):
     def fewest(self) -> int:
         """Contributions of a round with fewer of which it withstands less than it says."""
         return 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the bodies held."""
-        bodies = [] if self.result is None else [self.result, *(part.body for part in self._parts)]
-        return sum(body.numel() for body in bodies)
 
     def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
         """Take a contribution; returns bodies that may be reused at once.
@@ -78,18 +69,25 @@ class Aggregator(ABC):
             return []
         return self._add(Part(body, weight / self._weight, is_lowest), may_keep)
 
-    @abstractmethod
     def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
         """Take in one more body after the first; returns bodies that may be reused at once."""
+        self._parts.append(part)
+        return []
 
-    @abstractmethod
     def complete(self, window: Window) -> None:
         """Make the window's bytes of `result` what the round comes to."""
+        for part in self._parts:
+            for piece in window.pieces:
+                self._blend(piece, part)
+
+    @property
+    def bodies(self) -> list[torch.Tensor]:
+        """All that are held, the result first."""
+        return [] if self.result is None else [self.result, *(part.body for part in self._parts)]
 
     def close(self) -> list[torch.Tensor]:
         """End the round; returns bodies that may be reused, the result's first."""
-        assert self.result is not None
-        bodies = [self.result, *(part.body for part in self._parts)]
+        bodies = self.bodies
         self._reset()
         return bodies
 

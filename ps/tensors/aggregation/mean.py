@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..windows import Window
 from .base import Aggregator, Part
 
 
@@ -18,18 +17,12 @@ class Mean(Aggregator):
         return reusable if may_keep else reusable + self._take_in()
 
     def _take_in(self) -> list[torch.Tensor]:
-        if not self._parts:
-            return []
-        for window in self._windows:
-            self.complete(window)
         reusable = [part.body for part in self._parts]
-        self._parts.clear()
+        if reusable:
+            for window in self._windows:
+                self.complete(window)
+            self._parts.clear()
         return reusable
-
-    def complete(self, window: Window) -> None:
-        for part in self._parts:
-            for piece in window.pieces:
-                self._blend(piece, part)
 
 
 ENTRY = Mean

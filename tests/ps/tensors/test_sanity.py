@@ -273,7 +273,7 @@ def test_what_is_not_clipped_is_not_touched(action: Any, wrong: str) -> None:
 def test_without_a_cap_no_norm_is_computed() -> None:
     findings = measured(store_of(Limits()), body_of(1))
     assert findings.is_finite
-    assert findings.norms == {}
+    assert findings.norm == 0.0
 
 
 # ---- a commit of nothing ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Store
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -33,6 +34,12 @@ SPECS = [
 ]
 LAYOUT = Layout(SPECS)
 SGD = OptimizerSpec("SGD", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.5}),))
+
+
+def is_finite(store: Store, body: torch.Tensor, windows: slice = slice(None)) -> bool:
+    findings = Findings()
+    store.sanity.look(body, windows, findings)
+    return findings.is_finite
 
 
 def random_values(seed: int, layout: Layout = LAYOUT) -> Values:
@@ -316,14 +323,14 @@ def test_without_polyak_the_averaged_tensors_are_the_weights() -> None:
 @pytest.mark.parametrize("name", ["conv", "scale", "wide", "bias", "mean", "var"])
 def test_one_bad_value_anywhere_is_seen(name: str, bad: float) -> None:
     store, values = store_of(random_values(0)), random_values(1)
-    assert store.sanity.is_finite(body_of(values))
+    assert is_finite(store, body_of(values))
     flat = values[name].reshape(-1)
     for at in {0, flat.numel() // 2, flat.numel() - 1}:
         spoiled = dict(values)
         changed = flat.clone()
         changed[at] = bad
         spoiled[name] = changed.view(values[name].shape)
-        assert not store.sanity.is_finite(body_of(spoiled))
+        assert not is_finite(store, body_of(spoiled))
 
 
 def test_integers_and_gaps_are_always_finite() -> None:
@@ -332,7 +339,7 @@ def test_integers_and_gaps_are_always_finite() -> None:
     values["count"] = torch.tensor(-1)
     body = body_of(values)
     assert (body == 0xFF).sum() > 8, "the gaps hold NaN patterns"
-    assert store.sanity.is_finite(body)
+    assert is_finite(store, body)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
@@ -340,18 +347,18 @@ def test_a_sum_that_overflows_is_not_a_bad_value(dtype: str) -> None:
     layout = Layout([TensorSpec("w", P, dtype, (64,))])
     store = store_of({"w": torch.zeros(64)}, None, layout)
     largest = torch.finfo(DTYPES[dtype]).max
-    assert store.sanity.is_finite(body_of({"w": torch.full((64,), largest, dtype=torch.float64)}, layout))
+    assert is_finite(store, body_of({"w": torch.full((64,), largest, dtype=torch.float64)}, layout))
     mixed = torch.full((64,), largest, dtype=torch.float64)
     mixed[1::2] *= -1
-    assert store.sanity.is_finite(body_of({"w": mixed}, layout))
+    assert is_finite(store, body_of({"w": mixed}, layout))
     mixed[63] = math.inf
     mixed[62] = -math.inf
-    assert not store.sanity.is_finite(body_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
+    assert not is_finite(store, body_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
 
 
 def test_an_empty_model_is_finite() -> None:
     layout = Layout([TensorSpec("w", P, "float32", (0,))])
-    assert store_of({}, None, layout).sanity.is_finite(new_body(layout.exchange_bytes))
+    assert is_finite(store_of({}, None, layout), new_body(layout.exchange_bytes))
 
 
 # ---- memory ----------------------------------------------------------------------------------------
