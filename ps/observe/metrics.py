@@ -18,7 +18,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
@@ -62,7 +62,17 @@ _FRESH_S = 0.2  # what was read is said again within this time
 disable_created_metrics()  # a second series beside every counter, for what process_start_time_seconds says
 
 
-class MetricsSink(Sink):
+# Counters of each rank: name, what it is, and which of `_sums`.
+_OF_EACH_RANK = (
+    ("worker_steps", "Contributions that count", "steps"),
+    ("worker_samples", "Samples they were computed from", "samples"),
+    ("received_bytes", "From this worker over the network", "num_sent"),
+    ("sent_bytes", "To this worker over the network", "num_received"),
+)
+_ACTIVITIES = ("compute", "transfer", "wait")
+
+
+class MetricsSink(Sink, Collector):
     """Counts, and answers on `address` (HOST:PORT) once the run stands where it begins."""
 
     name = "metrics"
@@ -70,7 +80,7 @@ class MetricsSink(Sink):
     def __init__(self, address: str) -> None:
         self._address = address
         self.server: _HttpServer | None = None  # while it listens
-        self.snapshot_at: float | None = None  # Unix time of the newest snapshot, or of the start
+        self._snapshot_at: float | None = None  # Unix time of the newest snapshot, or of the start
         self.registry = to = CollectorRegistry()  # read on the event loop only
         self._joins = _counter(to, "joins", "Workers let in: at first, again, or resumed", kind=JOINS)
         self._departures = _counter(to, "departures", "Workers gone, and how", how=DEPARTURES)
@@ -87,11 +97,13 @@ class MetricsSink(Sink):
 
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had."""
+        self._engine = engine
+        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}
         if engine.config.checkpoint.dir is not None:
-            self.snapshot_at = time.time()
+            self._snapshot_at = time.time()
             with suppress(OSError):
-                self.snapshot_at = os.stat(engine.model.source).st_mtime
-        self.registry.register(RunCollector(engine, self))
+                self._snapshot_at = os.stat(engine.model.source).st_mtime
+        self.registry.register(self)
         shown = CollectorRegistry()
         shown.register(_OnLoop(self.registry, asyncio.get_running_loop()))
         ProcessCollector(registry=shown)
@@ -114,90 +126,78 @@ class MetricsSink(Sink):
             case WorkerLeft():
                 self._departures.labels(fact.how).inc()
             case SnapshotTaken():
-                self.snapshot_at = time.time()
+                self._snapshot_at = time.time()
 
     def close(self) -> None:
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
 
-
-class RunCollector(Collector):
-    """The run as it is at the moment of the scrape."""
-
-    def __init__(self, engine: Engine, sink: MetricsSink) -> None:
-        self._engine = engine
-        self._sink = sink
-        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}
+    # ---- the run as it is at the moment of the scrape ----------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._progress()
-        yield from self._members()
-        yield from self._memory()
-        yield from self._of_each_rank()
-
-    def _progress(self) -> Iterator[Metric]:
-        engine, run = self._engine, self._engine.run
-        server = engine.config.server
-        facts = {
-            "run": run.name, "mode": engine.config.run.mode, "program_version": PROGRAM_VERSION,
-            "shard": str(server.shard), "shards": str(server.shards),
+        engine = self._engine
+        about = {
+            "run": engine.run.name, "mode": engine.config.run.mode, "program_version": PROGRAM_VERSION,
+            "shard": str(engine.config.server.shard), "shards": str(engine.config.server.shards),
         }  # fmt: skip
-        info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(facts))
-        info.add_metric(list(facts.values()), 1)
+        info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(about))
+        info.add_metric(list(about.values()), 1)
         yield info
-        yield _gauge("version", "Version of the weights: updates since the run began", run.policy.version)
-        yield _gauge("durable_version", "Version of the newest snapshot; 0 without one", engine.durable_version)
-        if (at := self._sink.snapshot_at) is not None:
-            yield _gauge(
-                "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
-            )
-        yield _gauge("incarnation", "Starts of the server in this run; 1 at first", run.incarnation)
-        yield _gauge("step", "Training steps behind the slowest worker", run.policy.min_steps_done)
-        yield _gauge("steps", "Training steps each worker is to take", engine.config.run.steps)
-        yield _gauge("elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s())
-
-    def _members(self) -> Iterator[Metric]:
-        engine, run = self._engine, self._engine.run
-        states = Tally(state_of(engine, rank) for rank in run.roster.workers)
+        for name, what, value in (*self._progress(), *self._members(), *self._memory()):
+            yield GaugeMetricFamily(f"paramserver_{name}", what, value=value)
+        states = Tally(state_of(engine, rank) for rank in engine.run.roster.workers)
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
             workers.add_metric([state], states[state])
         yield workers
-        yield _gauge("live_workers", "Workers that train: let in and not gone", len(run.policy.members))
-        yield _gauge("min_workers", "Fewer than this and training holds", engine.config.policy.min_workers)
+        yield from self._ranks()
+
+    def _progress(self) -> Iterator[tuple[str, str, float]]:
+        engine, run = self._engine, self._engine.run
+        yield "version", "Version of the weights: updates since the run began", run.policy.version
+        yield "durable_version", "Version of the newest snapshot; 0 without one", engine.durable_version
+        if (at := self._snapshot_at) is not None:
+            yield "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
+        yield "incarnation", "Starts of the server in this run; 1 at first", run.incarnation
+        yield "step", "Training steps behind the slowest worker", run.policy.min_steps_done
+        yield "steps", "Training steps each worker is to take", engine.config.run.steps
+        yield "elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s()
+
+    def _members(self) -> Iterator[tuple[str, str, float]]:
+        engine, run = self._engine, self._engine.run
+        yield "live_workers", "Workers that train: let in and not gone", len(run.policy.members)
+        yield "min_workers", "Fewer than this and training holds", engine.config.policy.min_workers
         now = engine.now()
         since = [worker.waiting_since for worker in run.roster.workers.values() if worker.waiting_since is not None]
-        longest_s = now - min(since, default=now)
-        yield _gauge("longest_wait_seconds", "Since when the worker waits that waits longest", longest_s)
+        yield "longest_wait_seconds", "Since when the worker waits that waits longest", now - min(since, default=now)
 
-    def _memory(self) -> Iterator[Metric]:
-        model = self._engine.model
+    def _memory(self) -> Iterator[tuple[str, str, float]]:
+        model, limit = self._engine.model, self._engine.config.server.max_staged
         staging = model.staging if model.has_weights else None
-        limit = self._engine.config.server.max_staged
-        yield _gauge("staged_uploads", "Uploads in memory", staging.num_lent if staging else 0)
-        yield _gauge("staged_uploads_limit", "Uploads that may be in memory at once", limit)
-        yield _gauge("waiting_uploads", "Uploads that wait for memory", staging.num_waiting if staging else 0)
-        yield _gauge("model_bytes", "Size of the model", model.layout.total_bytes if model.layout else 0)
+        yield "staged_uploads", "Uploads in memory", staging.num_lent if staging else 0
+        yield "staged_uploads_limit", "Uploads that may be in memory at once", limit
+        yield "waiting_uploads", "Uploads that wait for memory", staging.num_waiting if staging else 0
+        yield "model_bytes", "Size of the model", model.layout.total_bytes if model.layout else 0
 
-    def _of_each_rank(self) -> Iterator[Metric]:
-        steps = _per_rank("worker_steps", "Contributions that count")
-        samples = _per_rank("worker_samples", "Samples they were computed from")
-        received = _per_rank("received_bytes", "From this worker over the network")
-        sent = _per_rank("sent_bytes", "To this worker over the network")
-        seconds = _per_rank("worker_seconds", "What the worker's time went to", "activity")
+    def _ranks(self) -> Iterator[Metric]:
+        stats = sorted(self._engine.run.roster.stats.items())
+        grown = {str(rank): _sums(self._engine, rank) - self._at_start.get(rank, Tally()) for rank, _ in stats}
+        for name, what, key in _OF_EACH_RANK:
+            family = CounterMetricFamily(f"paramserver_{name}", what, labels=["rank"])
+            for rank, sums in grown.items():
+                family.add_metric([rank], sums[key])
+            yield family
+        what = "What the worker's time went to"
+        seconds = CounterMetricFamily("paramserver_worker_seconds", what, labels=["rank", "activity"])
+        for rank, sums in grown.items():
+            for activity in _ACTIVITIES:
+                seconds.add_metric([rank, activity], sums[f"{activity}_s"])
+        yield seconds
         loss = GaugeMetricFamily("paramserver_worker_loss", "Mean training loss it said last", labels=["rank"])
-        for rank, stats in sorted(self._engine.run.roster.stats.items()):
-            now, then, name = _sums(self._engine, rank), self._at_start.get(rank, Tally()), str(rank)
-            steps.add_metric([name], now["steps"] - then["steps"])
-            samples.add_metric([name], now["samples"] - then["samples"])
-            received.add_metric([name], now["bytes_sent"] - then["bytes_sent"])
-            sent.add_metric([name], now["bytes_received"] - then["bytes_received"])
-            for activity in ("compute", "transfer", "wait"):
-                key = f"{activity}_s"
-                seconds.add_metric([name, activity], now[key] - then[key])
-            loss.add_metric([name], stats.loss)
-        yield from (steps, samples, received, sent, seconds, loss)
+        for number, one in stats:
+            loss.add_metric([str(number)], one.loss)
+        yield loss
 
 
 def _counter(registry: CollectorRegistry, name: str, what: str, **values: tuple[str, ...]) -> Counter:
@@ -211,20 +211,10 @@ def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple
     return Histogram(f"paramserver_{name}", what, buckets=buckets, registry=registry)
 
 
-def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"paramserver_{name}", what, value=value)
-
-
-def _per_rank(name: str, what: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"paramserver_{name}", what, labels=["rank", *labels])
-
-
-def _sums(engine: Engine, rank: int) -> dict[str, Any]:
-    """The numbers of one rank; what is not there is 0."""
-    stats, traffic = engine.run.roster.stats[rank], engine.traffic.get(rank, Traffic())
-    values = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    values |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
-    return Tally({name: value for name, value in values.items() if type(value) in (int, float)})
+def _sums(engine: Engine, rank: int) -> Tally[str]:
+    """What is counted of one rank in its exchanges with this process."""
+    values = vars(engine.run.roster.stats[rank]) | asdict(engine.traffic.get(rank, Traffic()))
+    return Tally({key: value for key, value in values.items() if type(value) in (int, float)})
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------
