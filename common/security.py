@@ -54,51 +54,46 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Only this machine can reach it. A name other than localhost may be anybody's."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 # ---- the token ----------------------------------------------------------------------------------
 
 
-def read_token(config: SecurityConfig, environ: Mapping[str, str]) -> str | None:
+def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> str | None:
     """The run's token, None when there is none. AuthError for one that cannot be used.
 
     An empty PS_TOKEN is none, an empty file is a mistake. Both at once must agree: nobody should have
     to know which of them wins.
     """
-    from_environment = environ.get(TOKEN_VARIABLE) or None
-    if from_environment is not None:
-        from_environment = _checked(from_environment, TOKEN_VARIABLE)
-    if config.token_file is None:
-        return from_environment
-    text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
-    from_file = _checked(text, config.token_file)
-    if from_environment is not None and not hmac.compare_digest(from_environment, from_file):
+    tokens = []
+    if text := environ.get(TOKEN_VARIABLE):
+        tokens.append(_checked(text, TOKEN_VARIABLE))
+    if config.token_file is not None:
+        text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
+        tokens.append(_checked(text, config.token_file))
+    if len(tokens) == 2 and not hmac.compare_digest(*tokens):
         raise AuthError(
             f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens",
             fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file",
         )
-    return from_file
+    return tokens[0] if tokens else None
 
 
 def _checked(text: str, source: str) -> str:
     """Without the space around it; the message never shows what was read."""
     token = text.strip()
     if not token:
-        raise AuthError(f"{source} holds no token: it is empty", fix="ps-certs init makes a token")
-    if len(token) > _MAX_TOKEN:
-        raise AuthError(f"{source}: the token has {len(token)} characters, {_MAX_TOKEN} are possible")
-    if not all("!" <= character <= "~" for character in token):
-        raise AuthError(
-            f"{source}: the token holds a space, a line break or a character that is not ASCII",
-            fix="ps-certs init makes a token",
-        )
-    return token
+        problem = "holds no token: it is empty"
+    elif len(token) > _MAX_TOKEN:
+        problem = f"the token has {len(token)} characters, {_MAX_TOKEN} are possible"
+    elif not all("!" <= character <= "~" for character in token):
+        problem = "the token holds a space, a line break or a character that is not ASCII"
+    else:
+        return token
+    raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
 
 
 def authorization(token: str) -> tuple[str, str]:
@@ -148,14 +143,11 @@ def utc_text(when: datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M} UTC"
 
 
-def facts_of(pem_or_der: bytes) -> Facts:
+def facts_of(pem: bytes) -> Facts:
     """Of the first certificate. ValueError when there is none."""
     from cryptography import x509
 
-    if pem_or_der.lstrip().startswith(b"-----"):
-        certificate = x509.load_pem_x509_certificates(pem_or_der)[0]
-    else:
-        certificate = x509.load_der_x509_certificate(pem_or_der)
+    certificate = x509.load_pem_x509_certificates(pem)[0]
     return Facts(
         name=_common_name(certificate.subject),
         issuer=_common_name(certificate.issuer) or certificate.issuer.rfc4514_string(),
@@ -174,8 +166,7 @@ def facts_of(pem_or_der: bytes) -> Facts:
 def _common_name(name: x509.Name) -> str:
     from cryptography.x509.oid import NameOID
 
-    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else ""
+    return next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
 
 
 @dataclass(frozen=True)
@@ -189,7 +180,7 @@ class Credentials:
     @classmethod
     def read(cls, config: SecurityConfig) -> Credentials:
         """AuthError for files, or a PS_TOKEN, that cannot be used."""
-        return cls(config, read_pem(config), read_token(config, os.environ))
+        return cls(config, read_pem(config), read_token(config))
 
     def renewed(self) -> Credentials:
         """With the certificates as they are now; itself while they cannot be used (half of them replaced)."""
@@ -240,9 +231,8 @@ def _check_key(path: str, data: bytes, cert_path: str, cert: bytes) -> None:
     try:
         key = load_pem_private_key(data, password=None)
     except TypeError:
-        raise AuthError(
-            f"the key {path} is encrypted", fix=f"openssl pkey -in {path} -out plain.key; chmod 600 plain.key"
-        ) from None
+        plain = f"openssl pkey -in {path} -out plain.key; chmod 600 plain.key"
+        raise AuthError(f"the key {path} is encrypted", fix=plain) from None
     except Exception:  # cryptography raises several kinds, UnsupportedAlgorithm is no ValueError
         raise AuthError(f"{path} holds no private key in PEM form", fix="ps-certs init makes keys") from None
     if key.public_key() != x509.load_pem_x509_certificates(cert)[0].public_key():
@@ -253,9 +243,8 @@ def _read(path: str, setting: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise AuthError(
-            f"{setting}: cannot read {path}: {error.strerror}", fix="ps-certs init makes certificates and a token"
-        ) from None
+        fix = "ps-certs init makes certificates and a token"
+        raise AuthError(f"{setting}: cannot read {path}: {error.strerror}", fix=fix) from None
 
 
 def warn_of_readable_secrets(config: SecurityConfig) -> None:

@@ -1,8 +1,7 @@
 """The server's side of secure connections: TLS with certificates that may be renewed, token, identity.
 
-The token is asked of every call but gRPC's health checks, by an interceptor: it looks at the call's
-metadata once, before anything of its messages is read. Identity is a question of the first message, because
-only that says which rank or shard the caller wants to be: `check_rank`, `check_shard`.
+The token is asked of every call but gRPC's health checks, by an interceptor, before anything of the call's messages is
+read. Identity is a question of the first message, because only that says which rank or shard the caller wants to be.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def check_security(config: Config) -> None:
         )
     if config.server.shards > 1 and security.mutual and pem.cert is not None:
         _check_own_name(config, facts_of(pem.cert).name)
-    lacks = _missing(config)
-    if lacks is not None and not config.server.insecure:
+    if (lacks := _missing(config)) is not None and not config.server.insecure:
         raise AuthError(
             f"{config.server.listen} can be reached by other machines, and {lacks}",
             fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
@@ -84,7 +82,7 @@ def _check_own_name(config: Config, name: str) -> None:
 
 def _missing(config: Config) -> str | None:
     """What an address that others can reach should have and has not, as a phrase. AuthError for an unusable token."""
-    security, token = config.security, read_token(config.security, os.environ)
+    security, token = config.security, read_token(config.security)
     if is_loopback(split_address(config.server.listen)[0]):
         return None
     if security.cert is None and token is None:
@@ -107,7 +105,7 @@ def security_text(config: Config) -> str:
     kinds = []
     if config.security.cert is not None:
         kinds.append("mutual TLS" if config.security.mutual else "TLS")
-    if read_token(config.security, os.environ) is not None:
+    if read_token(config.security) is not None:
         kinds.append("token")
     return ", ".join(kinds) or "none"
 
@@ -120,14 +118,11 @@ def bind(server: grpc.aio.Server, config: Config) -> int:
     try:
         if config.security.cert is None:
             return int(server.add_insecure_port(config.server.listen))
-        return int(server.add_secure_port(config.server.listen, _credentials(config.security)))
+        rotation = _Rotation(config.security)
+        credentials = grpc.dynamic_ssl_server_credentials(rotation.current(), rotation, config.security.mutual)
+        return int(server.add_secure_port(config.server.listen, credentials))
     except RuntimeError:
         return 0
-
-
-def _credentials(security: SecurityConfig) -> grpc.ServerCredentials:
-    rotation = _Rotation(security)
-    return grpc.dynamic_ssl_server_credentials(rotation.current(), rotation, security.mutual)
 
 
 class _Rotation:
@@ -139,7 +134,7 @@ class _Rotation:
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
-        self._seen: object = self._stamps()
+        self._seen = self._stamps()
 
     def current(self) -> grpc.ServerCertificateConfiguration:
         """The certificate as the files have it now. Raises AuthError."""
@@ -159,11 +154,11 @@ class _Rotation:
             log.warning("certificate_not_renewed", reason=error.message)
             return None
 
-    def _stamps(self) -> object:
+    def _stamps(self) -> list[tuple[int, int, int]] | None:
         """Changes when a file does."""
-        security = self._security
+        paths = (self._security.ca, self._security.cert, self._security.key)
         try:
-            found = [os.stat(path) for path in (security.ca, security.cert, security.key) if path is not None]
+            found = [os.stat(path) for path in paths if path is not None]
         except OSError:
             return None
         return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
@@ -174,7 +169,7 @@ class _Rotation:
 
 def interceptors(config: Config) -> list[grpc.aio.ServerInterceptor]:
     """For `grpc.aio.server`: the check of the token, when there is one."""
-    token = read_token(config.security, os.environ)
+    token = read_token(config.security)
     return [TokenCheck(token)] if token is not None else []
 
 
@@ -195,12 +190,10 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if handler_call_details.method.startswith(_HEALTH):
             return await continuation(handler_call_details)
-        given = next((value for key, value in handler_call_details.invocation_metadata if key == "authorization"), None)
+        given = dict(handler_call_details.invocation_metadata).get("authorization")
         if given is None:
             return self._without
-        if not shows_token(given, self._token):
-            return self._wrong
-        return await continuation(handler_call_details)
+        return await continuation(handler_call_details) if shows_token(given, self._token) else self._wrong
 
     def _refusing(self, message: str, fix: str) -> grpc.RpcMethodHandler:
         """A handler that reads nothing. Of streams, whatever the call is: for one message gRPC would read it first."""
@@ -214,12 +207,11 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def _report(self, peer: str, message: str) -> None:
         """At most one line in a second, with the number of those that were left out."""
-        now = time.monotonic()
+        now, left_out = time.monotonic(), self._num_left_out
         if now < self._next_log_s:
             self._num_left_out += 1
             return
-        left_out, reason = self._num_left_out, Reason.UNAUTHENTICATED
-        log.warning("refused", peer=peer, reason=reason, message=message, left_out=left_out)
+        log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=left_out)
         self._next_log_s, self._num_left_out = now + _LOG_INTERVAL_S, 0
 
 
@@ -265,10 +257,10 @@ def check_shard(context: grpc.aio.ServicerContext, shard: int) -> None:
     Before the coordinator says anything: what it tells a shard is the run's configuration, and a registered shard
     is where workers send their gradients.
     """
-    name = certificate_name(context)
-    if name is not None and name != f"{SHARD_PREFIX}{shard}":
+    name, own = certificate_name(context), f"{SHARD_PREFIX}{shard}"
+    if name is not None and name != own:
         raise refusal(
             Reason.PERMISSION_DENIED,
             f"the certificate is '{name[:100]}', and the process asks to be shard {shard}",
-            fix=f"start it with {SHARD_PREFIX}{shard}.crt and .key: ps-certs init DIR --renew --shards S makes them",
+            fix=f"start it with {own}.crt and .key: ps-certs init DIR --renew --shards S makes them",
         )

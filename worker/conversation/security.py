@@ -5,6 +5,7 @@ A token is never sent in the clear to another machine, unless `server.insecure` 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -35,10 +36,9 @@ def worker_credentials(config: Config) -> Credentials:
 
 
 def _is_here(address: str) -> bool:
-    try:
+    with contextlib.suppress(UsageError):
         return is_loopback(split_address(address)[0])
-    except UsageError:
-        return False
+    return False
 
 
 # ---- channels -----------------------------------------------------------------------------------
