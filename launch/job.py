@@ -78,7 +78,7 @@ class Job:
             finally:
                 if self._checking is not None:
                     self._checking.cancel()
-                self._backend.close()
+                await self._backend.close()
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:

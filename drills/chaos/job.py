@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.config.schema import Config
 from ...common.reporting.status import Status
+from ...launch.backends.base import Site
 from ...launch.backends.local import LocalBackend
 from ...launch.plan.process import SERVER, Child, ProcessSpec
 from ...launch.view.events import Event, parse_event, parse_status
@@ -89,12 +91,12 @@ class Chaos:
         network = Network(self._child_of, self._setup.seed)
         await network.start()
         with (self._setup.folder / "job.log").open("w", encoding="utf-8") as self._log:
-            backend = LocalBackend(self._on_line, self._on_exit)
+            backend = LocalBackend(self._on_line, self._on_exit, Site(config=Config()))
             try:
                 await self._start(backend, network)
                 await self._watch(backend)
             finally:
-                backend.close()
+                await backend.close()
                 await network.close()
         return self._ending
 

@@ -1,7 +1,7 @@
 """What a backend does: start processes somewhere, report their lines and their end, end them.
 
-It runs on the launcher's event loop, so it calls `on_line` and `on_exit` from there, one at a
-time. What every backend promises (tests/launch/test_backend_contract.py):
+Its processes are started by agents (`launch/hosts/agent.py`), wherever those are. It runs on the launcher's event
+loop and calls `on_line` and `on_exit` from there. What every backend promises (tests/launch/test_backend_contract.py):
 
 - each line a process wrote comes before the report of its end;
 - each started process is reported to have ended exactly once, also one that cannot be started
@@ -10,19 +10,10 @@ time. What every backend promises (tests/launch/test_backend_contract.py):
 - `kill` ends a process and everything it started; so does the process's own end;
 - when the launcher dies, whatever the cause, nothing it started stays behind.
 
-To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`. How it gets to know
-what it needs:
-
-- once, the `Site`: the whole configuration (a backend's own settings are fields of `LaunchConfig` in
-  common/config/schema.py), the hosts of --hosts, and the folder the launcher was started in;
-- with each process, its `ProcessSpec`: command line, environment, and, where the plan has placed it,
-  the `host` (a name of `Site.hosts`, "" means wherever the backend likes) and `sharing`, the number of the
-  run's processes of that kind on its host, by which the host's cores are divided (`threads`); 0 means that
-  OMP_NUM_THREADS is not the launcher's to set. `needs` and `leaves` are the files it reads and writes there.
-
-`spans_hosts` tells the planner that processes may land on other machines. Then their settings travel as --set
-instead of as --config FILE, servers listen on all addresses (0.0.0.0) unless told where, and the summary is
-written by the launcher. The life of a backend in a job:
+To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`; its settings are fields of
+`LaunchConfig` (common/config/schema.py). `spans_hosts` tells the planner that processes may land on other machines:
+their settings then travel as --set instead of as --config FILE, servers listen on all addresses (0.0.0.0) unless told
+where, and the summary is written by the launcher. The life of a backend in a job:
 
     __init__ ─> prepare() ─> start(server) ... its `listening` event ─> reach(), for each server
              ─> start(shards) ─> check_reach(addresses) ─> start(workers) ... ─> close()
@@ -39,18 +30,20 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
-from ..hosts.connection import Connection
+from ...common.errors import ParamServerError
+from ..hosts.connection import Connection, Route, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec
-from ..supervise.exits import CANNOT_START
+from ..supervise.exits import CANNOT_START, HOST_LOST
 from ..view.events import LineSplitter
 
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]
+T = TypeVar("T")
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
 _FILE = re.compile(r"^PS_SECURITY__")  # of these, only where the secret is
@@ -65,49 +58,6 @@ class Site:
     folder: str = "."  # where the launcher was started
 
 
-class Backend(ABC):
-    """Built inside the running event loop. `prepare`, `check_reach`, `reach` and `dry_run` have defaults."""
-
-    spans_hosts: ClassVar[bool] = False
-    takes_hosts: ClassVar[bool] = False  # whether --hosts is for this one
-
-    @abstractmethod
-    def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None: ...
-
-    async def prepare(self, specs: Sequence[ProcessSpec]) -> None:  # noqa: B027  (nothing, by default)
-        """Before anything starts: see that these can. Raises ParamServerError, a line for each host that cannot."""
-
-    @abstractmethod
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a process; its failure to start is reported as its end."""
-
-    @abstractmethod
-    def terminate(self, child: Child) -> None:
-        """Ask for an end in good order. Nothing happens when it has ended."""
-
-    @abstractmethod
-    def kill(self, child: Child) -> None:
-        """End it and everything it started at once. Nothing happens when it has ended."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Kill what is left and give back what the backend holds; nothing is reported any more."""
-
-    def reach(self, child: Child, address: str) -> str:
-        """Where the run's other processes connect to a server that says it listens on `address`."""
-        return with_host(address, WILDCARDS)
-
-    async def check_reach(  # noqa: B027
-        self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]
-    ) -> None:
-        """Before the workers (`specs`) start: see that they can connect. Raises ParamServerError as prepare."""
-
-    @classmethod
-    def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
-        """The commands that would start these, for people to read; no secrets in them."""
-        return [f"[{spec.child}] {command_text(spec)}" for spec in specs]
-
-
 @dataclass
 class Running:
     """A process, from the wish to start it to its end."""
@@ -119,22 +69,84 @@ class Running:
     is_unwanted: bool = False  # ended before it was started
 
 
-class AgentBackend(Backend):
-    """What backends have in common whose processes an agent starts (`launch/hosts/agent.py`), wherever it is."""
+class Backend(ABC):
+    """Built inside the running event loop. `_agent` is what each has to write."""
+
+    spans_hosts: ClassVar[bool] = False
+    takes_hosts: ClassVar[bool] = False  # whether --hosts is for this one
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
         self._site = site
         self._running: dict[Child, Running] = {}
+        self._connections: list[Connection] = []  # all that were ever made
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._is_closed = False
 
+    @abstractmethod
+    async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
+        """Who is to start the process, what is added to the environment there, and the folder.
+
+        Raises Unreachable when there is no agent, and ParamServerError when its host is lost.
+        """
+
+    async def prepare(self, specs: Sequence[ProcessSpec]) -> None:  # noqa: B027  (nothing, by default)
+        """Before anything starts: see that these can. Raises ParamServerError, a line for each host that cannot."""
+
+    def reach(self, child: Child, address: str) -> str:
+        """Where the run's other processes connect to a server that says it listens on `address`."""
+        host, _, port = address.rpartition(":")
+        if host not in WILDCARDS:
+            return address
+        there = self._host_of(child)
+        return f"{f'[{there}]' if ':' in there else there or WILDCARDS[host]}:{port}"
+
+    def _host_of(self, child: Child) -> str:
+        """Where others reach the host of a process; "": they are all on it."""
+        return ""
+
+    async def check_reach(  # noqa: B027
+        self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]
+    ) -> None:
+        """Before the workers (`specs`) start: see that they can connect. Raises ParamServerError as prepare."""
+
+    @classmethod
+    def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
+        """The commands that would start these, for people to read; no secrets in them."""
+        return [f"[{spec.child}] {command_text(spec)}" for spec in specs]
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Start a process; its failure to start is reported as its end."""
+        running = self._running[spec.child] = Running(spec)
+        self._until_closed(watched(self._start(running)))
+
+    async def _start(self, running: Running) -> None:
+        try:
+            connection, env, folder = await self._agent(running)
+        except (ParamServerError, Unreachable) as error:
+            if not running.is_unwanted:
+                self._ended(running, HOST_LOST if isinstance(error, ParamServerError) else CANNOT_START, str(error))
+            return
+        if running.is_unwanted:
+            return
+        running.connection = connection
+        running.number = connection.start(
+            {"argv": running.spec.argv, "env": dict(env), "folder": folder, "sharing": running.spec.sharing},
+            lambda data: self._said(running, running.splitter.feed(data)),
+            lambda code, why: self._ended(running, code, why),
+        )
+
     def terminate(self, child: Child) -> None:
-        # Only the leader: what it has started is its to end, and a DataLoader whose
-        # processes die under it fails instead of draining.
+        """Ask for an end in good order. Nothing happens when it has ended.
+
+        Only the leader is asked: what it has started is its to end, and a DataLoader whose processes die under it
+        fails instead of draining.
+        """
         self._end(child, Connection.end)
 
     def kill(self, child: Child) -> None:
+        """End it and everything it started at once. Nothing happens when it has ended."""
         self._end(child, Connection.kill)
 
     def _end(self, child: Child, how: Callable[[Connection, int], None]) -> None:
@@ -146,18 +158,6 @@ class AgentBackend(Backend):
             asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
         else:
             how(running.connection, running.number)
-
-    def _start_with(
-        self, connection: Connection, running: Running, env: Mapping[str, str], folder: str, sharing: int = 0
-    ) -> None:
-        """Let the agent start it, `env` added to the agent's environment."""
-        running.connection = connection
-        message = {"argv": list(running.spec.argv), "env": dict(env), "folder": folder, "sharing": sharing}
-        running.number = connection.start(
-            message,
-            lambda data: self._said(running, running.splitter.feed(data)),
-            lambda code, why: self._ended(running, code, why),
-        )
 
     def _said(self, running: Running, lines: Iterable[str]) -> None:
         if not self._is_closed:
@@ -174,38 +174,33 @@ class AgentBackend(Backend):
         del self._running[running.spec.child]
         self._on_exit(running.spec.child, code)
 
-    def _close(self, connections: Iterable[Connection]) -> None:
-        """End the agents, all at the same time, and with them what they have started."""
+    def _connection(self, route: Route) -> Connection:
+        self._connections.append(Connection(route))
+        return self._connections[-1]
+
+    def _until_closed(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Kill what is left and give back what the backend holds; nothing is reported any more."""
         self._is_closed = True
-        connections = list(connections)
-        for connection in connections:
-            connection.begin_close()
-        for connection in connections:
-            connection.close()
-        self._running.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
-def with_host(address: str, hosts: Mapping[str, str]) -> str:
-    """`address` with its host replaced where `hosts` says so."""
-    host, _, port = address.rpartition(":")
-    return f"{hosts.get(host, host)}:{port}"
-
-
-def command_text(spec: ProcessSpec) -> str:
+def command_text(spec: ProcessSpec, *before: str) -> str:
     """What a person would type in a shell; a variable that is named like a secret is not shown."""
     shown = {
         name: "..." if _SECRET.search(name) and not _FILE.match(name) else value
         for name, value in sorted(spec.env.items())
     }
     env = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
-    return " ".join([*env, shlex.join(spec.argv)])
+    return " ".join([*env, shlex.join([*before, *spec.argv])])
 
 
 def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """The launcher's PS_ variables: settings and the token. Not its own place in a job it is part of."""
     return {name: value for name, value in environ.items() if name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES}
-
-
-def threads(num_cores: int, sharing: int) -> int:
-    """A process's share of its host's cores, at least one."""
-    return max(1, num_cores // max(1, sharing))

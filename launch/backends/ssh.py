@@ -18,18 +18,18 @@ from typing import Any
 from ...common.config.schema import LaunchConfig
 from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
-from ..hosts.connection import BOOTSTRAP, Connection, Guardian, Route, Unreachable
+from ..hosts.agent import Guardian
+from ..hosts.connection import BOOTSTRAP, Connection, Route, Unreachable
 from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
 from ..plan.files import code_file
 from ..plan.hosts import THIS_MACHINE, Host
-from ..plan.process import WILDCARDS, Child, ProcessSpec
-from ..supervise.exits import HOST_LOST
-from .base import AgentBackend, OnExit, OnLine, Running, Site, command_text, handed_on, with_host
+from ..plan.process import Child, ProcessSpec
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, handed_on
 
 _REACH_S = 5.0
 
 
-class SshBackend(AgentBackend):
+class SshBackend(Backend):
     """See `base.Backend`."""
 
     spans_hosts = True
@@ -39,9 +39,8 @@ class SshBackend(AgentBackend):
         assert site.hosts
         super().__init__(on_line, on_exit, site)
         self._hosts = {host.host: host for host in site.hosts}
-        self._connections: dict[str, Connection] = {}
+        self._newest: dict[str, Connection] = {}
         self._opening: dict[str, asyncio.Future[Connection]] = {}
-        self._tasks: set[asyncio.Future[Any]] = set()
         self._guardian = Guardian()
 
     # ---- before the start
@@ -74,14 +73,11 @@ class SshBackend(AgentBackend):
             raise UsageError(f"{host.host}: cannot look at what is installed there: {last}", fix="try its interpreter")
         check_installed(host, found, PROGRAM_VERSION, folder)
 
-    def reach(self, child: Child, address: str) -> str:
-        running = self._running.get(child)
-        if running is None:
-            return address
-        host = self._host(running.spec)
-        named = host.address or host.host
-        there = f"[{named}]" if ":" in named else named
-        return with_host(address, dict.fromkeys(WILDCARDS, there))
+    def _host_of(self, child: Child) -> str:
+        if child not in self._running:
+            return ""
+        host = self._host(self._running[child].spec)
+        return host.address or host.host
 
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
         names = {str(child): address for child, address in addresses.items()}
@@ -96,26 +92,13 @@ class SshBackend(AgentBackend):
 
     # ---- processes
 
-    def start(self, spec: ProcessSpec) -> None:
-        running = self._running[spec.child] = Running(spec)
-        self._task(self._start(running))
+    async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
+        host = self._host(running.spec)
+        env = {**handed_on(os.environ), **running.spec.env}
+        return await self._connected(host), env, host.folder(self._site.folder)
 
-    async def _start(self, running: Running) -> None:
-        spec, host = running.spec, self._host(running.spec)
-        try:
-            connection = await self._connected(host)
-        except ParamServerError as error:
-            if not running.is_unwanted:
-                self._ended(running, HOST_LOST, error.message)
-            return
-        if not running.is_unwanted:
-            env = {**handed_on(os.environ), **spec.env}
-            self._start_with(connection, running, env, host.folder(self._site.folder), spec.sharing)
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._close(self._connections.values())
+    async def close(self) -> None:
+        await super().close()
         self._guardian.close()
 
     # ---- hosts
@@ -125,12 +108,13 @@ class SshBackend(AgentBackend):
 
     async def _connected(self, host: Host) -> Connection:
         """The host's connection, opened once for all that ask at the same time. Raises ParamServerError."""
-        known = self._connections.get(host.host)
+        known = self._newest.get(host.host)
         if known is not None and not known.is_lost:
             return known
         opening = self._opening.get(host.host)
         if opening is None:
-            opening = self._opening[host.host] = self._task(self._open(host, known.hello if known else None))
+            work = self._open(host, known.hello if known else None)
+            opening = self._opening[host.host] = self._until_closed(asyncio.create_task(work))
             opening.add_done_callback(lambda _: self._opening.pop(host.host))
         return await asyncio.shield(opening)
 
@@ -143,20 +127,15 @@ class SshBackend(AgentBackend):
             lost_after_s=launch.lost_after_s,
             # ssh has a limit of its own for the connection; the interpreter there needs a moment too.
             connect_s=2 * launch.connect_s + 5,
+            guardian=self._guardian,
         )
-        connection = self._connections[host.host] = Connection(route, self._guardian)
+        connection = self._newest[host.host] = self._connection(route)
         try:
             await connection.open(sweep)
         except Unreachable as error:
             connection.hello = sweep or {}  # what is to be swept stays so
             raise ssh_problem(host, error.code, error.said, python) from None
         return connection
-
-    def _task(self, work: Any) -> asyncio.Future[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     @classmethod
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:

@@ -6,7 +6,6 @@ that is not in the standard library, and runs on Python 3.8. (What version of pa
 up through it: it could not be part of that.) Elsewhere it is started as a file, without the package:
 
     python -I -S agent.py OPTIONS      the options of `main`, in JSON
-    python -I -S agent.py guard        only the guardian, of groups named on standard input
 
 Standard input and output are one conversation in JSON lines. The launcher says
 
@@ -14,14 +13,13 @@ Standard input and output are one conversation in JSON lines. The launcher says
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
     {"do": "sweep", "pid": 4711, "since": "..."}          an agent of an earlier connection
-    {"do": "took", "size": 65536}                         so much of what the agent said has been dealt with
-    {"do": "beat"}
+    {"do": "took", "size": 65536}                         so many bytes of output have been dealt with
+    {"beat": 1}
 
 and the agent, after a first line with MAGIC,
 
     {"out": 1, "size": 20}, then 20 bytes        as they were written
-    {"exit": 1, "code": -9, "why": ""}
-    {"wrote": 2, "error": ""}
+    {"exit": 1, "code": -9, "why": ""}           of a process, or of a write
     {"beat": 1}
 
 Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and it can be
@@ -29,137 +27,80 @@ killed with all it has started. Nothing outlives the conversation. At the end of
 launcher has not been heard for `limit_s` (a connection that broke down without a word), every group is killed.
 Should someone kill the agent itself, its children go with it (PR_SET_PDEATHSIG, on Linux; it is not inherited,
 so what those have started, as a DataLoader does, stays), and a forked guardian kills the groups.
+
+The main thread listens and starts processes (a child dies with the *thread* that started it); one thread talks, and
+each process has one that reads its output and one that waits for its end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 MAGIC = "paramserver-agent-1"
 BEAT_S = 2.0
 CANNOT_START = 126
 _MAX_READ = 1 << 14
-_MAX_AHEAD = 1 << 18  # said, and not yet taken by the launcher; then children wait in their own pipes
+_MAX_AHEAD = 1 << 18  # output the launcher has not taken; then children wait in their own pipes
+_NUM_LAST_READS = 256  # after a process's end: more than a pipe holds; a daemon it left may write for ever,
+_LAST_READS_S = 1.0  # or be silent
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Agent:
     """One connection, and the processes that live as long as it does. For the arguments see `main`."""
 
     def __init__(self, limit_s: float | None, drop: frozenset[str], passes_on: bool) -> None:
-        self._guardian_pid, self._guardian = fork_guardian()
+        self._guardian = Guardian()
         self._limit_s = limit_s
         self._drop = drop
         self._passes_on = passes_on
-        self._selector = selectors.DefaultSelector()
         self._popens: dict[int, subprocess.Popen[bytes]] = {}
-        self._pipes: dict[int, IO[bytes]] = {}  # their outputs
-        self._unread = b""  # what the launcher said and is not complete
-        self._writing: dict[str, Any] | None = None  # the file whose bytes come next
-        self._unsent = bytearray()
-        self._ahead = 0  # bytes said that the launcher has not taken, those unsent among them
-        self._heard = self._beaten = time.monotonic()
-        self._is_over = False
+        self._to_say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._taking = threading.Condition()
+        self._num_ahead = 0  # bytes of output that the launcher has not taken
 
     def run(self) -> None:
-        self._selector.register(0, selectors.EVENT_READ, "launcher")
-        wake_read, wake_write = os.pipe()
-        for end in (0, 1, wake_read, wake_write):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: children are to ignore it too
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        self._selector.register(wake_read, selectors.EVENT_READ, "signal")
-        try:
-            while not self._is_over:
-                self._turn(wake_read)
-        finally:
-            self._end_all()
+        signal.signal(signal.SIGALRM, end_of_input)
+        in_thread(talk, self._to_say, 1, BEAT_S if self._limit_s is not None else None)
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
+        while (line := sys.stdin.buffer.readline()).endswith(b"\n"):  # the reader that has read our source
+            signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
+            self._do(json.loads(line))
+        self._end_all()
 
     def _on_signal(self, *_: object) -> None:
         if not self._passes_on:
-            self._is_over = True
+            end_of_input()
             return
-        for popen in self._popens.values():
+        for popen in list(self._popens.values()):
             popen.terminate()
 
-    def _turn(self, wake_read: int) -> None:
-        for key, _ in self._selector.select(0.5):
-            if key.data == "launcher":
-                self._listen()
-            elif key.data == "signal":
-                os.read(wake_read, 4096)
-            elif key.data != "out" and self._ahead < _MAX_AHEAD:
-                self._read(key.data)
-        for number, popen in list(self._popens.items()):
-            if popen.poll() is not None:
-                self._report_end(number, popen)
-        now = time.monotonic()
-        if self._limit_s is not None:
-            self._is_over = self._is_over or now - self._heard > self._limit_s
-            if now - self._beaten >= BEAT_S and not self._unsent:
-                self._beaten = now
-                self._say({"beat": 1})
-        self._flush()
-        # Far ahead, nothing more is read: a chatty child waits, and what matters is not behind megabytes of lines.
-        wanted = self._ahead < _MAX_AHEAD
-        for number, pipe in self._pipes.items():
-            if wanted != (pipe in self._selector.get_map()):
-                if wanted:
-                    self._selector.register(pipe, selectors.EVENT_READ, number)
-                else:
-                    self._selector.unregister(pipe)
-
-    # ---- the conversation
-
-    def _listen(self) -> None:
-        try:
-            data = os.read(0, 1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._is_over = True
-            return
-        self._heard = time.monotonic()
-        self._unread += data
-        while True:
-            if self._writing is not None:
-                message, size = self._writing, self._writing["size"]
-                if len(self._unread) < size:
-                    return
-                content, self._unread = self._unread[:size], self._unread[size:]
-                self._writing = None
-                self._write(message, content)
-            line, newline, rest = self._unread.partition(b"\n")
-            if not newline:
-                return
-            self._unread = rest
-            self._do(json.loads(line.decode()))
-
     def _do(self, message: dict[str, Any]) -> None:
-        what, number = message["do"], message.get("id")
+        what, number = message.get("do"), message.get("id")
         if what == "start":
             self._start(message)
         elif what == "write":
-            self._writing = message
+            problem = write_file(message["folder"], message["path"], sys.stdin.buffer.read(message["size"]))
+            self._say({"exit": number, "code": 0, "why": problem})
         elif what == "took":
-            self._ahead -= message["size"]
+            with self._taking:
+                self._num_ahead -= message["size"]
+                self._taking.notify_all()
         elif what == "sweep":
             sweep(message["pid"], message["since"])
         elif number in self._popens:
@@ -169,25 +110,7 @@ class Agent:
                 kill_group(self._popens[number].pid)
 
     def _say(self, message: dict[str, Any], data: bytes = b"") -> None:
-        frame = json.dumps(message).encode() + b"\n" + data
-        self._unsent += frame
-        self._ahead += len(frame)
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(1, self._unsent[: 1 << 16])]
-        except BlockingIOError:
-            pass
-        except OSError:  # the connection is gone
-            self._is_over = True
-        watched = 1 in self._selector.get_map()
-        if self._unsent and not watched:
-            self._selector.register(1, selectors.EVENT_WRITE, "out")
-        elif watched and not self._unsent:
-            self._selector.unregister(1)
-
-    # ---- processes
+        self._to_say.put(json.dumps(message).encode() + b"\n" + data)
 
     def _start(self, message: dict[str, Any]) -> None:
         number = message["id"]
@@ -210,81 +133,132 @@ class Agent:
         except OSError as error:
             self._say({"exit": number, "code": CANNOT_START, "why": f"{error.filename}: {error.strerror}"})
             return
-        assert popen.stdout is not None
-        self._tell_guardian(b"+%d\n" % popen.pid)
-        os.set_blocking(popen.stdout.fileno(), False)
+        self._guardian.watch(popen.pid)
         self._popens[number] = popen
-        self._pipes[number] = popen.stdout
-        self._selector.register(popen.stdout, selectors.EVENT_READ, number)
+        in_thread(self._await_end, number, popen, in_thread(self._pass_on, number, popen))
 
-    def _read(self, number: int) -> bool:
-        """Pass on what is in the pipe; False when there is nothing more."""
-        pipe = self._pipes.get(number)
-        if pipe is None:
-            return False
-        try:
-            data = os.read(pipe.fileno(), _MAX_READ)
-        except BlockingIOError:
-            return False
-        if data:
-            self._say({"out": number, "size": len(data)}, data)
-        else:  # closed its output, and may go on without
-            self._forget_pipe(number)
-        return bool(data)
+    def _pass_on(self, number: int, popen: subprocess.Popen[bytes]) -> None:
+        """What a process writes, as fast as the launcher takes it: no chatty child is to be megabytes ahead of news."""
+        assert popen.stdout is not None
+        num_last = 0
+        with popen.stdout as pipe:
+            while num_last < _NUM_LAST_READS and (data := os.read(pipe.fileno(), _MAX_READ)):
+                self._say({"out": number, "size": len(data)}, data)
+                with self._taking:
+                    self._num_ahead += len(data)
+                    self._taking.wait_for(lambda: self._num_ahead < _MAX_AHEAD or popen.returncode is not None)
+                num_last += popen.returncode is not None
 
-    def _forget_pipe(self, number: int) -> None:
-        pipe = self._pipes.pop(number, None)
-        if pipe is not None:
-            if pipe in self._selector.get_map():
-                self._selector.unregister(pipe)
-            pipe.close()
-
-    def _report_end(self, number: int, popen: subprocess.Popen[bytes]) -> None:
-        del self._popens[number]
+    def _await_end(self, number: int, popen: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+        popen.wait()
         kill_group(popen.pid)  # its number stays the group's as long as anything it started is alive
-        for _ in range(256):  # more than a pipe holds; a daemon it left may write for ever
-            if not self._read(number):
-                break
-        self._forget_pipe(number)
-        self._tell_guardian(b"-%d\n" % popen.pid)
+        with self._taking:
+            self._taking.notify_all()
+        reader.join(_LAST_READS_S)
+        self._guardian.forget(popen.pid)
+        del self._popens[number]
         self._say({"exit": number, "code": popen.returncode, "why": ""})
 
     def _end_all(self) -> None:
-        for popen in self._popens.values():
+        popens = list(self._popens.values())
+        for popen in popens:
             kill_group(popen.pid)
-        for popen in self._popens.values():
+        for popen in popens:
             popen.wait()
-        os.close(self._guardian)
+        self._guardian.close()
+
+
+class Guardian:
+    """A forked child that kills the process groups it was told of once this process is gone."""
+
+    def __init__(self) -> None:
+        read, self._tell = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(read)
+            return
+        os.setsid()
+        os.close(self._tell)
+        null = os.open(os.devnull, os.O_RDWR)
+        for end in (0, 1, 2):  # sshd waits until nobody holds the connection
+            os.dup2(null, end)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        groups: set[int] = set()
+        with os.fdopen(read, "r") as lines:
+            for line in lines:
+                (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        for group in groups:
+            kill_group(group)
+        os._exit(0)
+
+    def watch(self, group: int) -> None:
+        self._say(b"+%d\n" % group)
+
+    def forget(self, group: int) -> None:
+        self._say(b"-%d\n" % group)
+
+    def close(self) -> None:
+        """End it, and the groups that were not forgotten."""
+        os.close(self._tell)
         with suppress(OSError):
-            os.waitpid(self._guardian_pid, 0)
+            os.waitpid(self._pid, 0)
 
-    def _tell_guardian(self, line: bytes) -> None:
+    def _say(self, line: bytes) -> None:
         with suppress(OSError):  # someone may have killed it; what runs does not depend on it
-            os.write(self._guardian, line)
+            os.write(self._tell, line)
 
-    def _write(self, message: dict[str, Any], content: bytes) -> None:
-        """A file as a whole or not at all."""
-        path = os.path.join(os.path.expanduser(message["folder"]), message["path"])
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if os.path.isfile(path):
-                with open(path, "rb") as file:
-                    if file.read() == content:
-                        self._say({"wrote": message["id"], "error": ""})
-                        return
-            descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".paramserver-")
+
+def talk(to_say: queue.SimpleQueue[bytes | None], descriptor: int, beat_s: float | None) -> None:
+    """Say what is in the queue, up to a None, and that one lives when there is nothing to say for `beat_s`."""
+    with suppress(OSError):  # whoever reads knows that the connection is gone
+        while True:
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(content)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except OSError as error:
-            self._say({"wrote": message["id"], "error": f"{path}: {error.strerror}"})
-        else:
-            self._say({"wrote": message["id"], "error": ""})
+                data = to_say.get(timeout=beat_s)
+            except queue.Empty:
+                data = b'{"beat": 1}\n'
+            if data is None:
+                break
+            while data:
+                data = data[os.write(descriptor, data) :]
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def end_of_input(*_: object) -> None:
+    """Let who reads standard input find its end, also one that waits there: a signal wakes it."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def write_file(folder: str, name: str, content: bytes) -> str:
+    """A file as a whole or not at all; what went wrong, if anything did."""
+    path = os.path.join(os.path.expanduser(folder), name)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                if file.read() == content:
+                    return ""
+        descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".paramserver-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
 
 
 def num_cores() -> int:
@@ -328,34 +302,6 @@ def end_with(parent: int) -> Callable[[], None] | None:
     return ask
 
 
-def fork_guardian() -> tuple[int, int]:
-    """A child that kills the groups it was told of once this process is gone: its pid, and the pipe to tell it by."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(read)
-        return pid, write
-    os.setsid()
-    os.close(write)
-    null = os.open(os.devnull, os.O_RDWR)
-    for end in (0, 1, 2):  # sshd waits until nobody holds the connection
-        os.dup2(null, end)
-    with os.fdopen(read, "r") as lines:
-        guard(lines)
-    os._exit(0)
-
-
-def guard(lines: Iterable[str]) -> None:
-    """Keep the set of groups (`+GROUP`, `-GROUP`) until the lines end, then kill what is in it."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in lines:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups:
-        kill_group(group)
-
-
 def main(limit_s: float | None, drop: list[str], passes_on: bool = False) -> None:
     """Introduce oneself and serve until the connection ends.
 
@@ -372,7 +318,4 @@ def main(limit_s: float | None, drop: list[str], passes_on: bool = False) -> Non
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not where its source was sent ahead
-    if sys.argv[1] == "guard":
-        guard(sys.stdin)
-    else:
-        main(**json.loads(sys.argv[1]))
+    main(**json.loads(sys.argv[1]))

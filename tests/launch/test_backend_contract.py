@@ -86,7 +86,7 @@ def use(name: str, story: Callable[[Backend, Reports], object]) -> Reports:
             await backend.prepare([python(W0), python(W1)])
             await story(backend, reports)  # type: ignore[misc]
         finally:
-            backend.close()
+            await backend.close()
         return reports
 
     return asyncio.run(play())
@@ -184,7 +184,7 @@ def test_a_child_is_started_again_after_its_end(name: str, wait_until) -> None:
             backend.kill(W0)
             await wait(lambda: len(ends) == 3)
         finally:
-            backend.close()
+            await backend.close()
         return lines, ends
 
     lines, ends = asyncio.run(play())

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
-from paramserver.launch.backends.base import threads
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts
 from paramserver.launch.plan.placement import Placement, place
@@ -125,11 +124,6 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
         assert max(load) - min(load) <= 1
     for spot in placed.workers:
         assert spot.sharing == names.count(spot.host)
-
-
-@given(num_cores=st.integers(1, 200), sharing=st.integers(0, 50))
-def test_nobody_gets_less_than_a_core(num_cores: int, sharing: int) -> None:
-    assert 1 <= threads(num_cores, sharing) <= num_cores
 
 
 def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
