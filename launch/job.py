@@ -94,9 +94,7 @@ class Job:
 
     async def _is_prepared(self) -> bool:
         """Whether everything may start; False when someone interrupted. Raises what the backend found."""
-        plan = self._plan
-        specs = [*([plan.server] if plan.server else []), *plan.shards(""), *plan.workers("")]
-        preparing = asyncio.ensure_future(self._backend.prepare(specs))
+        preparing = asyncio.ensure_future(self._backend.prepare(self._plan.processes()))
         both: set[asyncio.Future[Any]] = {preparing, self._finished}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if preparing.cancel():  # it was not done

@@ -164,8 +164,7 @@ def _show_plans(plans: list[Plan], site: Site) -> None:
     backend = BACKENDS.load(site.config.launch.backend)
     for plan in plans:
         print(f"# {plan.headline()}")
-        servers = [plan.server, *plan.shards("HOST:PORT")] if plan.server else []
-        for line in backend.dry_run([*servers, *plan.workers("HOST:PORT" if plan.server else None)], site):
+        for line in backend.dry_run(plan.processes("HOST:PORT"), site):
             print(line)
 
 

@@ -7,7 +7,7 @@ put beside it: `rank-N.crt`, or `worker.crt` for all; each of several shards the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.registry import mode_label
 from ...common.user_code import is_in_file
+from .process import Child
 
 SINGLE = "single"  # not a mode of the server: one worker and no server
 
@@ -46,66 +47,43 @@ def check_snapshots(resolved: Resolved, modes: tuple[str, ...]) -> None:
         )
 
 
-def worker_identity(security: SecurityConfig, rank: int, exists: Callable[[str], bool]) -> dict[str, Any]:
-    """The settings in which a worker's certificate differs from the server's. Raises UsageError."""
-    if security.cert is None:
-        return {}
-    if not security.mutual:
-        return {"security.cert": None, "security.key": None}
-    return _beside(
-        security.cert, (f"rank-{rank}", "worker"), exists,
-        lacks=f"worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt",
-        option="--workers N makes one for each rank",
-    )  # fmt: skip
+def own_identity(security: SecurityConfig, child: Child, exists: Callable[[str], bool]) -> dict[str, Any]:
+    """The settings in which the certificate of a worker, or of one of several shards, differs from the configured one.
 
-
-def shard_identity(security: SecurityConfig, shard: int, exists: Callable[[str], bool]) -> dict[str, Any]:
-    """The settings in which the certificate of one of several shards differs from the server's. Raises UsageError."""
+    UsageError where it needs one of its own and there is none.
+    """
+    is_worker = child.role == "worker"
     if security.cert is None or not security.mutual:
-        return {}
-    return _beside(
-        security.cert, (f"shard-{shard}",), exists,
-        lacks=f"shard {shard} needs a certificate of its own, and there is no shard-{shard}.crt",
-        option="--shards S makes one for each shard",
-    )  # fmt: skip
-
-
-def _beside(
-    cert: str, names: Sequence[str], exists: Callable[[str], bool], *, lacks: str, option: str
-) -> dict[str, Any]:
-    """The first pair of these names in the directory of `cert`, as settings. UsageError when there is none."""
-    folder = PurePath(cert).parent
-    for name in names:
+        return {"security.cert": None, "security.key": None} if security.cert and is_worker else {}
+    folder, rank = PurePath(security.cert).parent, child.rank
+    for name in (f"rank-{rank}", "worker") if is_worker else (f"shard-{rank}",):
         if exists(str(folder / f"{name}.crt")):
             return {"security.cert": str(folder / f"{name}.crt"), "security.key": str(folder / f"{name}.key")}
-    raise UsageError(f"security.mutual: {lacks} beside {cert}", fix=f"ps-certs init {folder} --renew {option}")
+    if is_worker:
+        lacks = f"worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt"
+        option = "--workers N makes one for each rank"
+    else:
+        lacks = f"shard {rank} needs a certificate of its own, and there is no shard-{rank}.crt"
+        option = "--shards S makes one for each shard"
+    raise UsageError(f"security.mutual: {lacks} beside {security.cert}", fix=f"ps-certs init {folder} --renew {option}")
 
 
 def code_file(config: Config) -> str | None:
     """The user's own file that workers run: the script, or the one with the task; None for a built-in task."""
     if config.launch.script is not None:
         return config.launch.script
-    return config.task.name.rpartition(":")[0] if is_in_file(config.task.name) else None
+    return file_of(config.task.name)
 
 
-def read_by_server(security: SecurityConfig, identity: Mapping[str, Any], mode: str) -> tuple[str, ...]:
-    """Files that must be there where a server with this mode, and these settings of its own, runs."""
-    code = mode.rpartition(":")[0] if is_in_file(mode) else None
-    return _present(code, security.ca, *_own_pair(security, identity), security.token_file)
+def file_of(name: str) -> str | None:
+    """The file of a `FILE.py:NAME`, None for a built-in one."""
+    return name.rpartition(":")[0] if is_in_file(name) else None
 
 
-def read_by_worker(config: Config, identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """Files that must be there where a worker with these settings of its own runs."""
-    security = config.security
-    return _present(code_file(config), security.ca, security.token_file, *_own_pair(security, identity))
-
-
-def _own_pair(security: SecurityConfig, identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    return identity.get("security.cert", security.cert), identity.get("security.key", security.key)
-
-
-def _present(*paths: str | None) -> tuple[str, ...]:
-    return tuple(path for path in paths if path is not None)
+def read_files(security: SecurityConfig, identity: Mapping[str, Any], code: str | None) -> tuple[str, ...]:
+    """Files that must be there where a process with these settings of its own, and this file of code, runs."""
+    own = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
+    return tuple(path for path in (code, security.ca, *own, security.token_file) if path is not None)
 
 
 def is_flag(origin: str) -> bool:

@@ -21,20 +21,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.config.schema import Config
+from ...common.config.schema import Config, SecurityConfig
 from ...common.config.sources import Resolved, scalar_text
 from ...common.errors import UsageError
 from ...common.registry import MODES
-from .files import (
-    SINGLE,
-    check_snapshots,
-    is_flag,
-    own_path,
-    read_by_server,
-    read_by_worker,
-    shard_identity,
-    worker_identity,
-)
+from .files import SINGLE, check_snapshots, code_file, file_of, is_flag, own_identity, own_path, read_files
 from .placement import Place, Placement
 from .process import SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
@@ -49,8 +40,6 @@ from .settings import (
 )
 
 DEFAULT_NUM_WORKERS = 2
-
-
 # Arguments of the interpreter that start each program.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "server": ("-m", "paramserver.ps"),
@@ -100,8 +89,7 @@ class Plan:
     server_listen: str  # HOST:0 for shards that are not placed
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
-    identities: tuple[Mapping[str, Any], ...] = ()  # of each worker, where they differ from the server's
-    shard_identities: tuple[Mapping[str, Any], ...] = ()  # of each shard, where there are several
+    identities: Mapping[Child, Mapping[str, Any]]  # settings of those that differ from the server's
     placement: Placement | None = None
 
     @property
@@ -113,10 +101,14 @@ class Plan:
         """The process whose status and summary events tell about the run."""
         return SERVER if self.server is not None else Child("worker", 0)
 
+    def processes(self, address: str = "") -> list[ProcessSpec]:
+        """All of them, given the coordinator's address."""
+        server = [self.server] if self.server else []
+        return [*server, *self.shards(address), *self.workers(address if server else None)]
+
     def hosts(self) -> dict[Child, str]:
         """The host of each process that has been placed."""
-        specs = [*([self.server] if self.server else []), *self.shards(""), *self.workers("")]
-        return {spec.child: spec.host for spec in specs if spec.host}
+        return {spec.child: spec.host for spec in self.processes() if spec.host}
 
     def workers(self, address: str | None) -> list[ProcessSpec]:
         """The worker processes, given the coordinator's address (None: there is no server)."""
@@ -138,7 +130,8 @@ class Plan:
 
     def _shard(self, rank: int, address: str) -> ProcessSpec:
         assert self.server is not None
-        spec = dataclasses.replace(self.server, child=Child("server", rank), leaves=())
+        child = Child("server", rank)
+        spec = dataclasses.replace(self.server, child=child, leaves=())
         listen = self.server_listen
         if self.placement is not None:
             spec = _placed(spec, self.placement.servers[rank], self.config)
@@ -147,12 +140,10 @@ class Plan:
         own: dict[str, Any] = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
         if self.placement is None and self.config.server.metrics is not None:
             own["server.metrics"] = None  # the coordinator has that port on this host
-        own |= self.shard_identities[rank]
-        needs = read_by_server(self.config.security, self.shard_identities[rank], self.mode)
-        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, own)), needs=needs)
+        return _with_identity(spec, own, self.identities[child], self.config.security, file_of(self.mode))
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
-        identity = self.identities[child.rank] if self.identities else {}
+        identity = self.identities.get(child, {})
         if self.is_script:
             own = {variable(key): scalar_text(value) for key, value in identity.items()}
             places = {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers), "PS_SERVER": address}
@@ -160,7 +151,8 @@ class Plan:
         else:
             argv = (*self.worker_argv, *arguments(None, identity), "--server", address, "--rank", str(child.rank))
             spec = ProcessSpec(child, argv, self.worker_env)
-        spec = dataclasses.replace(spec, needs=read_by_worker(self.config, identity))
+        needs = read_files(self.config.security, identity, code_file(self.config))
+        spec = dataclasses.replace(spec, needs=needs)
         return _placed(spec, self.placement.workers[child.rank], self.config) if self.placement else spec
 
     def headline(self) -> str:
@@ -227,17 +219,16 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     level = "debug" if config.log.level == "debug" else "info"
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
-    identities: tuple[Mapping[str, Any], ...] = ()
-    shards: tuple[Mapping[str, Any], ...] = ({},)
+    identities: dict[Child, Mapping[str, Any]] = {}
     listen = listen_host(resolved, machine.placement, spans_hosts=machine.spans_hosts)
     if mode != SINGLE:
+        shards = [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
+        children = [*shards, *(Child("worker", rank) for rank in range(num_workers))]
+        identities = {child: own_identity(config.security, child, machine.exists) for child in children}
         server = _server(resolved, machine, common, env, num_shards)
+        server = _with_identity(server, {}, identities.get(SERVER, {}), config.security, file_of(mode))
         kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
-        if num_shards > 1:
-            shards = tuple(shard_identity(config.security, shard, machine.exists) for shard in range(num_shards))
-        argv, needs = (*server.argv, *arguments(None, shards[0])), read_by_server(config.security, shards[0], mode)
-        server = dataclasses.replace(server, argv=argv, needs=needs, leaves=kept)
-        identities = tuple(worker_identity(config.security, rank, machine.exists) for rank in range(num_workers))
+        server = dataclasses.replace(server, leaves=kept)
     plan = Plan(
         mode=mode,
         config=config,
@@ -251,7 +242,6 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         server_listen=f"{listen}:0",
         worker_argv=(machine.python, *PROGRAMS["worker"], *arguments(config_path, for_workers(settings))),
         identities=identities,
-        shard_identities=shards,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
         placement=machine.placement,
     )
@@ -271,6 +261,14 @@ def _server(
         env = {**env, **_thread_env(resolved.config, machine, num_shards)}
     spec = ProcessSpec(SERVER, (machine.python, *PROGRAMS["server"], *common, *arguments(None, own)), env)
     return _placed(spec, machine.placement.servers[0], resolved.config) if machine.placement else spec
+
+
+def _with_identity(
+    spec: ProcessSpec, own: dict[str, Any], identity: Mapping[str, Any], security: SecurityConfig, code: str | None
+) -> ProcessSpec:
+    """A server told what is its own, certificate included, with the files it reads."""
+    argv = (*spec.argv, *arguments(None, {**own, **identity}))
+    return dataclasses.replace(spec, argv=argv, needs=read_files(security, identity, code))
 
 
 def _placed(spec: ProcessSpec, place: Place, config: Config) -> ProcessSpec:
