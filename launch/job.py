@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from ..common.errors import ParamServerError
 from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
+from .hosts.connection import watched
 from .plan.process import SERVER, Child, ProcessSpec
 from .plan.runs import Plan
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
@@ -129,17 +131,14 @@ class Job:
 
     def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
-        status = parse_status(event)
-        if status is not None:
+        if (status := parse_status(event)) is not None:
             self._screen.status(line, status, self._loop.time())
             return True
-        if event.name != "summary":
-            return False
-        try:
-            self._summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
-        except ValidationError:
-            return False
-        return True
+        if event.name == "summary":
+            with suppress(ValidationError):
+                self._summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
+                return True
+        return False
 
     def _on_server_event(self, child: Child, event: Event) -> None:
         if event.name == "snapshot":
@@ -152,8 +151,7 @@ class Job:
                 self._specs |= {spec.child: spec for spec in self._plan.workers(self._reached[SERVER])}
             self._carry_out(self._supervisor.listening(child, self._loop.time()))
             if self._supervisor.all_listen and self._checking is None:
-                self._checking = asyncio.ensure_future(self._let_workers_start())
-                self._checking.add_done_callback(self._on_checked)
+                self._checking = watched(self._let_workers_start())
 
     async def _let_workers_start(self) -> None:
         workers = [spec for child, spec in self._specs.items() if child.role != SERVER.role]
@@ -165,10 +163,6 @@ class Job:
             self._carry_out(self._supervisor.abort(error.exit_code, reason, self._loop.time()))
         else:
             self._carry_out(self._supervisor.may_train(self._loop.time()))
-
-    def _on_checked(self, checking: asyncio.Future[None]) -> None:
-        if not checking.cancelled() and (bug := checking.exception()) is not None:
-            self._on_bug(self._loop, {"exception": bug})
 
     def _on_exit(self, child: Child, code: int) -> None:
         self._carry_out(self._supervisor.exited(child, code, self._loop.time()))

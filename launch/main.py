@@ -6,14 +6,16 @@ Imports beyond Typer are made where they are needed, after the command line is k
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_command, show_config
 from ..common.config.option import LAUNCHER
-from ..common.errors import UsageError
-from . import options as opt
+from ..common.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from ..common.config.sources import Resolved
@@ -22,17 +24,47 @@ if TYPE_CHECKING:
     from .job import Outcome
     from .plan.runs import Machine, Plan, Request
 
+_HELP = """\b
+Start a server and N workers, watch them, and end them together.
+
+[bold]Examples[/bold]
+
+  ps-launch configs/digits.yaml                    what the file says
+  ps-launch configs/digits.yaml -n 4 --mode sync   flags win over the file
+  ps-launch configs/digits.yaml --mode single,sync,async,ssp,localsgd
+                                                   one after another, compared
+  ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
+  ps-launch configs/digits.yaml --checkpoint-dir D once more: goes on where it was
+  ps-launch configs/digits.yaml --hosts hosts.yaml on the machines of that file
+  ps-launch configs/digits.yaml --dry-run          only show the commands
+
+What processes say goes to standard error, results to standard output.
+Ctrl-C lets the processes end in good order, a second one kills them.
+A worker that crashes or is killed is started again, and so is a server that
+keeps snapshots (--checkpoint-dir). The exit code is that of the process whose
+failure ended the job; 17 when it had been started again too often, 130 after
+Ctrl-C, 143 after SIGTERM.
+"""
+
+_ConfigArgument = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.", show_default=False)
+]
+_DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be started, then stop.", rich_help_panel="Other")
+]
+_ScriptArgOption = Annotated[list[str] | None, typer.Option("--script-arg", hidden=True)]
+
 _COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 
 def launch(
     flags: Flags,
-    config: opt.ConfigArgument = None,
+    config: _ConfigArgument = None,
     sets: SetOption = None,
-    dry_run: opt.DryRunOption = False,
+    dry_run: _DryRunOption = False,
     print_config: PrintConfigOption = False,
-    script_args: opt.ScriptArgOption = None,
+    script_args: _ScriptArgOption = None,
 ) -> int:
     """Start a server and N workers, watch them, and end them together."""
     from ..common.user_code import is_in_file
@@ -60,8 +92,19 @@ def launch(
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:  # all else is a run: `ps-launch CONFIG` needs no word for it
         importlib.import_module(_COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:])
-    sys.argv[1:] = opt.fold_script_arguments(sys.argv[1:])
-    run_command(LAUNCHER, opt.HELP, launch)
+    sys.argv[1:] = fold_script_arguments(sys.argv[1:])
+    run_command(LAUNCHER, _HELP, launch)
+
+
+def fold_script_arguments(arguments: list[str]) -> list[str]:
+    """`--script F -- A B` as `--script F --script-arg=A --script-arg=B`.
+
+    Otherwise the first word after -- would be taken for the CONFIG when that is left out.
+    """
+    if "--" not in arguments:
+        return arguments
+    cut = arguments.index("--")
+    return arguments[:cut] + [f"--script-arg={argument}" for argument in arguments[cut + 1 :]]
 
 
 def _modes(text: str | None) -> tuple[str, ...]:
@@ -189,20 +232,27 @@ def _run(plans: list[Plan], site: Site) -> int:
 
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
-    """One run: its table. Several: the comparison, and one file for all summaries."""
+    """One run: its table. Several: the comparison, and one file for all summaries, {"runs": [...]}."""
     from ..common.registry import mode_label
     from ..common.reporting.report import comparison_table, report_console, summary_table
-    from .view.outputs import write_run, write_runs
 
     console = report_console()
     finished: list[Summary] = [outcome.summary for outcome in outcomes if outcome.summary is not None]
-    if len(plans) == 1:
-        for summary in finished:
-            console.print(summary_table(summary))
-            if plans[0].summary is not None:
-                write_run(plans[0].summary, summary)
+    if len(plans) > 1:
+        if finished:
+            console.print(comparison_table([(mode_label(summary.mode), summary) for summary in finished]))
+        _write(plans[0].config.output.summary, {"runs": [summary.model_dump() for summary in finished]})
+    elif finished:
+        console.print(summary_table(finished[0]))
+        _write(plans[0].summary, finished[0].model_dump())
+
+
+def _write(path: str | None, summary: dict[str, Any]) -> None:
+    """What the launcher itself writes. Raises OutputError."""
+    if path is None:
         return
-    if finished:
-        console.print(comparison_table([(mode_label(summary.mode), summary) for summary in finished]))
-    if plans[0].config.output.summary is not None:
-        write_runs(plans[0].config.output.summary, finished)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,30 +29,52 @@ from .text import LastLines, child_line, status_panel
 _MAX_LINES_HELD = 200
 
 
-class Screen:
-    """What a job tells its user. One screen per run."""
+class Screen(ABC):
+    """What a job tells its user, on standard error until that is gone. One screen per run."""
 
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
+        self._hosts = hosts
+        self._on_lost = on_lost
+        self._is_lost = False
+        self._console = PipeConsole(stderr=True, highlight=False)
+
+    @abstractmethod
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Something the launcher itself did or found; `fields` say the same for programs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """A child wrote a line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def status(self, line: str, status: Status, now: float) -> None:
         """The run reported its status in a line."""
-        raise NotImplementedError
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:  # noqa: B027  (nothing, for most)
         """A moment has passed."""
 
     def failure(self, finish: Finish) -> None:
         """The last word about a job that failed."""
         self.note("failed", finish.reason, "error")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave the output as it was found."""
+
+    def _print(self, text: Text) -> None:
+        if self._console.is_terminal:
+            self._show(lambda: self._console.print(text, markup=False))
+        else:  # no width, no colours: as it is, and a hundred times faster
+            self._show(lambda: print(text.plain, file=sys.stderr, flush=True))
+
+    def _show(self, show: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            show()
+        except OSError:  # EPIPE, or EIO from a terminal that was closed
+            self._is_lost = True
+            discard_from_now_on(2)
+            self._on_lost()
 
 
 def make_screen(config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> Screen:
@@ -61,31 +84,6 @@ def make_screen(config: Config, hosts: Mapping[Child, str], on_lost: Callable[[]
     if sys.stderr.isatty():
         return LiveScreen(hosts, on_lost)
     return PlainScreen(hosts, on_lost, config.launch.status_interval_s)
-
-
-class _Output:
-    """Standard error until it is gone."""
-
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        self._on_lost = on_lost
-        self._is_lost = False
-        self.console = PipeConsole(stderr=True, highlight=False)
-
-    def print(self, text: Text) -> None:
-        if self.console.is_terminal:
-            self.call(lambda: self.console.print(text, markup=False))
-        else:  # no width, no colours: as it is, and a hundred times faster
-            self.call(lambda: print(text.plain, file=sys.stderr, flush=True))
-
-    def call(self, show: Callable[[], object]) -> None:
-        if self._is_lost:
-            return
-        try:
-            show()
-        except OSError:  # EPIPE, or EIO from a terminal that was closed
-            self._is_lost = True
-            discard_from_now_on(2)
-            self._on_lost()
 
 
 def discard_from_now_on(descriptor: int) -> None:
@@ -99,33 +97,35 @@ class PlainScreen(Screen):
     """Lines, and a status line at most every `interval_s`."""
 
     def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
-        self._hosts = hosts
-        self._output = _Output(on_lost)
+        super().__init__(hosts, on_lost)
         self._last_lines = LastLines()
         self._interval_s = interval_s
         self._shown, self._shown_at = "", float("-inf")
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
-        self._output.print(Text.assemble(("ps-launch: ", style), sentence))
+        self._print(Text.assemble(("ps-launch: ", style), sentence))
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         text = child_line(child, line, event, self._hosts.get(child, ""))
         self._last_lines.add(child, text)
-        self._output.print(text)
+        self._print_line(text)
+
+    def _print_line(self, text: Text) -> None:
+        self._print(text)
 
     def status(self, line: str, status: Status, now: float) -> None:
         # A tenth early is in time: the server's interval and this one have no common clock.
         text = status_line(status)
         if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
-            self._output.print(Text(text))
+            self._print(Text(text))
             self._shown, self._shown_at = text, now
 
     def failure(self, finish: Finish) -> None:
         repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
         if repeated:
             heading = Text(f"---- last lines of {finish.culprit} ".ljust(60, "-"))
-            self._output.print(Text("\n").join([heading, *repeated, Text("-" * 60)]))
+            self._print(Text("\n").join([heading, *repeated, Text("-" * 60)]))
         super().failure(finish)
 
 
@@ -139,23 +139,21 @@ class LiveScreen(PlainScreen):
         self._lines: list[Text] = []  # not yet shown
         # Refreshed from `tick`: rich's own refreshing would be a second thread.
         self._live = Live(
-            console=self._output.console,
+            console=self._console,
             get_renderable=lambda: status_panel(self._latest) if self._latest else Text(""),
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._output.call(self._live.start)
+        self._show(self._live.start)
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._flush()
         super().note(event, sentence, level)
 
-    def line(self, child: Child, line: str, event: Event | None) -> None:
+    def _print_line(self, text: Text) -> None:
         # Drawing the table again for each line would make a chatty child wait.
-        text = child_line(child, line, event, self._hosts.get(child, ""))
-        self._last_lines.add(child, text)
         self._lines.append(text)
         if len(self._lines) >= _MAX_LINES_HELD:
             self._flush()
@@ -166,7 +164,7 @@ class LiveScreen(PlainScreen):
     def tick(self, now: float) -> None:
         self._flush()
         if not self._is_drawn:
-            self._output.call(self._live.refresh)
+            self._show(self._live.refresh)
             self._is_drawn = True
 
     def failure(self, finish: Finish) -> None:
@@ -175,20 +173,16 @@ class LiveScreen(PlainScreen):
 
     def close(self) -> None:
         self._flush()
-        self._output.call(self._live.stop)
+        self._show(self._live.stop)
 
     def _flush(self) -> None:
         if self._lines:
-            self._output.print(Text("\n").join(self._lines))  # draws the table below them again, as it was
+            self._print(Text("\n").join(self._lines))  # draws the table below them again, as it was
             self._lines.clear()
 
 
 class JsonScreen(Screen):
     """One object per line, for programs: a child's event with its role and rank, or its output."""
-
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
-        self._hosts = hosts
-        self._output = _Output(on_lost)
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
@@ -204,4 +198,4 @@ class JsonScreen(Screen):
 
     def _write(self, fields: dict[str, Any]) -> None:
         text = json.dumps({"timestamp": time.time(), **fields})
-        self._output.call(lambda: print(text, file=sys.stderr, flush=True))
+        self._show(lambda: print(text, file=sys.stderr, flush=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.sources import load_config
-from paramserver.launch.options import fold_script_arguments
+from paramserver.launch.main import fold_script_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STARTED_BY_OTHERS = {"slurm", "torchrun", "compose", "kubernetes"}  # which say how many workers there are
@@ -42,7 +42,7 @@ def test_help_comes_at_once() -> None:
 def test_the_launcher_never_loads_what_trains() -> None:
     code = (
         "import sys, paramserver.launch.main, paramserver.launch.job, paramserver.launch.backends.local;"
-        "import paramserver.common.reporting.report, paramserver.launch.view.outputs;"
+        "import paramserver.common.reporting.report, paramserver.launch.view.screen;"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'grpc', 'google', 'numpy')"
         " or m.startswith(('paramserver.ps', 'paramserver.worker', 'paramserver.proto'))])"
     )
