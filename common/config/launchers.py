@@ -3,7 +3,7 @@
 One engine gives all of it (rank, number of workers, rank on its host, where the server is), so that a
 rank never meets another engine's number of workers. It is the first in `ENGINES` whose rank is set:
 what can run inside another comes first, so torchrun inside a Slurm job is torchrun, and so is mpirun
-Open MPI. The values are texts here; `config_sources` checks them with all the others.
+Open MPI. The values are texts here; `sources.py` checks them with all the others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one configuration schema, for all programs. Checked once at the door; no dict travels after that.
 
-Sources and their precedence live in `config_sources.py`. Every field is documented here with
+Sources and their precedence live in `sources.py`. Every field is documented here with
 its unit and what setting it wrong does; `--print-config` shows the resolved values.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import UsageError
 from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
@@ -18,6 +18,9 @@ from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+
+Mode = Annotated[str, AfterValidator(canonical_mode)]
+Codec = Annotated[str, AfterValidator(CODECS.check)]
 
 
 class TaskConfig(Section):
@@ -35,7 +38,7 @@ class TaskConfig(Section):
 
 
 class RunConfig(Section):
-    mode: Annotated[str, Flag(metavar="MODE")] = Field(
+    mode: Annotated[Mode, Flag(metavar="MODE")] = Field(
         "sync",
         description="sync, async, ssp, localsgd or an alias, or FILE.py:NAME (never taken from another process); "
         "ps-launch runs several, MODE,MODE, one after another and compares them, among them single: one worker alone "
@@ -50,20 +53,10 @@ class RunConfig(Section):
     batch_size: Annotated[int, Flag(Panel.RUN, EVERY)] = Field(
         32, ge=1, description="samples per worker and step; a worker takes the server's unless told"
     )
-    other_modes: Annotated[tuple[str, ...], Flag(name="mode", programs=())] = Field(
+    other_modes: Annotated[tuple[Mode, ...], Flag(name="mode", programs=())] = Field(
         (), description="modes in files whose options the section policy may hold as well; ps-launch says so"
     )
     seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
-
-    @field_validator("mode")
-    @classmethod
-    def _known_mode(cls, value: str) -> str:
-        return canonical_mode(value)
-
-    @field_validator("other_modes")
-    @classmethod
-    def _known_modes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(canonical_mode(mode) for mode in value)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -82,17 +75,12 @@ class PolicyConfig(Section):
     )
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
-    aggregation: str = Field(
+    aggregation: Annotated[str, AfterValidator(AGGREGATIONS.check)] = Field(
         "mean",
         description="sync: how a round's gradients become one: mean, or median or trimmed_mean, which withstand some "
         "that lie and hold every worker's gradient in memory",
     )
     trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
-
-    @field_validator("aggregation")
-    @classmethod
-    def _known_aggregation(cls, value: str) -> str:
-        return AGGREGATIONS.check(value)
 
     def options(self, mode: str) -> Any:
         """The options of a mode, an instance of its policy's `Options`: as set, or their defaults."""
@@ -239,18 +227,13 @@ class WorkerConfig(Section):
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
-    codec: str = Field("raw", description="how contributions are encoded")
-    answer_codec: str = Field("raw", description="how the weights that come back are encoded")
+    codec: Codec = Field("raw", description="how contributions are encoded")
+    answer_codec: Codec = Field("raw", description="how the weights that come back are encoded")
     shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
     overlap: bool | None = Field(
         None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
-
-    @field_validator("codec", "answer_codec")
-    @classmethod
-    def _known_codec(cls, value: str) -> str:
-        return CODECS.check(value)
 
 
 class CheckpointConfig(Section):

@@ -12,10 +12,8 @@ and the nearest known key.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UsageError, did_you_mean
 from ..registry import canonical_mode
 from ..user_code import is_in_file
+from .documents import built, items, mistakes, read_document, scalar
 from .flags import flag_name, sections, settings
 from .launchers import PLACE_NAMES, find_place
 from .schema import Config, OptimizerConfig, mode_options
@@ -81,18 +80,18 @@ def load_config(
         place = find_place(environ).settings
         told += [(key, _number(said.value), f"environment {said.name}") for key, said in place.items()]
     if path is not None:
-        told += [(key, value, f"{path}:{line}") for key, value, line in _read_yaml(path)]
+        told += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
     for name, key in _SHORT_NAMES.items():
         if environ.get(name):
-            told.append((key, _scalar(environ[name]), f"environment {name}"))
+            told.append((key, scalar(environ[name]), f"environment {name}"))
     for name, text in sorted(environ.items()):
         if name.startswith("PS_") and "__" in name:
-            told.append((name[3:].lower().replace("__", "."), _scalar(text), f"environment {name}"))
+            told.append((name[3:].lower().replace("__", "."), scalar(text), f"environment {name}"))
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
-        told.append((key.strip(), _scalar(value), f"--set {key.strip()}"))
+        told.append((key.strip(), scalar(value), f"--set {key.strip()}"))
     told += [(key, value, "flag") for key, value in flags.items() if value is not None]
     return _validated(told)
 
@@ -115,7 +114,7 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
     try:
         return Resolved(Config.model_validate(values), origins)
     except ValidationError as error:
-        raise UsageError(_first_mistakes(error, origins)) from None
+        raise UsageError(mistakes(error, origins)) from None
     except UsageError as error:
         raise _with_origin(error, values, origins) from None
 
@@ -158,89 +157,26 @@ def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, s
     return error
 
 
-def scalar_text(value: Any) -> str:
-    """The text that --set and the environment read back as `value`: bare where that is enough."""
-    if isinstance(value, str) and _scalar(value) == value:
-        return value
-    style = '"' if isinstance(value, str) else None
-    text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
-    )
-    return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
-
-
 def _number(text: str) -> int | str:
     """What an engine says: a whole decimal number (010 is ten, as in `srun`), or an address."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def _scalar(text: str) -> Any:
-    """A YAML scalar or flow value; the text itself when it is not valid YAML."""
-    try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError):
-        return text
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-3 is a number (1.1 reads a string), a date is text, and so is what is quoted."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
-        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
-        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as something else."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-
-def _read_yaml(path: str) -> list[tuple[str, Any, int]]:
+def _read_file(path: str) -> list[tuple[str, Any, int]]:
     """(dotted key, value, line) for every `section: {key: value}` of the file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not UTF-8 text", fix="a configuration is a YAML file, see configs/") from None
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    root = read_document(path, "the configuration", "a configuration is a YAML file, see configs/")
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}:1: expected sections such as 'run:' and 'task:'", fix="see configs/digits.yaml")
     found: list[tuple[str, Any, int]] = []
-    for section, body in root.value:
-        line = section.start_mark.line + 1
-        _check_section(str(section.value), f"{path}:{line}", settings())
-        if not isinstance(body, yaml.MappingNode):
-            if isinstance(body, yaml.ScalarNode) and body.value == "":
-                continue
-            raise UsageError(f"{path}:{line}: '{section.value}' is a section, not a value")
-        for key, value in body.value:
-            line = key.start_mark.line + 1
-            try:
-                constructed = _Loader("").construct_object(value, deep=True)
-            except (yaml.YAMLError, ValueError) as error:
-                problem = getattr(error, "problem", error)
-                raise UsageError(f"{path}:{line}: {section.value}.{key.value}: {problem}") from None
-            found.append((f"{section.value}.{key.value}", constructed, line))
+    for section, body, line in items(root):
+        _check_section(section, f"{path}:{line}", settings())
+        if isinstance(body, yaml.MappingNode):
+            keys = [(f"{section}.{key}", value, at) for key, value, at in items(body)]
+            found += [(key, built(value, f"{path}:{at}: {key}"), at) for key, value, at in keys]
+        elif not isinstance(body, yaml.ScalarNode) or body.value:
+            raise UsageError(f"{path}:{line}: '{section}' is a section, not a value")
     return found
 
 
@@ -262,18 +198,3 @@ def _check_key(key: str, origin: str, known: Iterable[str]) -> None:
         near = [key for key in known if key.startswith(f"{section}.")]
         fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", near)
         raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)
-
-
-def _first_mistakes(error: ValidationError, origins: dict[str, str]) -> str:
-    lines = []
-    for mistake in error.errors()[:5]:
-        key = ".".join(str(part) for part in mistake["loc"])
-        origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), None)
-        message = mistake["msg"].removeprefix("Value error, ")
-        message = message[0].lower() + message[1:]
-        got = "" if mistake["type"] == "value_error" else f", got {mistake['input']!r}"
-        if not mistake["loc"]:  # several that do not go together: say who said each
-            said = [f"{name}: {source}" for name, source in origins.items() if name in message]
-            got = f" ({', '.join(said)})" if said else ""
-        lines.append(": ".join(part for part in (origin, key, message + got) if part))
-    return "\n".join(lines)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from ...common.config.documents import built, items, mistakes, read_document
 from ...common.config.option import Section
 from ...common.errors import UsageError, did_you_mean
 
 THIS_MACHINE = "localhost"  # started without ssh
+_EXAMPLE = "configs/hosts.example.yaml"
 
 
 class Host(Section):
@@ -72,19 +73,15 @@ class Host(Section):
 
 def load_hosts(path: str) -> tuple[Host, ...]:
     """The hosts of a file, in its order. Raises UsageError with file:line."""
-    root = _compose(path)
-    entries: yaml.Node | None = root
+    entries = read_document(path, "the hosts", f"see {_EXAMPLE}")
     defaults: dict[str, Any] = {}
-    if isinstance(root, yaml.MappingNode):
-        keys = {key.value: (key.start_mark.line + 1, value) for key, value in root.value}
-        for name, (line, _) in keys.items():
-            if name not in ("hosts", "defaults"):
-                raise UsageError(f"{path}:{line}: unknown key '{name}'", fix=did_you_mean(name, ("hosts", "defaults")))
-        if "defaults" in keys:
-            defaults = _entry(keys["defaults"][1], path)
-        entries = keys["hosts"][1] if "hosts" in keys else None
+    if isinstance(entries, yaml.MappingNode):
+        parts = {name: node for name, node, _ in _known(entries, ("hosts", "defaults"), path)}
+        if "defaults" in parts:
+            defaults, _ = _entry(parts["defaults"], path)
+        entries = parts.get("hosts")
     if not isinstance(entries, yaml.SequenceNode) or not entries.value:
-        raise UsageError(f"{path}: names no hosts", fix="write a list below 'hosts:', see configs/hosts.example.yaml")
+        raise UsageError(f"{path}: names no hosts", fix=f"write a list below 'hosts:', see {_EXAMPLE}")
     hosts: dict[str, Host] = {}
     for node in entries.value:
         host = _host(node, defaults, path)
@@ -97,28 +94,9 @@ def load_hosts(path: str) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def _compose(path: str) -> yaml.Node | None:
-    try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UsageError(f"cannot read the hosts {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not UTF-8 text", fix="see configs/hosts.example.yaml") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
-
-
 def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
     """One entry: a mapping, or only the name of a host."""
-    line = node.start_mark.line + 1
-    if isinstance(node, yaml.ScalarNode):
-        own: dict[str, Any] = {"host": node.value}
-        lines: dict[str, int] = {}
-    else:
-        own = _entry(node, path)
-        lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+    own, origins = ({"host": node.value}, {}) if isinstance(node, yaml.ScalarNode) else _entry(node, path)
     if "python" in own or "venv" in own:  # one's own way to name the interpreter replaces the other
         defaults = {name: value for name, value in defaults.items() if name not in ("python", "venv")}
     merged = {**defaults, **own}
@@ -127,30 +105,22 @@ def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
     try:
         return Host.model_validate(merged)
     except ValidationError as error:
-        mistake = error.errors()[0]
-        key = str(mistake["loc"][0]) if mistake["loc"] else ""
-        what = mistake["msg"].removeprefix("Value error, ")
-        got = "" if mistake["type"] in ("value_error", "missing") else f", got {mistake['input']!r}"
-        text = f"{key}: {what[0].lower()}{what[1:]}{got}" if key else what
-        raise UsageError(f"{path}:{lines.get(key, line)}: {text}") from None
+        raise UsageError(mistakes(error, origins, f"{path}:{node.start_mark.line + 1}")) from None
 
 
-def _entry(node: yaml.Node, path: str) -> dict[str, Any]:
-    """A mapping whose keys are those of a host."""
+def _entry(node: yaml.Node, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys of a host that a mapping has: their values, and where they stand."""
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(
-            f"{path}:{node.start_mark.line + 1}: expected keys such as 'host:' and 'slots:'",
-            fix="see configs/hosts.example.yaml",
+            f"{path}:{node.start_mark.line + 1}: expected keys such as 'host:' and 'slots:'", fix=f"see {_EXAMPLE}"
         )
-    for key, _ in node.value:
-        if key.value not in Host.model_fields:
-            raise UsageError(
-                f"{path}:{key.start_mark.line + 1}: unknown key '{key.value}'",
-                fix=did_you_mean(key.value, Host.model_fields),
-            )
-    try:
-        found = yaml.SafeLoader("").construct_mapping(node, deep=True)
-        return {str(name): value for name, value in found.items()}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", node.start_mark)
-        raise UsageError(f"{path}:{mark.line + 1}: {getattr(error, 'problem', error)}") from None
+    found = list(_known(node, Host.model_fields, path))
+    origins = {key: f"{path}:{line}" for key, _, line in found}
+    return {key: built(value, f"{origins[key]}: {key}") for key, value, _ in found}, origins
+
+
+def _known(node: yaml.MappingNode, known: Collection[str], path: str) -> Iterator[tuple[str, yaml.Node, int]]:
+    for key, value, line in items(node):
+        if key not in known:
+            raise UsageError(f"{path}:{line}: unknown key '{key}'", fix=did_you_mean(key, known))
+        yield key, value, line

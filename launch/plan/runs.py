@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...common.config.documents import scalar_text
 from ...common.config.schema import Config, SecurityConfig
-from ...common.config.sources import Resolved, scalar_text
+from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.registry import MODES
 from .files import SINGLE, check_snapshots, code_file, file_of, is_flag, own_identity, own_path, read_files

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...common.config.documents import scalar_text
 from ...common.config.schema import DEFAULT_ADDRESS, Config
-from ...common.config.sources import Resolved, scalar_text
+from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.user_code import is_in_file
 from .files import is_flag

@@ -56,35 +56,29 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Start:
+class _OfOne:
     child: Child
     reason: str
+
+
+class Start(_OfOne):
+    """Start the process."""
 
 
 @dataclass(frozen=True)
-class Restart:
+class Restart(_OfOne):
     """Nothing to do yet: a Start of the process follows in `attempt.in_s` seconds."""
 
-    child: Child
-    reason: str
     attempt: Attempt
     max_restarts: int
 
 
-@dataclass(frozen=True)
-class Terminate:
+class Terminate(_OfOne):
     """Ask the process to end in good order (SIGTERM)."""
 
-    child: Child
-    reason: str
 
-
-@dataclass(frozen=True)
-class Kill:
+class Kill(_OfOne):
     """End the process and everything it started, now."""
-
-    child: Child
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paramserver.common.config.documents import scalar_text
 from paramserver.common.config.schema import Config
-from paramserver.common.config.sources import Resolved, load_config, scalar_text
+from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 

@@ -1,0 +1,101 @@
+"""YAML as people mean it: files whose mistakes are told with their line, and values in a flag or a variable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ..errors import UsageError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-3 is a number (1.1 reads a string), a date is text, and so is what is quoted."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
+        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would read as something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def scalar_text(value: Any) -> str:
+    """The text that --set and the environment read back as `value`: bare where that is enough."""
+    if isinstance(value, str) and scalar(value) == value:
+        return value
+    style = '"' if isinstance(value, str) else None
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
+    )
+    return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
+
+
+def scalar(text: str) -> Any:
+    """A YAML scalar or flow value; the text itself when it is not valid YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def read_document(path: str, what: str, fix: str) -> yaml.Node | None:
+    """What the file of `what` ("the hosts") holds. Raises UsageError."""
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UsageError(f"cannot read {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text", fix=fix) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def items(node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
+    """Each key with what it holds and its line."""
+    for key, value in node.value:
+        yield str(key.value), value, key.start_mark.line + 1
+
+
+def built(node: yaml.Node, origin: str) -> Any:
+    """The value that the node means. Raises UsageError."""
+    try:
+        return _Loader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{origin}: {getattr(error, 'problem', error)}") from None
+
+
+def mistakes(error: ValidationError, origins: Mapping[str, str], otherwise: str = "") -> str:
+    """A line for each of the first mistakes, with the origin of its key; `otherwise`: of what has none."""
+    lines = []
+    for mistake in error.errors()[:5]:
+        key = ".".join(str(part) for part in mistake["loc"])
+        origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), otherwise)
+        message = mistake["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        got = "" if mistake["type"] in ("value_error", "missing") else f", got {mistake['input']!r}"
+        if not mistake["loc"]:  # several that do not go together: say who said each
+            said = [f"{name}: {source}" for name, source in origins.items() if name in message]
+            got = f" ({', '.join(said)})" if said else ""
+        lines.append(": ".join(part for part in (origin, key, message + got) if part))
+    return "\n".join(lines)
