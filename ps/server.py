@@ -14,8 +14,8 @@ from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
 from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
+from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .core.facts import RunEnded, RunStarted, StatusTaken
 from .core.judgement import judge_whole
 from .core.replication import Coordinator
 from .engine.engine import Engine
@@ -70,7 +70,7 @@ class Server:
             name, incarnation = before.engine.run.name, before.engine.run.incarnation + 1
         self.engine = Engine(config, make_policy(config), name=name, incarnation=incarnation, publish=self._bus.publish)
         if before is not None:
-            self.engine.run.roster.membership.restore(before.engine.run.roster.membership.num_joins)
+            self.engine.run.roster.restore(before.engine.run.roster.num_joins)
         self._has_begun = asyncio.Event()
         self._go_back = asyncio.Event()
         self._listening = Listening(config)
@@ -147,7 +147,7 @@ class Server:
             return
         self._begin()
         run = self.engine.run
-        num_joins = {} if name is not None else dict(run.roster.membership.num_joins)
+        num_joins = {} if name is not None else dict(run.roster.num_joins)
         self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared_config(self._config), num_joins))
 
     def _lost(self, shard: int) -> None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Policy, Refuse
+from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Policy, Refuse
 from . import effects
-from .effects import Effect, Log, Tell
-from .events import Contributed
-from .facts import AnswerGiven, ContributionTaken, Identity, VersionCommitted
+from .effects import Effect, Log
+from .events import Contributed, Identity
 from .judgement import halted, rejected_too_often
 from .roster import Roster, Worker
 from .stats import WorkerStats
@@ -46,7 +45,7 @@ class Contributions:
         self._mode = mode
         self._max_rejected = max_rejected
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
-        self._in_mean: list[Held] = []  # since the newest commit
+        self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
@@ -57,70 +56,62 @@ class Contributions:
 
     def taken(self, worker: Worker, event: Contributed) -> Iterator[Effect]:
         """A contribution of a live worker, whole on all shards."""
-        stats = self._roster.stats[worker.rank]
+        rank, policy, stats = worker.rank, self._policy, self._roster.stats[worker.rank]
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
         worker.waiting_since, worker.wants_weights = event.at, event.wants_weights
         if event.hyperparameters is not None:
             worker.hyperparameters = event.hyperparameters
         if event.judgement.action in ("reject", "halt"):
-            yield from self._rejected(worker, stats, event)
+            yield from self._rejected(stats, event)
             return
         if math.isfinite(event.loss):
             stats.loss = event.loss
         contribution = Contribution(event.number, event.base_version, event.num_samples)
-        worker.staleness = self._policy.staleness(worker.rank, contribution)
-        num_counted, version = self._policy.num_counted.get(worker.rank, 0), self._policy.version
-        decisions = self._policy.contributed(worker.rank, contribution, event.at)
-        is_counted = self._policy.num_counted.get(worker.rank, 0) > num_counted
-        outcome = _outcome(decisions, is_counted, event.number == num_counted)
-        if is_counted:
-            self._hold(worker, event)
-            if not event.judgement.is_taken:
-                outcome = "skipped"
-        yield self._note(event, outcome, version)
-        if is_counted:
+        worker.staleness = policy.staleness(rank, contribution)
+        num_counted, version = policy.num_counted[rank], policy.version
+        decisions = policy.contributed(rank, contribution, event.at)
+        if policy.num_counted[rank] > num_counted:
+            yield self._note(event, "accepted" if event.judgement.is_taken else "skipped", version)
             yield from self._counted(worker, stats, event)
-        elif not any(isinstance(decision, Discard) for decision in decisions):
-            yield effects.Discard(_identity(event))  # no policy does that
-        yield from self.perform(decisions, event.at, event)
+        else:
+            outcome = "repeated" if event.number == num_counted else "dropped"
+            if any(isinstance(decision, Refuse) for decision in decisions):
+                outcome = "refused"
+            yield self._note(event, outcome, version)
+            yield effects.Discard(event.identity)
+        yield from self.perform(decisions, event.at)
 
     def refuse(self, event: Contributed) -> Iterator[Effect]:
         """It comes from nobody who may contribute now."""
-        yield effects.Discard(_identity(event))
+        yield effects.Discard(event.identity)
         yield self._note(event, "refused", self._policy.version)
 
-    def _hold(self, worker: Worker, event: Contributed) -> None:
-        worker.num_contributed += 1
-        self._held[worker.rank] = Held(
-            _identity(event),
-            worker.hyperparameters,
-            worker.num_contributed,
-            event.judgement.is_taken,
-            event.judgement.scale,
-        )
-
     def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
-        """Count it, and say what was not sound about it."""
-        stats.accepted(worker.staleness, event.num_samples, self._policy.lead(worker.rank), event.at)
+        """Hold it until it is folded, and say what was not sound about it."""
+        rank, found = worker.rank, event.judgement
+        worker.num_contributed += 1
+        self._held[rank] = Held(
+            event.identity, worker.hyperparameters, worker.num_contributed, found.is_taken, found.scale
+        )
+        stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
         self._ended_at = event.at
-        self._empty.pop(worker.rank, None)
-        found = event.judgement
+        self._empty.pop(rank, None)
         if found.is_clipped:
             stats.clipped += 1
-            yield Log("debug", "clipped", {"rank": worker.rank, "step": event.number, "reason": found.what})
+            yield Log("debug", "clipped", {"rank": rank, "step": event.number, "reason": found.what})
         if found.is_taken:
-            yield effects.Keep(_identity(event))
+            yield effects.Keep(event.identity)
         else:
             stats.skipped += 1
-            self._empty[worker.rank] = f"{found.what} ({found.limit}): counted as a step, nothing folded"
-            yield Log("warning", "skipped", {"rank": worker.rank, "step": event.number, "reason": found.what})
-            yield effects.Discard(_identity(event), is_counted=True)
+            self._empty[rank] = f"{found.what} ({found.limit}): counted as a contribution, nothing folded"
+            yield Log("warning", "skipped", {"rank": rank, "step": event.number, "reason": found.what})
+            yield effects.Discard(event.identity, is_counted=True)
 
-    def _rejected(self, worker: Worker, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
+    def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
         """Answered with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
-        rank, version, found = worker.rank, self._policy.version, event.judgement
-        yield effects.Discard(_identity(event))
+        rank, version, found = event.rank, self._policy.version, event.judgement
+        yield effects.Discard(event.identity)
         yield self._note(event, "rejected", version)
         stats.rejected += 1
         stats.rejected_in_a_row += 1
@@ -138,23 +129,21 @@ class Contributions:
         """It asks again for the answer to a contribution that counts."""
         worker.waiting_since = at
         version = self._policy.version
-        repeated = Contribution(number, version)
-        decisions = self._policy.contributed(worker.rank, repeated, at)
+        decisions = self._policy.contributed(worker.rank, Contribution(number, version), at)
         identity = Identity(worker.rank, worker.incarnation, number)
-        yield Tell(ContributionTaken(identity, version, version, "repeated", 0, -1.0))
-        yield from self.perform([one for one in decisions if not isinstance(one, Discard)], at)
+        yield effects.ContributionTaken(identity, version, version, "repeated", 0, -1.0)
+        yield from self.perform(decisions, at)
 
     def _note(self, event: Contributed, outcome: str, version: int) -> Effect:
-        exchange_s = -1.0
-        if outcome in _ENDS_EXCHANGE:
-            exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation)
-        identity = _identity(event)
-        return Tell(ContributionTaken(identity, event.base_version, version, outcome, event.num_samples, exchange_s))
+        is_over = outcome in _ENDS_EXCHANGE
+        exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
+        told = (event.base_version, version, outcome, event.num_samples, exchange_s)
+        return effects.ContributionTaken(event.identity, *told)
 
     # ---- decisions ------------------------------------------------------------------------
 
-    def perform(self, decisions: list[Decision], at: float, event: Contributed | None = None) -> Iterator[Effect]:
-        """The policy's decisions as effects; `event` is the contribution that led to them, if one did."""
+    def perform(self, decisions: list[Decision], at: float) -> Iterator[Effect]:
+        """The policy's decisions as effects. What is to be discarded is what did not count: it has been."""
         for decision in decisions:
             match decision:
                 case Fold(rank, weight):
@@ -163,11 +152,8 @@ class Contributions:
                     self._in_mean.append(held)
                     if held.is_folded:
                         yield effects.Fold(held.identity, weight, held.scale)
-                case Discard():
-                    if event is not None:
-                        yield effects.Discard(_identity(event))
                 case Commit():
-                    yield from self._commit(decision)
+                    yield self._commit(decision)
                 case Answer(rank, outcome, reason):
                     yield from self._answer(rank, outcome, reason, at)
                 case Refuse(rank, kind, reason):
@@ -175,24 +161,22 @@ class Contributions:
                     if worker is not None:
                         yield effects.Refuse(rank, worker.incarnation, refusal(Reason[kind], reason))
 
-    def _commit(self, decision: Commit) -> Iterator[Effect]:
-        live = tuple(sorted(self._policy.members))
-        version = self._policy.version
-        folded = tuple(held.identity for held in self._in_mean if held.is_folded)
-        lr_scale = decision.lr_scale({held.identity.rank: held.weight for held in self._in_mean})
-        yield effects.Commit(
-            version, folded, self._hyperparameters(), lr_scale, len(live), live[0] if live else 0, decision.reason
+    def _commit(self, decision: Commit) -> Effect:
+        in_mean, self._in_mean = self._in_mean, []
+        folded = tuple(held.identity for held in in_mean if held.is_folded)
+        weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
+        # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
+        # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
+        told = [held for held in in_mean if held.hyperparameters is not None]
+        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
+        return effects.Commit(
+            self._policy.version,
+            folded,
+            tuple(sorted(self._policy.members)),
+            newest.hyperparameters if newest is not None else None,
+            decision.lr_scale(weights),
+            decision.reason,
         )
-        yield Tell(VersionCommitted(version, folded, live))
-        self._in_mean = []
-
-    def _hyperparameters(self) -> tuple[dict[str, Any], ...] | None:
-        """In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
-        several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back."""
-        told = [held for held in self._in_mean if held.hyperparameters is not None]
-        if not told:
-            return None
-        return max(told, key=lambda held: (held.num_contributed, -held.identity.rank)).hyperparameters
 
     def _answer(self, rank: int, outcome: Outcome, reason: str, at: float) -> Iterator[Effect]:
         worker = self._roster.workers.get(rank)
@@ -211,23 +195,21 @@ class Contributions:
         elif self._started_at is None:
             self._started_at = at
             yield Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode})
-        worker.waiting_since = None
-        number, (num_workers, index) = policy.num_counted.get(rank, 0), self._division(rank)
+        num_workers, index = self._division(rank)
         yield effects.Answer(
-            rank, worker.incarnation, name, reason, number, policy.version,
+            rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0), policy.version,
             has_weights=worker.wants_weights or name != "APPLIED",
             next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
             staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
         )  # fmt: skip
-        worker.staleness = 0
-        yield Tell(AnswerGiven(rank, worker.incarnation, number, policy.version, name))
+        worker.waiting_since, worker.staleness = None, 0
 
     def _division(self, rank: int) -> tuple[int, int]:
         """(num_workers, index): how the data is divided for this rank."""
-        if self._roster.membership.num_workers is not None:
-            return self._roster.membership.num_workers, rank
-        ranks = self._roster.live_ranks
-        return len(ranks), ranks.index(rank) if rank in ranks else 0
+        if self._roster.num_workers is not None:
+            return self._roster.num_workers, rank
+        ranks = sorted(self._roster.workers)
+        return len(ranks), ranks.index(rank)
 
     # ---- for the summary, and what survives -------------------------------------------------
 
@@ -246,16 +228,3 @@ class Contributions:
         for rank, values in stats.items() if isinstance(stats, dict) else ():
             if rank.isdecimal() and isinstance(values, dict):
                 self._roster.stats[int(rank)] = WorkerStats.restored(int(rank), values)
-
-
-def _identity(event: Contributed) -> Identity:
-    return Identity(event.rank, event.incarnation, event.number)
-
-
-def _outcome(decisions: list[Decision], is_counted: bool, is_repeated: bool) -> str:
-    """What became of a contribution, as the history has it."""
-    if is_counted:
-        return "accepted"
-    if any(isinstance(decision, Refuse) for decision in decisions):
-        return "refused"
-    return "repeated" if is_repeated else "dropped"

@@ -1,7 +1,8 @@
-"""What a run wants done: the outside carries it out, in order, and tells the run nothing but events.
+"""What a run wants done, and what it tells: the outside carries effects out, in order, and says nothing but events.
 
-Effects name workers by rank and incarnation and contributions by `facts.Identity`; whose stream or memory that is, the
-outside knows. Nobody changes one (see `events.py` on why they are not frozen).
+Effects name workers by rank and incarnation and contributions by `Identity`; whose stream or memory that is, the
+outside knows. Those that are a `Fact` are told to observers too. Nobody changes one (see `events.py` on why they are
+not frozen).
 """
 
 from __future__ import annotations
@@ -10,11 +11,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import ParamServerError
-from .facts import Fact, Identity
+from ...common.reporting.status import Status
+from .events import Identity
 
 
 @dataclass(slots=True)
-class Seated:
+class Effect:
+    """To be carried out."""
+
+
+@dataclass(slots=True)
+class Fact(Effect):
+    """What has happened: goes out on the bus (`ps/observe/bus.py`) once it is carried out, and changes nothing there.
+    The history, Prometheus, the log, the live view and the summary are sinks of it."""
+
+
+@dataclass(slots=True)
+class ToAWorker(Effect):
+    rank: int
+    incarnation: int
+
+
+# ---- workers come and go ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seated(Fact):
     """To the stream that asked to join: who the process is now."""
 
     stream: int
@@ -25,7 +47,7 @@ class Seated:
 
 
 @dataclass(slots=True)
-class NotSeated:
+class NotSeated(Effect):
     """To the stream that asked to join: why not."""
 
     stream: int
@@ -33,43 +55,71 @@ class NotSeated:
 
 
 @dataclass(slots=True)
-class Adopt:
+class Adopt(ToAWorker):
     """What this worker offered is the run's model and optimizer."""
-
-    rank: int
-    incarnation: int
 
 
 @dataclass(slots=True)
-class ForgetModel:
+class ForgetModel(Effect):
     """Who offered the model is gone before it brought weights: another one may come."""
 
 
 @dataclass(slots=True)
-class AskForWeights:
+class AskForWeights(ToAWorker):
     """This worker is to bring the initial weights."""
 
-    rank: int
-    incarnation: int
-
 
 @dataclass(slots=True)
-class Begin:
+class Begin(ToAWorker):
     """The weights that this worker brought are version 0."""
 
-    rank: int
-    incarnation: int
+
+@dataclass(slots=True)
+class Refuse(ToAWorker):
+    """End this worker's call."""
+
+    error: ParamServerError
 
 
 @dataclass(slots=True)
-class Keep:
+class Withdraw(ToAWorker):
+    """What came from this incarnation of a rank, or an older one, and has not happened yet, never will."""
+
+    ends_streams: bool = True
+
+
+@dataclass(slots=True)
+class WorkerLeft(Fact):
+    rank: int
+    incarnation: int
+    how: str  # goodbye, closed, lease, replaced
+    reason: str
+
+
+# ---- contributions ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ContributionTaken(Fact):
+    """A contribution came whole to all shards; `outcome` is what became of it."""
+
+    identity: Identity
+    base_version: int
+    version: int  # when it came
+    outcome: str  # accepted, dropped, repeated, rejected, skipped, refused
+    num_samples: int
+    exchange_s: float  # that the worker's exchange before this one took; negative: unknown
+
+
+@dataclass(slots=True)
+class Keep(Effect):
     """This contribution counts: its body stays until it is folded, whatever becomes of its worker."""
 
     identity: Identity
 
 
 @dataclass(slots=True)
-class Fold:
+class Fold(Effect):
     """Add a contribution to the mean being formed, multiplied by `scale`."""
 
     identity: Identity
@@ -78,7 +128,7 @@ class Fold:
 
 
 @dataclass(slots=True)
-class Discard:
+class Discard(Effect):
     """Nothing of this contribution is folded. `is_counted`: it counts all the same, as an empty one."""
 
     identity: Identity
@@ -86,29 +136,19 @@ class Discard:
 
 
 @dataclass(slots=True)
-class Withdraw:
-    """What came from this incarnation of a rank, or an older one, and has not happened yet, never will."""
-
-    rank: int
-    incarnation: int
-    ends_streams: bool = True
-
-
-@dataclass(slots=True)
-class Commit:
+class Commit(Fact):
     """Make the mean of what was folded the next version."""
 
     version: int
     contributions: tuple[Identity, ...]  # that were folded
-    hyperparameters: tuple[dict[str, Any], ...] | None  # of each group; None: as they are
-    lr_scale: float
-    num_live: int
-    lowest_live: int
-    reason: str
+    members: tuple[int, ...]  # live ranks, ascending
+    hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as they are
+    lr_scale: float = 1.0
+    reason: str = ""
 
 
 @dataclass(slots=True)
-class Answer:
+class Answer(Fact):
     """Let a worker go on, with the weights of `version`."""
 
     rank: int
@@ -126,26 +166,11 @@ class Answer:
     worker_index: int = 0
 
 
-@dataclass(slots=True)
-class Refuse:
-    """End this worker's call."""
-
-    rank: int
-    incarnation: int
-    error: ParamServerError
+# ---- snapshots, and the end -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class TellDone:
-    """The run is over for these workers: they are told, with the final weights; `evaluator` is to measure them."""
-
-    workers: tuple[tuple[int, int], ...]  # rank, incarnation
-    evaluator: int | None
-    version: int
-
-
-@dataclass(slots=True)
-class TakeSnapshot:
+class TakeSnapshot(Effect):
     """Of what has been decided up to here; its end is the event `Stored` with this `attempt`."""
 
     attempt: int
@@ -154,28 +179,30 @@ class TakeSnapshot:
 
 
 @dataclass(slots=True)
-class Prune:
+class Prune(Effect):
     """Snapshots older than this version may go: it is on all shards."""
 
     version: int
 
 
 @dataclass(slots=True)
-class End:
+class TellDone(Effect):
+    """The run is over for these workers: they are told, with the final weights; `evaluator` is to measure them."""
+
+    workers: tuple[tuple[int, int], ...]  # rank, incarnation
+    evaluator: int | None
+    version: int
+
+
+@dataclass(slots=True)
+class End(Effect):
     """The run is over; with an error unless it is None."""
 
     error: ParamServerError | None = None
 
 
 @dataclass(slots=True)
-class Tell:
-    """Observers are told; see `facts.py`."""
-
-    fact: Fact
-
-
-@dataclass(slots=True)
-class Log:
+class Log(Effect):
     """A line of the log."""
 
     level: str  # debug, info, warning, error
@@ -183,24 +210,41 @@ class Log:
     fields: dict[str, Any]
 
 
-Effect = (
-    Seated
-    | NotSeated
-    | Adopt
-    | ForgetModel
-    | AskForWeights
-    | Begin
-    | Keep
-    | Fold
-    | Discard
-    | Withdraw
-    | Commit
-    | Answer
-    | Refuse
-    | TellDone
-    | TakeSnapshot
-    | Prune
-    | End
-    | Tell
-    | Log
-)
+# ---- told by what is around the run -----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RunStarted(Fact):
+    """This server process begins, or goes on from `source`."""
+
+    run: str
+    server_incarnation: int
+    mode: str
+    version: int
+    contributions: dict[int, int]  # in that version, by rank
+    num_workers: int | None
+    staleness_bound: int | None
+    source: str | None
+    skipped: tuple[str, ...]  # snapshots that were newer and damaged
+    options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
+
+
+@dataclass(slots=True)
+class SnapshotTaken(Fact):
+    version: int
+    contributions: dict[int, int]  # in it, by rank
+    path: str
+    sha256: str  # of the weights
+
+
+@dataclass(slots=True)
+class StatusTaken(Fact):
+    """Somebody may want to look: said every few seconds."""
+
+    status: Status
+
+
+@dataclass(slots=True)
+class RunEnded(Fact):
+    version: int
+    contributions: dict[int, int]  # in it, by rank

@@ -15,12 +15,20 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import TypeAdapter
 
 from ...common.errors import Reason, refusal
 from .judgement import SOUND, Judgement
+
+
+class Identity(NamedTuple):
+    """Of one contribution: an effect of it happens at most once in a run."""
+
+    rank: int
+    incarnation: int
+    number: int  # of the rank's contributions, from 1
 
 
 @dataclass(slots=True)
@@ -142,6 +150,10 @@ class Contributed(OfAWorker):
     compute_s: float = 0.0
     transfer_s: float = 0.0
 
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.rank, self.incarnation, self.number)
+
 
 @dataclass(slots=True)
 class Repeated(OfAWorker):
@@ -230,9 +242,3 @@ class Lines:
 
 
 LINES = Lines(KINDS)
-
-
-def happening(event: Event, at: float) -> Event:
-    """The event, which happens now."""
-    event.at = at
-    return event

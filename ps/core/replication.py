@@ -1,4 +1,5 @@
-"""Several shards carry out one run: state machine replication, without the network.
+"""Who says that an event happens, and when. One process says it at once; several shards, which carry out one run, when
+it has come to all: state machine replication, without the network.
 
     a follower:     what has come to it  ──report──>  coordinator: has it come to all? then it happens
     all shards:     apply the same events in the same order  <──event, numbered──
@@ -24,6 +25,30 @@ Message = TypeVar("Message")
 
 # Between two comparisons of digests; one more at every snapshot. A digest costs about 50 us.
 DIGEST_EVERY_EVENTS = 256
+
+
+class Sequencer:
+    """Between what comes to a process and what happens to its run: whatever carries the run (`ps/engine/engine.py`)
+    offers events, and `happens` is called with those that do. This one is the only process: what comes, happens."""
+
+    def __init__(self, happens: Callable[[Event], None], now: Callable[[], float]) -> None:
+        self._happens = happens
+        self._now = now
+
+    def offer(self, event: Event) -> None:
+        """Something has come to this process."""
+        event.at = self._now()
+        self._happens(event)
+
+    def withdrawn(self, rank: int, incarnation: int) -> None:
+        """Nothing of this incarnation of a rank, or an older one, is waited for any more."""
+
+    def applied(self, effects: list[Effect]) -> None:
+        """The newest event has been applied, and led to these effects."""
+
+    def missing(self, rank: int) -> str:
+        """Which shards have not got what this worker is to give them, as a phrase; or empty."""
+        return ""
 
 
 class Tape(Generic[Message]):
@@ -123,7 +148,7 @@ _WHAT = {
 }
 
 
-class Coordinator:
+class Coordinator(Sequencer):
     """Shard 0: says what happens, in which order, to itself and to the others.
 
     `happens` applies an event here, `judge` is what becomes of a contribution by its parts' judgements.
@@ -139,8 +164,7 @@ class Coordinator:
         digest: Callable[[], str],
     ) -> None:
         self.tapes: dict[int, Tape[Event]] = {shard: Tape() for shard in range(1, num_shards)}
-        self._happens = happens
-        self._now = now
+        super().__init__(happens, now)
         self._judge = judge
         self._digest = digest
         self._gather = Gather(num_shards)
@@ -149,7 +173,6 @@ class Coordinator:
         self._do_differ = False  # said once
 
     def offer(self, event: Event) -> None:
-        """Something has come to this shard."""
         if event.is_gathered:
             self._gathered(0, event)
         else:
@@ -179,13 +202,14 @@ class Coordinator:
                 what = f"shards 0 and {shard} were told different things: {'; '.join(told)}"
                 return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, what)
         if isinstance(first, events.Contributed):
-            return replace(first, judgement=self._judge([_contributed(part).judgement for part in parts]))
+            judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
+            return replace(first, judgement=self._judge(judgements))
         if isinstance(first, events.Stored):
-            return replace(first, durable=min(_stored(part).durable for part in parts))
+            return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first
 
     def _say(self, event: Event) -> None:
-        event = events.happening(event, self._now())
+        event.at = self._now()
         for tape in self.tapes.values():
             tape.put(event)
         self._happens(event)
@@ -217,7 +241,7 @@ class Coordinator:
             del self._digests[said.num_events]
 
 
-class Follower:
+class Follower(Sequencer):
     """Another shard: reports what comes to it, applies what the coordinator says."""
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
@@ -227,7 +251,7 @@ class Follower:
         self._num_applied = 0
 
     def offer(self, event: Event) -> None:
-        """Something has come to this shard. What is not for all shards to have, the coordinator sees for itself."""
+        """What is not for all shards to have, the coordinator sees for itself."""
         if event.is_gathered:
             self.tape.put(event)
 
@@ -241,9 +265,6 @@ class Follower:
         if is_compared(self._num_applied, effects):
             self.tape.put(Digest(self._num_applied, self._digest()))
 
-    def withdrawn(self, rank: int, incarnation: int) -> None:
-        pass
-
     def missing(self, rank: int) -> str:
         return "the coordinator"
 
@@ -251,13 +272,3 @@ class Follower:
 def is_compared(num_events: int, effects: Iterable[Effect]) -> bool:
     """Whether shards compare their states after this event."""
     return num_events % DIGEST_EVERY_EVENTS == 0 or any(isinstance(effect, TakeSnapshot) for effect in effects)
-
-
-def _contributed(event: Event) -> events.Contributed:
-    assert isinstance(event, events.Contributed)
-    return event
-
-
-def _stored(event: Event) -> events.Stored:
-    assert isinstance(event, events.Stored)
-    return event

@@ -1,4 +1,4 @@
-"""Who is here: seats, workers, their signs of life. Decides nothing about training.
+"""Who is here: which process holds which rank, and its signs of life. Decides nothing about training.
 
     joins ──> connected ──goodbye──────────────────────────────> gone
                   │  ▲
@@ -6,47 +6,49 @@
                   ▼  │
                 away ──its heartbeat connection closes, or its lease ends──> gone
 
-A process that dies closes all its connections at once, and is gone at once. One that loses only the
-connection of its exchange is away, and comes back to where it was. A worker without heartbeats (any
-client may do without) is gone when its stream ends.
+A rank is a worker's stable name; an incarnation is a number that grows with every join of a rank. The newest
+incarnation is the rank: an older process that still speaks is fenced.
+
+A process that dies closes all its connections at once, and is gone at once. One that loses only the connection of its
+exchange is away, and comes back to where it was. A worker without heartbeats (any client may do without) is gone when
+its stream ends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.errors import Reason, refusal
+from ...common.errors import ParamServerError, Reason, refusal
 from .events import Joined
-from .membership import Leases, Membership, Seat
 from .stats import WorkerStats
+
+# More joins of one rank than this between two snapshots are not believed.
+_MAX_UNKNOWN_JOINS = 10_000
+# Leases are looked at five times a second; a longer pause than this means that this process stood still.
+_STANDSTILL_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
     """One process that has a rank."""
 
-    seat: Seat
+    rank: int
+    incarnation: int
     process: str = ""  # whose heartbeats count for it
     model: tuple[str, str] = ("", "")  # model and optimizer it has offered, on all shards
     is_resumed: bool = False  # goes on where it was: no START is due
     is_away: bool = False  # its stream is lost, its process is not; or it is on its way back
     is_finished: bool = False
     can_evaluate: bool = False
+    heard_at: float | None = None  # its newest sign of life; None: it has said no first word, and has no lease
     waiting_since: float | None = None
     staleness: int = 0  # of its contribution that is not answered yet
     wants_weights: bool = True  # with the answer to it
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
-
-    @property
-    def rank(self) -> int:
-        return self.seat.rank
-
-    @property
-    def incarnation(self) -> int:
-        return self.seat.incarnation
 
     @property
     def has_offered(self) -> bool:
@@ -60,44 +62,75 @@ class Worker:
 
 
 class Roster:
-    """All workers of a run, one per rank at most."""
+    """All workers of a run, one per rank at most: ranks 0 to num_workers - 1, or any where that is None."""
 
     def __init__(self, num_workers: int | None, limit: int, lease_s: float) -> None:
-        self.membership = Membership(num_workers)
+        self.num_workers = num_workers
         self.workers: dict[int, Worker] = {}
         self.stats: dict[int, WorkerStats] = {}
-        self._leases = Leases(lease_s)
-        self._hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
+        self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._limit = limit
+        self._lease_s = lease_s
+        self._processes: dict[int, str] = {}  # of each rank's newest join
+        self._unknown_joins = 0  # that a rank may have had and that are not known here
+        self._hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
+        self._looked_at: float | None = None
         self.was_anyone_here = False
 
+    def restore(self, num_joins: Mapping[int, int]) -> None:
+        """Go on from a snapshot: what joined after it was taken is known to the workers alone."""
+        self.num_joins = dict(num_joins)
+        self._unknown_joins = _MAX_UNKNOWN_JOINS
+
     def seat(self, asked: Joined) -> tuple[Worker, Worker | None]:
-        """A place for a process, and the worker of an older process or stream that had it."""
+        """A place for a process, and the worker of an older process or stream that had it.
+
+        No rank: the lowest free one. `asked.incarnation` is what this same process had before a lost connection, 0 on
+        its first join; it may be higher than any known here after a server went back to a snapshot. `asked.process`
+        may not have heard of the incarnation it was given last. Refuses LIMIT_EXCEEDED, RANK_OUT_OF_RANGE, RUN_FULL,
+        and REPLACED when a newer process holds the rank.
+        """
         if asked.rank not in self.workers and len(self.workers) >= self._limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
                 f"{len(self.workers)} workers are here, and this server takes {self._limit} (limits.workers)",
                 fix="start ps-server with --workers N, or --set limits.workers=N",
             )
-        seat, _ = self.membership.join(asked.rank, asked.incarnation, asked.process)
-        old = self.workers.pop(seat.rank, None)
+        rank = self._free_rank() if asked.rank is None else asked.rank
+        if self.num_workers is not None and rank >= self.num_workers:
+            raise refusal(
+                Reason.RANK_OUT_OF_RANGE,
+                f"no rank {rank}: the run has {self.num_workers} workers, ranks 0 to {self.num_workers - 1}",
+                fix=f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more",
+            )
+        newest, previous = self.num_joins.get(rank, 0), asked.incarnation
+        if newest < previous <= newest + self._unknown_joins:
+            newest = previous
+        known = self._processes.get(rank, "")
+        is_newest = asked.process == known if asked.process and known else previous == newest
+        if previous and not is_newest:
+            raise replaced(rank, previous)
+        old = self.workers.pop(rank, None)
+        worker = self.workers[rank] = Worker(rank, newest + 1, asked.process)
+        self.num_joins[rank], self._processes[rank] = worker.incarnation, asked.process
+        self.stats.setdefault(rank, WorkerStats(rank)).num_joins += 1
         self.was_anyone_here = True
-        self._leases.forget(seat.rank)
-        self.stats.setdefault(seat.rank, WorkerStats(seat.rank)).num_joins += 1
-        worker = self.workers[seat.rank] = Worker(seat, process=asked.process)
         return worker, old
 
-    def remove(self, worker: Worker) -> bool:
-        """The worker is gone; False when its rank is another's already."""
-        if not self.membership.leave(worker.seat):
-            return False
-        del self.workers[worker.rank]
-        self._leases.forget(worker.rank)
-        return True
+    def _free_rank(self) -> int:
+        rank = next(rank for rank in range(len(self.workers) + 1) if rank not in self.workers)
+        if self.num_workers is not None and rank >= self.num_workers:
+            raise refusal(
+                Reason.RUN_FULL,
+                f"all {self.num_workers} ranks of the run are taken",
+                fix=f"start ps-server with --workers {self.num_workers + 1} or more",
+            )
+        return rank
 
-    @property
-    def live_ranks(self) -> list[int]:
-        return self.membership.live_ranks
+    def remove(self, worker: Worker) -> None:
+        """The worker is gone; nothing happens when its rank is another's already."""
+        if self.find(worker.rank, worker.incarnation) is worker:
+            del self.workers[worker.rank]
 
     def find(self, rank: int, incarnation: int) -> Worker | None:
         """The worker of this incarnation, while it holds the rank."""
@@ -124,7 +157,7 @@ class Roster:
     def heard(self, rank: int, process: str, now: float) -> None:
         """A heartbeat: from the first one on, the worker has a lease."""
         if self.is_member(rank, process):
-            self._leases.renew(rank, now)
+            self.workers[rank].heard_at = now
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
@@ -133,9 +166,29 @@ class Roster:
 
     def spoke(self, worker: Worker, now: float) -> None:
         """Something of its exchange came: as good as a heartbeat, for who has a lease."""
-        if self._leases.has(worker.rank):
-            self._leases.renew(worker.rank, now)
+        if worker.heard_at is not None:
+            worker.heard_at = now
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
-        """Workers whose lease has ended, with the seconds since they were heard."""
-        return [(self.workers[rank], self._leases.silent_s(rank, now)) for rank in self._leases.look(now)]
+        """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every fraction of
+        a second. The time in which this process was frozen itself does not count: nobody could be heard then."""
+        stood_still = self._looked_at is not None and now - self._looked_at > _STANDSTILL_S
+        self._looked_at = now
+        found = []
+        for _, worker in sorted(self.workers.items()):
+            if worker.heard_at is None:
+                continue
+            if stood_still:
+                worker.heard_at = now
+            elif now - worker.heard_at > self._lease_s:
+                found.append((worker, now - worker.heard_at))
+        return found
+
+
+def replaced(rank: int, incarnation: int) -> ParamServerError:
+    """The refusal an older process of a rank gets."""
+    return refusal(
+        Reason.REPLACED,
+        f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
+        fix="give every worker its own --rank",
+    )

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.errors import ParamServerError, Reason, refusal
-from ..policies.base import Policy
+from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
+from ..policies.base import Decision, Policy
 from . import effects, events
 from .contributions import Contributions
-from .effects import Effect, Log, Tell
-from .facts import WorkerJoined, WorkerLeft
-from .membership import replaced
-from .roster import Roster, Worker
+from .effects import Effect, Log
+from .roster import Roster, Worker, replaced
 from .snapshot_rhythm import Rhythm
 
 
@@ -64,41 +62,45 @@ class Run:
 
     def apply(self, event: events.Event) -> list[Effect]:
         """What happens changes the state; what is to be done about it is returned, in order."""
+        found: Iterable[Effect] = ()
         match event:
+            case events.OfAWorker():
+                found = self._of_a_worker(self.roster.find(event.rank, event.incarnation), event)
             case events.Joined():
                 found = self._joined(event)
             case events.HeartBegan(process=process):
                 self.roster.heart_began(process)
-                return []
             case events.HeartStopped(process=process):
-                gone = self.roster.heart_stopped(process)
-                found = self._leave(gone, "closed", "connection lost", event.at) if gone is not None else iter(())
+                if (gone := self.roster.heart_stopped(process)) is not None:
+                    found = self._leave(gone, "closed", "connection lost", event.at)
             case events.Heard(rank=rank, process=process):
                 self.roster.heard(rank, process, event.at)
-                return []
             case events.Stored():
                 found = self._stored(event)
             case events.Ticked():
                 found = self._ticked(event.at)
             case events.Stopped():
                 found = self._close(_stopping(), event.at)
-            case events.Failed(message=message, fix=fix):
-                found = self._fail(_error_of(message, fix, event.exit_code))
-            case events.OfAWorker():
-                worker = self.roster.find(event.rank, event.incarnation)
-                found = self._of_a_worker(worker, event) if worker is not None else self._of_nobody(event)
+            case events.Failed():
+                found = self._failed(event)
             case _:
                 raise AssertionError(event)
         return list(found)
 
-    def _of_a_worker(self, worker: Worker, event: events.OfAWorker) -> Iterator[Effect]:
+    def _of_a_worker(self, worker: Worker | None, event: events.OfAWorker) -> Iterable[Effect]:
+        if isinstance(event, events.Contributed) and (worker is None or self.is_closed):
+            return self.contributions.refuse(event)
+        if worker is None or (self.is_closed and isinstance(event, events.Offered | events.Brought | events.Repeated)):
+            return ()  # it was let go, or a newer process has its rank, or the run has ended: it has been told
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
-        if self.is_closed and isinstance(event, events.Offered | events.Brought | events.Repeated):
-            return iter(())  # it was refused when the run ended
         match event:
-            case events.Disconnected(reason=reason):
-                return self._disconnected(worker, reason, event.at)
+            case events.Contributed():
+                return self._contributed(worker, event)
+            case events.Repeated():
+                return self._repeated(worker, event)
+            case events.Disconnected():
+                return self._disconnected(worker, event)
             case events.Left(how=how, reason=reason, figures=figures):
                 self.final |= figures
                 return self._leave(worker, how, reason, event.at)
@@ -110,16 +112,7 @@ class Run:
                 return self._brought(worker, event)
             case events.Finished():
                 return self._finished(worker, event)
-            case events.Contributed():
-                return self._contributed(worker, event)
-            case events.Repeated(number=number):
-                return self._repeated(worker, number, event.at)
         raise AssertionError(event)
-
-    def _of_nobody(self, event: events.OfAWorker) -> Iterator[Effect]:
-        """It was let go, or a newer process has its rank. What its call hears it has been told."""
-        if isinstance(event, events.Contributed):
-            yield from self.contributions.refuse(event)
 
     # ---- a worker's way in ----------------------------------------------------------------
 
@@ -133,15 +126,13 @@ class Run:
         except ParamServerError as error:
             yield effects.NotSeated(asked.stream, error)
             return
-        rank, incarnation = worker.rank, worker.incarnation
-        self._lost_at.pop(rank, None)
+        self._lost_at.pop(worker.rank, None)
         if old is not None:
             if may_resume:
                 worker.goes_on_from(old)
             yield from self._displace(old, worker, asked.at)
-        number = self.policy.num_counted.get(rank, 0)
-        yield effects.Seated(asked.stream, rank, incarnation, may_resume, number)
-        yield Tell(WorkerJoined(rank, incarnation, number, may_resume))
+        number = self.policy.num_counted.get(worker.rank, 0)
+        yield effects.Seated(asked.stream, worker.rank, worker.incarnation, may_resume, number)
 
     def _check_join(self, asked: events.Joined) -> None:
         if asked.run and asked.run != self.name:
@@ -165,7 +156,7 @@ class Run:
         if new.is_resumed:
             self.policy.disconnected(new.rank)
             return
-        yield Tell(WorkerLeft(old.rank, old.incarnation, "replaced", ""))
+        yield effects.WorkerLeft(old.rank, old.incarnation, "replaced", "")
         yield Log("warning", "replaced", {"rank": old.rank, "incarnation": old.incarnation, "by": new.incarnation})
         if not self.has_weights:
             yield from self._pass_on(old)
@@ -203,9 +194,9 @@ class Run:
         self.has_weights, self.bringer = True, None
         yield effects.Begin(worker.rank, worker.incarnation)
         if self.rhythm.is_kept:  # who goes on from nothing would be another run
-            yield self._take_snapshot(event.at)
+            yield from self._take_snapshot(event.at)
         self.is_holding = self.rhythm.is_writing and self.options.waits_for_first_snapshot
-        if not self.is_holding:
+        if not self.is_holding and not self.is_closed:
             yield from self._enter_all(event.at)
 
     def _enter_all(self, at: float) -> Iterator[Effect]:
@@ -224,25 +215,21 @@ class Run:
     # ---- contributions --------------------------------------------------------------------
 
     def _contributed(self, worker: Worker, event: events.Contributed) -> Iterator[Effect]:
-        if self.is_closed:
-            return self.contributions.refuse(event)
-        if worker.rank not in self.policy.members:
-            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
-            return self._refused(worker, event, error)
-        return self._after(self.contributions.taken(worker, event), event.at)
-
-    def _refused(self, worker: Worker, event: events.Contributed, error: ParamServerError) -> Iterator[Effect]:
+        if worker.rank in self.policy.members:
+            yield from self._after(self.contributions.taken(worker, event), event.at)
+            return
         yield from self.contributions.refuse(event)
+        error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
         yield from self._expel(worker, error, event.at)
 
-    def _repeated(self, worker: Worker, number: int, at: float) -> Iterator[Effect]:
-        counted = self.policy.num_counted.get(worker.rank, 0)
+    def _repeated(self, worker: Worker, event: events.Repeated) -> Iterator[Effect]:
+        number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
         if worker.rank not in self.policy.members or number != counted:
             what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
-            return self._expel(worker, refusal(Reason.STEP_GAP, what), at)
-        return self._after(self.contributions.repeated(worker, number, at), at)
+            return self._expel(worker, refusal(Reason.STEP_GAP, what), event.at)
+        return self._after(self.contributions.repeated(worker, number, event.at), event.at)
 
-    def _perform(self, decisions: list[Any], at: float) -> Iterator[Effect]:
+    def _perform(self, decisions: list[Decision], at: float) -> Iterator[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)
 
     def _after(self, found: Iterator[Effect], at: float) -> Iterator[Effect]:
@@ -254,13 +241,23 @@ class Run:
             elif isinstance(effect, effects.End):
                 yield from self._close(effect.error or _stopping(), at)
         if self.rhythm.is_due(self.policy.min_steps_done, at) and not self.is_closed:
-            yield self._take_snapshot(at)
+            yield from self._take_snapshot(at)
 
     # ---- snapshots ------------------------------------------------------------------------
 
-    def _take_snapshot(self, at: float) -> Effect:
+    def _take_snapshot(self, at: float) -> Iterator[Effect]:
+        saved = self.saved(at)
+        if (wrong := _not_json(saved["policy"])) is not None:
+            key, value = wrong
+            error = UsageError(
+                f"mode {self.options.mode} cannot be saved: {key!r} of its saved_state is {value!r:.80}, which is "
+                "not the same after it has been JSON",
+                fix="let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None",
+            )
+            yield from self._fail(error)
+            return
         attempt = self.rhythm.begin(self.policy.version, self.policy.min_steps_done, at)
-        return effects.TakeSnapshot(attempt, self.policy.version, self.saved(at))
+        yield effects.TakeSnapshot(attempt, self.policy.version, saved)
 
     def _stored(self, event: events.Stored) -> Iterator[Effect]:
         """All shards are through with an attempt."""
@@ -269,7 +266,7 @@ class Run:
         yield effects.Prune(self.rhythm.durable_version)
         if self.is_closed:
             if self.has_weights and self.rhythm.wants_last(self.policy.version):
-                yield self._take_snapshot(event.at)
+                yield from self._take_snapshot(event.at)
             return
         if self.is_holding:
             yield from self._enter_all(event.at)
@@ -277,15 +274,15 @@ class Run:
 
     # ---- who goes -------------------------------------------------------------------------
 
-    def _disconnected(self, worker: Worker, reason: str, at: float) -> Iterator[Effect]:
+    def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
         """Its stream broke off. While its heart beats it may come back to where it was."""
         if not (self.roster.has_heart(worker) and worker.rank in self.policy.members):
-            yield from self._leave(worker, "closed", reason, at)
+            yield from self._leave(worker, "closed", event.reason, event.at)
             return
         worker.is_away = True
         self.policy.disconnected(worker.rank)
         yield effects.Withdraw(worker.rank, worker.incarnation)
-        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": reason})
+        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
 
     def _expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
         yield effects.Refuse(worker.rank, worker.incarnation, error)
@@ -299,7 +296,7 @@ class Run:
         yield effects.Withdraw(rank, incarnation, ends_streams=not is_goodbye)
         level = "info" if is_goodbye else "warning"
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
-        yield Tell(WorkerLeft(rank, incarnation, how, reason))
+        yield effects.WorkerLeft(rank, incarnation, how, reason)
         if not self.has_weights:
             yield from self._pass_on(worker)
         if self.is_closed:
@@ -329,7 +326,7 @@ class Run:
         stats.transfer_s += event.transfer_s
         worker.is_finished, worker.can_evaluate = True, event.can_evaluate
         worker.waiting_since = None
-        yield Log("info", "finished", {"rank": worker.rank, "steps": stats.steps})
+        yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
         if self.is_done:  # it lost its connection when it was told
             yield effects.TellDone(((worker.rank, worker.incarnation),), None, self.policy.version)
         yield from self._end_if_over(event.at)
@@ -347,7 +344,7 @@ class Run:
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
             # Once a worker has left, what it did cannot be done again.
             if not self.rhythm.is_writing:
-                yield self._take_snapshot(at)
+                yield from self._take_snapshot(at)
             return
         self.is_done = True
         evaluator = min((worker.rank for worker in live if worker.can_evaluate), default=None)
@@ -370,10 +367,15 @@ class Run:
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
         if self.has_weights and not self.rhythm.is_writing and self.rhythm.wants_last(self.policy.version):
-            yield self._take_snapshot(at)
+            yield from self._take_snapshot(at)
+
+    def _failed(self, event: events.Failed) -> Iterator[Effect]:
+        """Something outside went wrong: what it has left is no state to take a snapshot of."""
+        error = ParamServerError(event.message, fix=event.fix)
+        error.exit_code = event.exit_code
+        yield from self._fail(error)
 
     def _fail(self, error: ParamServerError) -> Iterator[Effect]:
-        """Something outside went wrong: what it has left is no state to take a snapshot of."""
         self.is_closed = True
         self.rhythm.give_up()
         for worker in self.roster.workers.values():
@@ -400,22 +402,30 @@ class Run:
         committed = self.policy.num_committed()
         stats = {}
         for rank, one in self.roster.stats.items():
-            stats[str(rank)] = one.saved(len_of_open=self.policy.num_counted.get(rank, 0) - committed.get(rank, 0))
+            stats[str(rank)] = one.saved(num_open=self.policy.num_counted.get(rank, 0) - committed.get(rank, 0))
         return {
             "run": self.name,
             "server_incarnation": self.incarnation,
             "policy": self.policy.saved_state(),
             "steps": committed,
-            "num_joins": dict(self.roster.membership.num_joins),
+            "num_joins": dict(self.roster.num_joins),
             "training": {"elapsed_s": self.contributions.elapsed_s(at, self.is_over), "stats": stats},
         }
 
-    def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any]) -> None:
-        """Go on from a snapshot of `model` (names of model and optimizer, as in `Offered`), before any event."""
+    def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any], source: str = "") -> None:
+        """Go on from the snapshot `source` of `model` (names of model and optimizer, as in `Offered`), before any
+        event. Raises CheckpointError when the mode cannot."""
         self.model = model
         self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
-        self.roster.membership.restore(saved["num_joins"])
-        self.policy.restore(version, saved["steps"], saved["policy"])
+        self.roster.restore(saved["num_joins"])
+        try:
+            self.policy.restore(version, saved["steps"], saved["policy"])
+        except Exception as error:
+            raise CheckpointError(
+                f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
+                f"raised {type(error).__name__}: {error}",
+                fix="mend the mode's restore, or begin anew with --resume never",
+            ) from error
         self.contributions.restore(saved["training"])
         self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = True
@@ -431,9 +441,9 @@ class Run:
             rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
             for rank, worker in self.roster.workers.items()
         }
-        bringer = self.bringer and self.bringer.seat
+        bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        state = [self.policy.full_state(), seats, self.roster.membership.num_joins, flags, self.rhythm.state()]
+        state = [self.policy.full_state(), seats, self.roster.num_joins, flags, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -442,7 +452,13 @@ def _stopping() -> ParamServerError:
     return refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")
 
 
-def _error_of(message: str, fix: str, exit_code: int) -> ParamServerError:
-    error = ParamServerError(message, fix=fix)
-    error.exit_code = exit_code
-    return error
+def _not_json(state: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The first entry that JSON does not give back as it was; None where there is none."""
+    for key, value in state.items():
+        try:
+            is_same = json.loads(json.dumps({key: value})) == {key: value}
+        except (TypeError, ValueError):
+            is_same = False
+        if not is_same:
+            return key, value
+    return None

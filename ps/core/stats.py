@@ -11,6 +11,8 @@ from ...common.reporting.summary import WorkerSummary
 
 # The live view's rates cover this many contributions.
 _RECENT = 20
+# Of this process alone; in files and summaries the contributions that count are called steps.
+_NOT_SAVED = {"rank", "contributions", "recent", "loss", "exchanged"}
 
 
 @dataclass
@@ -18,7 +20,7 @@ class WorkerStats:
     """Sums of one rank; times in seconds."""
 
     rank: int
-    steps: int = 0
+    contributions: int = 0  # that count
     samples: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -37,7 +39,7 @@ class WorkerStats:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
     def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
-        self.steps += 1
+        self.contributions += 1
         self.samples += num_samples
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
@@ -52,19 +54,21 @@ class WorkerStats:
         self.exchanged = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
 
-    def saved(self, len_of_open: int) -> dict[str, int | float]:
-        """What a snapshot keeps; contributions of an open round are not in the weights, and not counted."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["steps"] -= len_of_open
-        del values["rank"], values["recent"], values["loss"], values["exchanged"]
-        return values
+    def saved(self, num_open: int) -> dict[str, int | float]:
+        """What a snapshot keeps; contributions that no version holds yet are not counted."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_SAVED}
+        return {"steps": self.contributions - num_open, **values}
 
     @classmethod
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
         """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
-        names = {field.name for field in fields(cls)} - {"rank", "recent", "loss", "exchanged"}
-        known = {name: value for name, value in values.items() if name in names and type(value) in (int, float)}
-        return cls(rank, **known)
+        known = {name: value for name, value in values.items() if type(value) in (int, float)}
+        names = {one.name for one in fields(cls)} - _NOT_SAVED
+        return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
+
+    @property
+    def staleness_mean(self) -> float:
+        return self.staleness_sum / self.contributions if self.contributions else 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -82,19 +86,5 @@ class WorkerStats:
         return self.compute_s / total, self.transfer_s / total, self.wait_s / total
 
     def summary(self) -> WorkerSummary:
-        return WorkerSummary(
-            rank=self.rank,
-            steps=self.steps,
-            samples=self.samples,
-            staleness_mean=self.staleness_sum / self.steps if self.steps else 0.0,
-            staleness_max=self.staleness_max,
-            lead_max=self.lead_max,
-            compute_s=self.compute_s,
-            wait_s=self.wait_s,
-            transfer_s=self.transfer_s,
-            restarts=max(0, self.num_joins - 1),
-            dropped=self.dropped,
-            rejected=self.rejected,
-            skipped=self.skipped,
-            clipped=self.clipped,
-        )
+        same = {name: getattr(self, name) for name in WorkerSummary.model_fields if hasattr(self, name)}
+        return WorkerSummary(**same, steps=self.contributions, restarts=max(0, self.num_joins - 1))

@@ -21,9 +21,10 @@ from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.wire.frames import INLINE_BYTES
 from ..core import effects, events
-from ..core.facts import Fact, Identity
+from ..core.effects import Fact
+from ..core.events import Identity
+from ..core.replication import Sequencer
 from ..core.run import Options, Run
-from ..core.sequencer import Local, Sequencer
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
 from ..tensors.codec_memory import CodecMemory
@@ -62,7 +63,7 @@ class Engine:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(self._tensors_failed)
         self.model = Model(config, self.tensors, policy.contribution == "gradient")
-        self.sequencer: Sequencer = Local(self.happens, now)
+        self.sequencer = Sequencer(self.happens, now)
         self.snapshots: Snapshots | None = None
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
         self.peers: dict[tuple[int, int], Peer] = {}  # by rank and incarnation
@@ -104,7 +105,9 @@ class Engine:
         try:
             found = self.run.apply(event)
             for effect in found:
-                self._carry_out(effect, event.at)
+                self._carry_out(effect)
+                if isinstance(effect, Fact):
+                    self.publish(event.at, effect)
             self.sequencer.applied(found)
         except Exception as error:
             self._break(error, event)
@@ -245,7 +248,7 @@ class Engine:
 
     def contributed(self, event: events.Contributed, body: torch.Tensor) -> None:
         """A contribution lies whole in `body`, uint8 [exchange_bytes], which is the engine's from here on."""
-        identity = Identity(event.rank, event.incarnation, event.number)
+        identity = event.identity
         if self._withdrawn.get(event.rank, 0) >= event.incarnation or identity in self._staged:
             self.model.staging.give_back(body)  # it has been let go, or said this before
         else:
@@ -254,10 +257,8 @@ class Engine:
 
     # ---- effects --------------------------------------------------------------------------
 
-    def _carry_out(self, effect: effects.Effect, at: float) -> None:
+    def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Tell(fact):
-                self.publish(at, fact)
             case effects.Keep(identity):
                 self._kept[identity] = self._staged.pop(identity)
                 self._settle_codec(identity.rank, True)
@@ -353,6 +354,14 @@ class Engine:
     def _fold(self, fold: effects.Fold) -> None:
         store, staging = self.model.store, self.model.staging
         body = self._kept.pop(fold.identity)
+        may_keep = not staging.is_own(body)
+        is_copied = may_keep and self.run.policy.answers_before_commit  # its worker writes there when it is answered
+
+        def work() -> list[torch.Tensor]:
+            taken = body.clone() if is_copied else body
+            if fold.scale != 1.0:
+                store.sanity.scale(taken, fold.scale)
+            return store.fold(taken, fold.weight, fold.identity.rank, may_keep)
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):
@@ -360,10 +369,7 @@ class Engine:
             for one in reusable:
                 staging.give_back(one)
 
-        if fold.scale != 1.0:
-            self.tensors.submit(partial(store.sanity.scale, body, fold.scale))
-        may_keep = not staging.is_own(body)
-        self.tensors.submit(partial(store.fold, body, fold.weight, fold.identity.rank, may_keep), folded)
+        self.tensors.submit(work, folded)
 
     def _commit(self, commit: effects.Commit) -> None:
         store, publisher = self.model.store, self.model.publisher
@@ -372,8 +378,8 @@ class Engine:
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         work = partial(
-            store.commit, commit.num_live, commit.lowest_live, told, publication.segment.body, publication.made,
-            lr_scale=commit.lr_scale,
+            store.commit, len(commit.members), min(commit.members, default=0), told, publication.segment.body,
+            publication.made, lr_scale=commit.lr_scale,
         )  # fmt: skip
         self.tensors.submit(work, self.model.staging.reclaim)
 

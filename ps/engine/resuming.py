@@ -24,7 +24,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
-        run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved)
+        run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         _restore_traffic(engine, saved["training"])
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]

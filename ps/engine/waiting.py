@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..core.replication import Sequencer
 from ..core.run import Run
-from ..core.sequencer import Sequencer
 from .peers import Peer
 
 

@@ -1,4 +1,4 @@
-"""The bus: what has happened in a run (`ps/core/facts.py`), told to every sink, in order.
+"""The bus: what has happened in a run (`ps/core/effects.py`), told to every sink, in order.
 
 A sink can neither raise into the run nor slow it. One that raises is switched off, with one warning in the log. One
 that writes or sends has a thread of its own behind a bounded queue; when that is full, facts are dropped, counted and
@@ -15,7 +15,7 @@ from threading import Thread
 from typing import ClassVar
 
 from ...common.reporting.log import get_logger
-from ..core.facts import Fact
+from ..core.effects import Fact
 from ..engine.engine import Engine
 
 log = get_logger()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...common.reporting.history import HistoryFile
-from ..core.facts import (
-    AnswerGiven,
+from ..core.effects import (
+    Answer,
+    Commit,
     ContributionTaken,
     Fact,
     RunEnded,
     RunStarted,
+    Seated,
     SnapshotTaken,
-    VersionCommitted,
-    WorkerJoined,
     WorkerLeft,
 )
 from .bus import Sink
@@ -51,13 +51,14 @@ def line_of(fact: Fact) -> tuple[str, dict[str, Any]]:
                 "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
                 "version": fact.version, "outcome": fact.outcome,
             }  # fmt: skip
-        case VersionCommitted(version, contributions, members):
+        case Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}
-        case AnswerGiven(rank, incarnation, number, version, outcome):
+        case Answer(rank, incarnation, outcome):
             return "answer", {
-                "rank": rank, "incarnation": incarnation, "step": number, "version": version, "outcome": outcome
+                "rank": rank, "incarnation": incarnation, "step": fact.number, "version": fact.version,
+                "outcome": outcome,
             }  # fmt: skip
-        case WorkerJoined(rank, incarnation, number, is_resumed):
+        case Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "step": number, "resumed": is_resumed}
         case WorkerLeft(rank, incarnation, how):
             return "leave", {"rank": rank, "incarnation": incarnation, "how": how}

@@ -38,7 +38,7 @@ from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.security import is_loopback, split_address
 from ...common.version import PROGRAM_VERSION
-from ..core.facts import ContributionTaken, Fact, SnapshotTaken, VersionCommitted, WorkerJoined, WorkerLeft
+from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
 from .bus import Sink
@@ -64,7 +64,7 @@ disable_created_metrics()  # a second series beside every counter, for what proc
 
 # Counters of each rank: name, what it is, and which of `_sums`.
 _OF_EACH_RANK = (
-    ("worker_steps", "Contributions that count", "steps"),
+    ("worker_steps", "Contributions that count", "contributions"),
     ("worker_samples", "Samples they were computed from", "samples"),
     ("received_bytes", "From this worker over the network", "num_sent"),
     ("sent_bytes", "To this worker over the network", "num_received"),
@@ -117,10 +117,10 @@ class MetricsSink(Sink, Collector):
                     self._staleness.observe(max(0, fact.version - fact.base_version))
                 if fact.exchange_s >= 0:
                     self._exchanges.observe(fact.exchange_s)
-            case VersionCommitted():
+            case Commit():
                 self._updates.inc()
                 self._in_update.observe(len(fact.contributions))
-            case WorkerJoined():
+            case Seated():
                 kind = "resumed" if fact.is_resumed else "first" if fact.incarnation == 1 else "again"
                 self._joins.labels(kind).inc()
             case WorkerLeft():

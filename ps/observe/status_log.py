@@ -7,7 +7,7 @@ import sys
 
 from ...common.reporting.log import get_logger
 from ...common.reporting.report import status_line
-from ..core.facts import Fact, StatusTaken
+from ..core.effects import Fact, StatusTaken
 from .bus import Sink
 
 log = get_logger()

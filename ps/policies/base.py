@@ -14,6 +14,12 @@ decisions: no clock, no input or output, no randomness.
 A mode says two things (see `single.py`, `ssp.py`, `rounds.py`): what a contribution does (`_take`), and why a
 worker must wait before it computes the next one (`_gate`).
 
+A contribution is answered after the commit that it is in, or, where `answers_before_commit`, from its fold on (a
+buffer: fold, answer at once, commit when K are there). It counts from `_count` on: when it comes again, because its
+answer was lost, it is answered and not folded, and when its sender dies it is in the next commit all the same. A
+snapshot holds what its version holds: what was folded since, answered or not, is computed again after a crash, by
+workers that begin where the snapshot has them (`num_committed`). So nothing is lost, and nothing counts twice.
+
 Contributions are numbered from 1, per rank. A *training step* is a batch: in localsgd a contribution covers
 several. Every event costs the same however many workers there are: what all members would have to be asked
 is kept up to date instead.
@@ -22,6 +28,7 @@ is kept up to date instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -85,6 +92,9 @@ class Policy(ABC):
     # Whether a version is a round of all live workers, who all get it: the run's length is then counted in
     # versions, and not in each worker's contributions.
     has_rounds: ClassVar[bool] = False
+    # Whether a contribution may be answered when it is folded, before its version is there: its body then lies in no
+    # memory that its worker writes to again.
+    answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: ClassVar[bool] = False
 
@@ -96,6 +106,7 @@ class Policy(ABC):
         # Number of each rank's newest contribution that counts, kept after it leaves: what makes a repeated
         # one harmless. A rank that came to a running job began at the slowest's.
         self.num_counted: dict[int, int] = {}
+        self._num_open: Counter[int] = Counter()  # of those, by rank, which no version holds yet
         self.has_started = False
         self._first_number = 0  # of a rank that is new while nobody is live
         self._standing = Standing()  # of the live ranks, by those numbers
@@ -112,10 +123,10 @@ class Policy(ABC):
 
     def num_committed(self) -> dict[int, int]:
         """Like `num_counted`, as far as the newest version holds it."""
-        return dict(self.num_counted)
+        return {rank: number - self._num_open[rank] for rank, number in self.num_counted.items()}
 
     def saved_state(self) -> dict[str, Any]:
-        """What else this mode has to know to go on from the newest version, as JSON; nothing of later events."""
+        """What else this mode has to know to go on from the newest version, as JSON; nothing of what came after it."""
         return {}
 
     def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
@@ -248,16 +259,12 @@ class Policy(ABC):
     def waiting(self, now: float) -> dict[int, str]:
         """Why each waiting worker waits."""
         hold = self._why_hold()
-        reasons = {rank: hold or self._gate(member, now) for rank, member in self.members.items() if _waits(member)}
-        return {rank: reason for rank, reason in reasons.items() if reason is not None}
+        return {rank: hold or self._gate(self.members[rank], now) or "" for rank in sorted(self._waiting)}
 
     def waiting_reason(self, now: float) -> str:
         """What everyone waits for, as one sentence; empty when somebody may compute."""
-        hold = self._why_hold()
-        if hold is not None:
-            return hold
         reasons = self.waiting(now) if len(self._waiting) == len(self.members) else {}
-        return next(iter(reasons.values()), "") if len(reasons) == len(self.members) else ""
+        return self._why_hold() or next(iter(reasons.values()), "")
 
     # ---- what a mode says -----------------------------------------------------------------
 
@@ -294,6 +301,7 @@ class Policy(ABC):
         """The member's next contribution is accepted."""
         number = self.num_counted[member.rank]
         self.num_counted[member.rank] = number + 1
+        self._num_open[member.rank] += 1
         self._standing.advance(member.rank, number)
         self._owe(member, Outcome.APPLIED)
 
@@ -304,7 +312,9 @@ class Policy(ABC):
         self._new_waiting.add(member.rank)
 
     def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
+        """A version is made of what these ranks have contributed: all that was folded since the one before."""
         self.version += 1
+        self._num_open.subtract(ranks)
         return Commit(ranks, reason, scales)
 
     def _weight(self, contribution: Contribution) -> float:
@@ -324,17 +334,16 @@ class Policy(ABC):
             return Refuse(rank, "STEP_GAP", reason)
         return None
 
-    def _is_held(self) -> bool:
-        """Nobody may go on, whatever the mode."""
-        num_workers = self.common.num_workers
-        is_early = not self.has_started and num_workers is not None and len(self.members) < num_workers
-        return is_early or len(self.members) < self.common.min_workers
+    @property
+    def _num_needed(self) -> int:
+        """Live workers without whom nobody may go on, whatever the mode."""
+        to_start = 0 if self.has_started else self.common.num_workers or 0
+        return max(to_start, self.common.min_workers)
 
     def _why_hold(self) -> str | None:
-        """Why nobody may go on, whatever the mode."""
-        if not self._is_held():
-            return None
         live, num_workers = len(self.members), self.common.num_workers
+        if live >= self._num_needed:
+            return None
         if not self.has_started and num_workers is not None and live < num_workers:
             missing = (rank for rank in range(num_workers) if rank not in self.members)
             return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
@@ -346,7 +355,7 @@ class Policy(ABC):
 
     def _settle(self, now: float) -> list[Decision]:
         """Commit what can be committed, then answer everyone who may go on."""
-        if self._is_held():
+        if len(self.members) < self._num_needed:
             return []
         self.has_started = True
         decisions = self._advance(now)
@@ -356,7 +365,7 @@ class Policy(ABC):
         for rank in sorted(asked):
             member = self.members[rank]
             if member.pending is not None and self._gate(member, now) is None:
-                decisions.append(Answer(rank, member.pending, member.pending.why_go))
+                decisions.append(Answer(rank, member.pending, member.pending.value))
                 self._waiting.discard(rank)
                 member.pending = None
         return decisions
@@ -370,10 +379,6 @@ def names(ranks: Any) -> str:
 
 def _not_joined(rank: int) -> Refuse:
     return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
-
-
-def _waits(member: Member) -> bool:
-    return member.pending is not None and not member.is_away
 
 
 def _canonical(value: Any) -> Any:

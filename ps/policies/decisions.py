@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 
 class Outcome(Enum):
-    """What became of a contribution; names are those of Answer.Outcome in the proto."""
+    """What became of a contribution, with the sentence that an answer says; names are those of Answer.Outcome in the
+    proto."""
 
-    START = "start"
+    START = "start from these weights"
     APPLIED = "applied"
-    REPEATED = "repeated"
-    DROPPED = "dropped"
-    REJECTED = "rejected"
-
-    @property
-    def why_go(self) -> str:
-        """The sentence that goes with such an answer."""
-        return _WHY_GO[self]
-
-
-_WHY_GO = {
-    Outcome.START: "start from these weights",
-    Outcome.APPLIED: "applied",
-    Outcome.REPEATED: "repeated: nothing folded",
-    Outcome.DROPPED: "came after its round had closed: nothing folded",
-    Outcome.REJECTED: "rejected: nothing folded",
-}
+    REPEATED = "repeated: nothing folded"
+    DROPPED = "came after its round had closed: nothing folded"
+    REJECTED = "rejected: nothing folded"
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Fold:
-    """Add the staged contribution of `rank` to the mean being formed, with this weight."""
+    """Add the contribution of `rank` that counts and is not folded yet to the mean being formed, with this weight."""
 
     rank: int
     weight: float
@@ -51,14 +39,14 @@ class Fold:
 
 @dataclass(frozen=True)
 class Discard:
-    """Forget the staged contribution of `rank`."""
+    """Forget the staged contribution of `rank`: it does not count."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Make the mean of what was folded, from `ranks`, the next version.
+    """Make the mean of what was folded, from `ranks`, the next version. A rank is named once for each contribution.
 
     `scales`: one per contribution in the order of `ranks`; () means 1 for all. The commit's learning rate is
     multiplied by their mean, weighted like the contributions. So a rule such as rate / staleness is exact
@@ -69,13 +57,17 @@ class Commit:
     reason: str
     scales: tuple[float, ...] = ()
 
-    def lr_scale(self, weights: Mapping[int, float]) -> float:
-        """What the learning rate is multiplied by. `weights` by rank; of nothing folded there is none."""
-        total = sum(weights.get(rank, 0.0) for rank in self.ranks)
-        if not self.scales or not total:
+    def lr_scale(self, folded: Iterable[tuple[int, float]]) -> float:
+        """What the learning rate is multiplied by. `folded`: (rank, weight) of each contribution, a rank's in their
+        order; 0 for one of which nothing was folded."""
+        if not self.scales:
             return 1.0
-        scaled = zip(self.ranks, self.scales, strict=True)
-        return sum(weights.get(rank, 0.0) * scale for rank, scale in scaled) / total
+        weights: dict[int, deque[float]] = defaultdict(deque)
+        for rank, weight in folded:
+            weights[rank].append(weight)
+        weighted = [(weights[rank].popleft(), scale) for rank, scale in zip(self.ranks, self.scales, strict=True)]
+        total = sum(weight for weight, _ in weighted)
+        return sum(weight * scale for weight, scale in weighted) / total if total else 1.0
 
 
 @dataclass(frozen=True)

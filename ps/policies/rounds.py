@@ -45,9 +45,6 @@ class RoundPolicy(Policy):
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
 
-    def num_committed(self) -> dict[int, int]:
-        return {rank: number - (rank in self._weights) for rank, number in self.num_counted.items()}
-
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if contribution.base_version != self.version:
             self._owe(member, Outcome.DROPPED)  # answered by _settle, so not while training holds

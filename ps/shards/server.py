@@ -186,7 +186,7 @@ class ShardServer:
         go_on(engine, config, available, begin.snapshot)
         engine.run.name, engine.run.incarnation = begin.run, begin.server_incarnation
         if begin.num_joins:
-            engine.run.roster.membership.restore(begin.num_joins)
+            engine.run.roster.restore(begin.num_joins)
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
         self._link.carry(follower)

@@ -25,7 +25,7 @@ from ...common.config.schema import Config
 from ...common.errors import CheckpointError, ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..core.facts import SnapshotTaken
+from ..core.effects import SnapshotTaken
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .available import snapshot_dir

@@ -518,11 +518,11 @@ def test_any_order_of_events(mode: str) -> None:
 
 
 def test_the_rate_of_a_commit_is_scaled_by_the_weighted_mean_of_its_scales() -> None:
-    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale({1: 3.0, 3: 1.0}) == pytest.approx((0.5 + 3 * 0.25) / 4)
-    assert Commit((3,), "", (0.2,)).lr_scale({3: 64.0}) == pytest.approx(0.2)
-    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale({1: 3.0}) == 0.25, "of rank 3 nothing was folded"
-    assert Commit((3, 1), "").lr_scale({1: 3.0, 3: 1.0}) == 1.0
-    assert Commit((3,), "", (0.2,)).lr_scale({}) == 1.0
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(1, 3.0), (3, 1.0)]) == pytest.approx((0.5 + 3 * 0.25) / 4)
+    assert Commit((3,), "", (0.2,)).lr_scale([(3, 64.0)]) == pytest.approx(0.2)
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(3, 0.0), (1, 3.0)]) == 0.25, "of rank 3 nothing was folded"
+    assert Commit((3, 1), "").lr_scale([(1, 3.0), (3, 1.0)]) == 1.0
+    assert Commit((3,), "", (0.2,)).lr_scale([(3, 0.0)]) == 1.0
 
 
 # ---- going on from a snapshot --------------------------------------------------------------------

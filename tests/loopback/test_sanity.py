@@ -30,4 +30,4 @@ def test_a_worker_lies_then_sends_nan_then_what_ends_the_run(cluster):
     rows = {row["rank"]: (row["rejected"], row["skipped"]) for row in server.event("summary")["workers"]}
     assert rows == {0: (0, 0), 1: (1, 1), 2: (0, 0)}
     assert server.event("few_contributions")["count"] == 2
-    assert "counted as a step, nothing folded" in liar.event("rejected")["reason"]
+    assert "counted as a contribution, nothing folded" in liar.event("rejected")["reason"]

@@ -475,7 +475,7 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         assert other.outcomes == ["START", "APPLIED"]
         answer = [received.header for received in broken.stream.received if received.kind == "answer"][-1]
         assert answer.step == 1
-        assert "NaN or Inf (store.on_nonfinite is skip): counted as a step, nothing folded" in answer.reason
+        assert "NaN or Inf (store.on_nonfinite is skip): counted as a contribution, nothing folded" in answer.reason
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
             worker.contribute(step=2, base_version=1)

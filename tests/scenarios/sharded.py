@@ -25,9 +25,8 @@ from typing import Any
 
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import Limits, judge_whole
-from paramserver.ps.core.replication import Coordinator, Digest, Follower, Tape
+from paramserver.ps.core.replication import Coordinator, Digest, Follower, Sequencer, Tape
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.sequencer import Sequencer
 
 LINES = events.Lines((*events.KINDS, Digest))
 

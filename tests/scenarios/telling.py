@@ -35,7 +35,7 @@ from typing import Any
 import yaml
 
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.facts import Identity
+from paramserver.ps.core.events import Identity
 from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of

@@ -10,15 +10,7 @@ import pytest
 
 from paramserver.common.reporting.history import History
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.ps.core.facts import (
-    AnswerGiven,
-    Fact,
-    RunEnded,
-    StatusTaken,
-    VersionCommitted,
-    WorkerJoined,
-    WorkerLeft,
-)
+from paramserver.ps.core.effects import Answer, Commit, Fact, RunEnded, Seated, StatusTaken, WorkerLeft
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
 from paramserver.ps.observe.status_log import StatusSink
@@ -56,8 +48,8 @@ class Strict(Slow):
     needs_all = True
 
 
-def committed(version: int) -> VersionCommitted:
-    return VersionCommitted(version, (), ())
+def committed(version: int) -> Commit:
+    return Commit(version, (), ())
 
 
 LEFT = WorkerLeft(0, 1, "closed", "connection lost")
@@ -150,9 +142,9 @@ def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytes
 def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     bus = Bus([HistorySink(str(path))])
-    bus.publish(1.25, WorkerJoined(0, 1, 0, False))
+    bus.publish(1.25, Seated(5, 0, 1, False, 0))
     bus.publish(1.5, LEFT)
-    bus.publish(1.75, AnswerGiven(0, 1, 7, 9, "APPLIED"))
+    bus.publish(1.75, Answer(0, 1, "APPLIED", "applied", 7, 9, True, 1, 7))
     bus.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},

@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError, UsageError
-from paramserver.ps.core.facts import ContributionTaken, Identity
+from paramserver.ps.core.effects import ContributionTaken
+from paramserver.ps.core.events import Identity
 from paramserver.ps.core.stats import WorkerStats
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
@@ -241,7 +242,7 @@ def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
 
 def test_what_a_snapshot_brought_is_not_counted_again() -> None:
     async def body() -> None:
-        stats = WorkerStats(3, steps=500, samples=16_000, wait_s=7.0)
+        stats = WorkerStats(3, contributions=500, samples=16_000, wait_s=7.0)
         async with metrics_of(stats) as (_, sink):
             stats.accepted(0, 32, 0, 1.0)
             stats.wait_s += 0.5
@@ -256,7 +257,7 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
 
 def test_a_thousand_workers_are_scraped_without_stopping_the_server_for_long() -> None:
     async def body() -> None:
-        async with metrics_of(*(WorkerStats(rank, steps=rank) for rank in range(1000))) as (_, sink):
+        async with metrics_of(*(WorkerStats(rank, contributions=rank) for rank in range(1000))) as (_, sink):
             began = time.process_time()
             families = list(sink.registry.collect())
             took_s = time.process_time() - began

@@ -14,7 +14,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.core.facts import SnapshotTaken
+from paramserver.ps.core.effects import SnapshotTaken
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.files import candidates, writing_to
 from paramserver.ps.snapshots.resume import after_going_back, new_incarnation, resume_model

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.ps.core.membership import Membership, Seat, replaced
+from paramserver.ps.core.events import Joined
+from paramserver.ps.core.roster import Roster, Worker, replaced
 
 
 def refused(call) -> ParamServerError:
@@ -17,18 +18,26 @@ def refused(call) -> ParamServerError:
     return caught.value
 
 
+def roster_of(num_workers: int | None) -> Roster:
+    return Roster(num_workers, limit=100, lease_s=5.0)
+
+
+def join(roster: Roster, rank: int | None, previous: int) -> tuple[Worker, Worker | None]:
+    return roster.seat(Joined(1, rank, incarnation=previous))
+
+
 class MembershipMachine(RuleBasedStateMachine):
     """Processes join with and without a rank, return after a lost connection, and leave, also long after."""
 
     @initialize(num_workers=st.none() | st.integers(1, 4))
     def start(self, num_workers: int | None) -> None:
-        self.membership = Membership(num_workers)
-        self.seats: list[Seat] = []  # all ever given
-        self.live: dict[int, Seat] = {}
+        self.roster = roster_of(num_workers)
+        self.seats: list[Worker] = []  # all ever given
+        self.live: dict[int, Worker] = {}
 
-    def _seated(self, seat: Seat, old: Seat | None, rank: int) -> None:
+    def _seated(self, seat: Worker, old: Worker | None, rank: int) -> None:
         assert seat.rank == rank
-        assert old == self.live.get(rank)
+        assert old is self.live.get(rank)
         earlier = [one.incarnation for one in self.seats if one.rank == rank]
         assert seat.incarnation == len(earlier) + 1 > max(earlier, default=0)
         self.seats.append(seat)
@@ -36,22 +45,22 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 5))
     def a_process_joins_as(self, rank: int) -> None:
-        limit = self.membership.num_workers
+        limit = self.roster.num_workers
         if limit is not None and rank >= limit:
-            error = refused(lambda: self.membership.join(rank, 0))
+            error = refused(lambda: join(self.roster, rank, 0))
             assert error.reason is Reason.RANK_OUT_OF_RANGE
             assert f"ranks 0 to {limit - 1}" in error.message
         else:
-            self._seated(*self.membership.join(rank, 0), rank)
+            self._seated(*join(self.roster, rank, 0), rank)
 
     @rule()
     def a_process_joins_anywhere(self) -> None:
-        limit = self.membership.num_workers
+        limit = self.roster.num_workers
         free = [rank for rank in range(50) if rank not in self.live and (limit is None or rank < limit)]
         if free:
-            self._seated(*self.membership.join(None, 0), free[0])
+            self._seated(*join(self.roster, None, 0), free[0])
         else:
-            error = refused(lambda: self.membership.join(None, 0))
+            error = refused(lambda: join(self.roster, None, 0))
             assert error.reason is Reason.RUN_FULL
             assert f"all {limit} ranks" in error.message
 
@@ -60,10 +69,10 @@ class MembershipMachine(RuleBasedStateMachine):
     def a_process_returns(self, pick: int) -> None:
         """Only the newest process of a rank may; an older one is told so, and takes nobody's place."""
         seat = self.seats[pick % len(self.seats)]
-        if seat.incarnation == self.membership.num_joins[seat.rank]:
-            self._seated(*self.membership.join(seat.rank, seat.incarnation), seat.rank)
+        if seat.incarnation == self.roster.num_joins[seat.rank]:
+            self._seated(*join(self.roster, seat.rank, seat.incarnation), seat.rank)
         else:
-            error = refused(lambda: self.membership.join(seat.rank, seat.incarnation))
+            error = refused(lambda: join(self.roster, seat.rank, seat.incarnation))
             assert error.reason is Reason.REPLACED
             assert f"rank {seat.rank}" in error.message
 
@@ -71,23 +80,27 @@ class MembershipMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def a_process_leaves(self, pick: int) -> None:
         seat = self.seats[pick % len(self.seats)]
-        assert self.membership.leave(seat) == (self.live.get(seat.rank) == seat)
-        if self.live.get(seat.rank) == seat:
+        if self.live.get(seat.rank) is seat:
             del self.live[seat.rank]
-        assert self.membership.leave(seat) is False, "nobody leaves twice"
+        self.roster.remove(seat)
+        assert self.roster.workers == self.live, "nobody else leaves"
+        self.roster.remove(seat)
+        assert self.roster.workers == self.live, "nobody leaves twice"
 
     @rule(rank=st.integers(0, 3), incarnation=st.integers(50, 60))
     def a_process_claims_an_incarnation_that_never_was(self, rank: int, incarnation: int) -> None:
-        limit = self.membership.num_workers
+        limit = self.roster.num_workers
         if limit is None or rank < limit:
-            assert refused(lambda: self.membership.join(rank, incarnation)).reason is Reason.REPLACED
-        assert self.membership.leave(Seat(rank, incarnation)) is False
+            assert refused(lambda: join(self.roster, rank, incarnation)).reason is Reason.REPLACED
+        self.roster.remove(Worker(rank, incarnation))
+        assert self.roster.workers == self.live
 
     @invariant()
     def exactly_the_live_seats_are_current(self) -> None:
-        assert self.membership.live_ranks == sorted(self.live)
+        assert self.roster.workers == self.live
         for seat in self.seats:
-            assert self.membership.is_current(seat) == (self.live.get(seat.rank) == seat)
+            found = self.roster.find(seat.rank, seat.incarnation)
+            assert found is (seat if self.live.get(seat.rank) is seat else None)
 
 
 TestMembership = MembershipMachine.TestCase
@@ -95,20 +108,20 @@ TestMembership.settings = settings(max_examples=100, stateful_step_count=40, dea
 
 
 def test_a_newer_process_fences_the_older_one() -> None:
-    membership = Membership(2)
-    older, _ = membership.join(1, 0)
-    newer, fenced = membership.join(1, 0)
-    assert fenced == older
-    assert not membership.is_current(older)
-    assert membership.leave(older) is False
-    assert membership.is_current(newer)
-    error = refused(lambda: membership.join(1, older.incarnation))
+    roster = roster_of(2)
+    older, _ = join(roster, 1, 0)
+    newer, fenced = join(roster, 1, 0)
+    assert fenced is older
+    assert roster.find(1, older.incarnation) is None
+    roster.remove(older)
+    assert roster.find(1, newer.incarnation) is newer
+    error = refused(lambda: join(roster, 1, older.incarnation))
     assert (error.reason, error.exit_code) == (Reason.REPLACED, 13)
     assert error.fix
 
 
 def test_refusals_say_what_to_do() -> None:
-    error = refused(lambda: Membership(2).join(5, 0))
+    error = refused(lambda: join(roster_of(2), 5, 0))
     assert error.message == "no rank 5: the run has 2 workers, ranks 0 to 1"
     assert error.fix == "use --rank 0 to 1, or start ps-server with --workers 6 or more"
     assert "incarnation 3" in str(replaced(0, 3))

@@ -1,0 +1,84 @@
+"""Leases: who is let go, and when. Pure, so time is a number."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.ps.core.events import Joined
+from paramserver.ps.core.roster import Roster
+
+TICK_S = 0.2
+
+
+def roster_of(*ranks: int, lease_s: float) -> Roster:
+    """Workers with these ranks are here; each one's process is named as its rank."""
+    roster = Roster(None, limit=10, lease_s=lease_s)
+    for rank in ranks:
+        roster.seat(Joined(1, rank, process=str(rank)))
+    return roster
+
+
+def beat(roster: Roster, rank: int, now: float) -> None:
+    roster.heard(rank, str(rank), now)
+
+
+def silent(roster: Roster, now: float) -> list[int]:
+    return [worker.rank for worker, _ in roster.silent(now)]
+
+
+def looked(roster: Roster, start: float, end: float) -> list[int]:
+    """Look five times a second from `start` to `end`; who had been silent for too long at any of them."""
+    found: set[int] = set()
+    for tick in range(round((end - start) / TICK_S) + 1):
+        found.update(silent(roster, start + tick * TICK_S))
+    return sorted(found)
+
+
+def test_who_is_silent_for_longer_than_the_lease_is_let_go() -> None:
+    roster = roster_of(0, 1, lease_s=5.0)
+    beat(roster, 0, 0.0)
+    beat(roster, 1, 0.0)
+    assert looked(roster, 0.0, 4.0) == []
+    beat(roster, 1, 4.0)
+    assert looked(roster, 4.2, 5.0) == []
+    assert looked(roster, 5.2, 6.0) == [0]
+    roster.remove(roster.workers[0])
+    assert looked(roster, 6.2, 8.8) == []
+    assert roster.silent(9.5) == [(roster.workers[1], 5.5)]
+
+
+def test_who_never_said_a_word_has_no_lease() -> None:
+    roster = roster_of(0, lease_s=1.0)
+    assert looked(roster, 0.0, 100.0) == []
+    roster.spoke(roster.workers[0], 100.0)
+    assert looked(roster, 100.2, 200.0) == [], "it has no heartbeats"
+
+
+def test_another_process_has_a_lease_of_its_own() -> None:
+    """Not that of the process whose rank it takes, and nothing that one says is for it."""
+    roster = roster_of(0, lease_s=1.0)
+    beat(roster, 0, 0.0)
+    roster.seat(Joined(2, 0, process="another"))
+    beat(roster, 0, 0.2)
+    assert looked(roster, 0.2, 100.0) == []
+
+
+def test_the_time_this_process_stood_still_does_not_count() -> None:
+    roster = roster_of(0, lease_s=5.0)
+    beat(roster, 0, 0.0)
+    silent(roster, 0.2)
+    assert silent(roster, 60.0) == [], "nobody could be heard"
+    assert looked(roster, 60.2, 64.8) == []
+    assert looked(roster, 65.2, 66.0) == [0]
+
+
+@given(lease_s=st.floats(1.0, 10.0), parts=st.lists(st.floats(0.05, 0.9), min_size=1, max_size=20))
+def test_nobody_who_beats_in_time_is_let_go(lease_s: float, parts: list[float]) -> None:
+    roster, now = roster_of(7, lease_s=lease_s), 0.0
+    beat(roster, 7, now)
+    for part in parts:
+        assert looked(roster, now, now + part * lease_s - TICK_S) == []
+        now += part * lease_s
+        beat(roster, 7, now)
+    assert looked(roster, now, now + lease_s + 2 * TICK_S) == [7]
