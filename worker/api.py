@@ -33,8 +33,8 @@ from .conversation.exchange import Exchange
 from .conversation.messages import Final, Settings
 from .conversation.security import worker_credentials
 from .session import Progress
-from .strategies.base import Strategy
 from .strategies.choice import make_strategy
+from .strategies.direct import Direct
 from .tensors.transfer import ModelTensors
 from .training.data import num_samples_of, sharded_batches, step_seed
 from .training.optimizer import ExchangeOptimizer
@@ -93,11 +93,12 @@ class RemoteSession:
     """A session with a server."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
-        self._may_send_early = config.worker.overlap if config.worker.overlap is not None else overlap
+        may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
+        self._may_send_early = may_overlap and config.worker.codec == "raw"
         self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
-        self._strategy: Strategy | None = None
+        self._strategy: Direct | None = None
         self._figures: dict[str, float] = {}
         self._final: Final | None = None
         self._is_closed = False
@@ -175,7 +176,7 @@ class RemoteSession:
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(
-                f"the server was lost and went back to step {self._progress.step}, and this loop had ended",
+                f"the server was lost and went back to step {self._progress.training_steps}, and this loop had ended",
                 fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
             )
         return final.evaluate

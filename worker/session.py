@@ -5,15 +5,15 @@
        |                                                  +------- answered -------+
        +----------------------------- lost --------------------------------------- (any)
 
-When the connection is lost with a contribution in flight, the welcome of the new join says which
-step counts. If the worker is still a member (`resumed`), it sends the contribution again, or, if that
+When the connection is lost with a contribution in flight, the welcome of the new join says how many
+count. If the worker is still a member (`resumed`), it sends the contribution again, or, if that
 counts already, only asks for its answer again. If it is not, because its lease ended or the server
-went back to a snapshot, it begins on the weights, the step and the place in the data it is told.
+went back to a snapshot, it begins on the weights, the number and the place in the data it is told.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..common.errors import UnreachableError
 
@@ -30,7 +30,7 @@ class Progress:
     process: str = ""  # random: tells its joins from those of another process
     rank: int | None = None
     incarnation: int = 0
-    step: int = 0  # contributions that count
+    num_counted: int = 0  # contributions that count: the next one's number is one more
     version: int = 0
     steps_left: int = 0  # local steps before the next contribution
     local_steps: int = 0  # in the next contribution
@@ -46,13 +46,9 @@ class Progress:
         """The server has seated this process."""
         self.run, self.rank, self.incarnation = run, rank, incarnation
 
-    def started(self) -> None:
-        """The answer just taken says where to start."""
-        self.num_starts += 1
-
-    def answered(self, step: int, version: int, next_local_steps: int, has_weights: bool) -> None:
+    def answered(self, num_counted: int, version: int, next_local_steps: int, has_weights: bool) -> None:
         """The server lets the worker go on. Without weights it still holds those of its old version."""
-        self.step = step
+        self.num_counted = num_counted
         if has_weights:
             self.version = version
         self.steps_left = self.local_steps = next_local_steps
@@ -63,7 +59,7 @@ class Progress:
         self.num_workers, self.worker_index, self.training_steps = num_workers, worker_index, training_steps
 
     def took_step(self) -> bool:
-        """One local step is done; True when it is time to contribute."""
+        """A training step is done; True when it is time to contribute."""
         self.steps_left -= 1
         return self.steps_left <= 0
 
@@ -76,7 +72,7 @@ class Progress:
 
         Every contribution covers as many local steps as the one before, except a last, shorter one.
         """
-        self.step += 1
+        self.num_counted += 1
         self.training_steps += self.local_steps
         self.local_steps = self.steps_left = max(0, min(self.local_steps, total_steps - self.training_steps))
         return self.steps_left == 0
@@ -87,9 +83,14 @@ class Progress:
         return self.training_steps + self.local_steps - self.steps_left
 
     @property
+    def next_number(self) -> int:
+        """Of the next contribution."""
+        return self.num_counted + 1
+
+    @property
     def wants_weights(self) -> bool:
         """Whether the next contribution also fetches weights (policy.pull_every)."""
-        return (self.step + 1) % self.pull_every == 0
+        return self.next_number % self.pull_every == 0
 
 
 @dataclass
@@ -99,16 +100,16 @@ class Retry:
     address: str
     give_up_s: float
     rank: int | None = None
-    _since: float | None = None
-    _attempts: int = field(default=0)
+    num_failures: int = 0  # since the server was reached last
+    _since: float = 0.0  # when the first of them was
 
     def reached(self) -> None:
         """The server has answered: the next trouble starts afresh."""
-        self._since, self._attempts = None, 0
+        self.num_failures = 0
 
     def failed(self, now: float, cause: str) -> float:
         """An attempt failed: seconds until the next one. UnreachableError past the give-up time."""
-        if self._since is None:
+        if self.num_failures == 0:
             self._since = now
         waited_s = now - self._since
         if waited_s >= self.give_up_s:
@@ -116,12 +117,8 @@ class Retry:
                 f"no server at {self.address} for {waited_s:.0f} s (worker.give_up_s is {self.give_up_s:g}): {cause}",
                 fix="start it (ps-server --listen HOST:PORT), or give the right address (--server HOST:PORT)",
             )
-        delay_s = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._attempts, 10))
-        self._attempts += 1
+        delay_s = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self.num_failures, 10))
+        self.num_failures += 1
         # Workers that lost one server together come back one after another: ranks are spread evenly.
         spread = ((self.rank or 0) * 0.618034) % 1.0
         return min(delay_s * (0.5 + spread), max(0.0, self._since + self.give_up_s - now))
-
-    @property
-    def num_failures(self) -> int:
-        return self._attempts

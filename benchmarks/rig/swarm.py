@@ -74,10 +74,10 @@ class Player:
 
     async def join(self) -> None:
         """Until the first weights are there."""
-        await self._send(messages.join_frames(messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
+        await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).header
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        await self._send(messages.model_frames(messages.model_message(self._bodies.layout, self._bodies.spec, "raw")))
+        await self._send(messages.message(model=messages.model_message(self._bodies.layout, self._bodies.spec, "raw")))
         received = await self._receive("answer", "send_weights")
         if received.kind == "send_weights":
             await self._send(messages.initial_weights_frames(self._bodies.weights))
@@ -85,16 +85,16 @@ class Player:
         await self._take(received)
 
     async def exchange_until(self, is_over: Callable[[], bool]) -> None:
-        facts = messages.Facts(1, loss=0.0, compute_s=0.0, transfer_s=0.0, hyperparameters=[])
+        work = messages.Work(1, loss=0.0, compute_s=0.0, hyperparameters=[])
         while not is_over() and not self._progress.is_done:
             num_bytes = self._bodies.layout.exchange_bytes
-            header = messages.contribution(self._progress, facts, num_bytes, "raw", False)
+            header = messages.contribution(self._progress, work, num_bytes, "raw", False)
             await self._send(message_frames(header, self._bodies.gradient))
             await self._take(await self._receive("answer"))
             self.num_exchanges += 1
 
     async def leave(self) -> None:
-        await self._send(messages.leave_frames({}))
+        await self._send(messages.message(leave={}))
         await self._call.done_writing()
         while await self._call.read() is not grpc.aio.EOF:
             pass

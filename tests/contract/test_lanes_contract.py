@@ -26,7 +26,6 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
 from paramserver.worker.lanes.base import Lane
 from paramserver.worker.lanes.down import Down
-from paramserver.worker.lanes.grpc import GrpcLane
 from paramserver.worker.lanes.shared import SharedLane
 from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
@@ -65,7 +64,7 @@ class Pair:
         self.sent: list[bytes] = []
         self.up = Up(self.codec, self.model, transfer, self._send)
         self.down = Down(self.codec, self.model, transfer)
-        self.lane: Lane = GrpcLane()
+        self.lane: Lane = Lane()
         if lane == "shared memory":
             self.lane = SharedLane()
             self.lane.segment = new_body(self.layout.exchange_bytes)
@@ -130,7 +129,7 @@ class Pair:
 
     def restart(self) -> None:
         """The worker is told to start: both sides begin with nothing."""
-        self.up.answered("START")
+        self.up.answered(pb.Answer.START)
         self.down.started()
         self.memory = CodecMemory(self.layout)
 
@@ -172,7 +171,7 @@ def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(lane: st
         pair.decode(first)
         body = pair.decode(again)
         pair.memory.settle(True)
-        pair.up.answered("APPLIED")
+        pair.up.answered(pb.Answer.APPLIED)
         assert torch.equal(body[pair.layout.parameter_bytes :], as_tensor(pair.model, pair.layout.parameter_bytes))
 
 
@@ -236,7 +235,7 @@ def test_contributions_are_remembered_once_on_both_sides(fates: list[str]) -> No
         if fate == "answer lost":  # and asked for again on a new stream, before anything else
             pair.memory.settle(False)
             pair.up.joined(pair.lane)
-        pair.up.answered(outcome)
+        pair.up.answered(pb.Answer.Outcome.Value(outcome))
         encoder, decoder = memories(pair)
         assert encoder.num_counted == decoder.num_counted
         for mine, theirs in zip(encoder.values, decoder.values, strict=True):
@@ -283,6 +282,6 @@ def test_bytes_that_no_encoder_made_are_a_refusal_and_nothing_is_remembered() ->
     assert error.value.reason is Reason.BAD_REQUEST
     pair.decode(pair.contribute())
     pair.memory.settle(True)
-    pair.up.answered("APPLIED")
+    pair.up.answered(pb.Answer.APPLIED)
     encoder, decoder = memories(pair)
     assert encoder.num_counted == decoder.num_counted == 1

@@ -670,11 +670,11 @@ def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_
     is_last = False
     while not is_last:
         is_last = progress.assume_counted(steps)
-        policy.contributed(0, Contribution(progress.step, policy.version), 0.0)
-        assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
+        policy.contributed(0, Contribution(progress.num_counted, policy.version), 0.0)
+        assert progress.local_steps == progress.num_counteds_left == policy.next_local_steps(0)
         assert progress.training_steps == policy.steps_done(0)
         assert is_last == (policy.next_local_steps(0) == 0)
-    assert progress.step == policy.num_counted[0]
+    assert progress.num_counted == policy.num_counted[0]
 
 
 # ---- the order of folding -----------------------------------------------------------------------

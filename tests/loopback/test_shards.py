@@ -108,7 +108,7 @@ with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     while not session.is_done:
         model.first.grad, model.last.grad = torch.ones(100), torch.ones(100)
-        if optimizer.progress.step == 3:
+        if optimizer.progress.num_counted == 3:
             model.last.grad[50] = float("nan")
         optimizer.step()
     session.finish()

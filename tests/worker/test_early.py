@@ -14,7 +14,6 @@ from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.frames import BodyReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.lanes.base import Lane
-from paramserver.worker.lanes.grpc import GrpcLane
 from paramserver.worker.lanes.shared import SharedLane
 from paramserver.worker.lanes.up import Up
 from paramserver.worker.strategies import early
@@ -32,7 +31,7 @@ class Receiver:
         self.body = new_body(model.layout.exchange_bytes)
         self.num_begun = 0
         self._has_begun = False
-        way: Lane = GrpcLane()
+        way: Lane = Lane()
         if lane == "shared memory":
             way = SharedLane()
             way.segment = self.body

@@ -19,10 +19,9 @@ from torch import nn
 from paramserver.common.errors import UnreachableError
 from paramserver.worker.conversation import interrupts
 from paramserver.worker.conversation.helper import Helper, Stopped
-from paramserver.worker.conversation.messages import Final
+from paramserver.worker.conversation.messages import Answer, Final, Work
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import pipelined as pipeline
-from paramserver.worker.strategies.base import Work
 from paramserver.worker.strategies.choice import make_strategy
 from paramserver.worker.strategies.direct import Direct
 from paramserver.worker.strategies.pipelined import Pipelined
@@ -83,11 +82,11 @@ class FakeExchange:
         left = self.settings.steps - self._applied * self._local_steps
         self.progress.answered(self._applied, version, max(0, min(self._local_steps, left)), True)
         self.progress.divided(1, 0, min(self.settings.steps, self._applied * self._local_steps))
-        return SimpleNamespace(outcome=outcome, body_bytes=16)
+        return Answer(outcome=outcome, body_bytes=16)
 
     def finish(self, can_evaluate: bool) -> Final:
         self._answer("APPLIED", 50)
-        return SimpleNamespace(version=50, evaluate=True)
+        return Final(version=50, evaluate=True)
 
     def leave(self, figures: dict[str, float]) -> None:
         self.left.append("leave")
@@ -165,11 +164,11 @@ def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_f
     bench = Bench(steps=2)
     progress = bench.pipelined.progress
     bench.step()
-    assert (progress.step, progress.training_steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
+    assert (progress.num_counted, progress.training_steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
     bench.exchange.may_land.release(2)
     bench.step()
     assert bench.pipelined._flight is None
-    assert (progress.step, progress.training_steps, progress.is_done) == (2, 2, True)
+    assert (progress.num_counted, progress.training_steps, progress.is_done) == (2, 2, True)
     assert bench.pipelined.progress is progress, "whoever holds it sees it change"
     bench.pipelined.finish(can_evaluate=True)
     assert bench.net.w.item() == 150.0
@@ -182,7 +181,7 @@ def test_after_a_lost_connection_the_step_of_the_flight_is_thrown_away() -> None
     bench.land()
     bench.step(2.0)
     assert bench.pipelined._flight is None
-    assert bench.pipelined.progress.step == 0
+    assert bench.pipelined.progress.num_counted == 0
     assert len(bench.exchange.sent) == 1
     bench.step(3.0)
     bench.land()
@@ -195,7 +194,7 @@ def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
     bench.step(float("nan"))
     bench.land()
     bench.step(2.0)
-    assert bench.pipelined.progress.step == 1
+    assert bench.pipelined.progress.num_counted == 1
     bench.land()
     assert bench.exchange.sent[1][0] == 2.0
 

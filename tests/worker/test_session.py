@@ -91,12 +91,12 @@ def test_reaching_the_server_starts_afresh() -> None:
 def test_a_worker_in_gradient_mode() -> None:
     progress = Progress(rank=None)
     progress.welcomed("run1", 3, 1)
-    assert (progress.run, progress.rank, progress.incarnation, progress.step) == ("run1", 3, 1, 0)
-    progress.answered(step=0, version=7, next_local_steps=1, has_weights=True)
+    assert (progress.run, progress.rank, progress.incarnation, progress.num_counted) == ("run1", 3, 1, 0)
+    progress.answered(num_counted=0, version=7, next_local_steps=1, has_weights=True)
     progress.divided(4, 3, 0)
     assert (progress.version, progress.is_done) == (7, False)
     assert progress.took_step()
-    progress.answered(step=1, version=8, next_local_steps=0, has_weights=True)
+    progress.answered(num_counted=1, version=8, next_local_steps=0, has_weights=True)
     assert progress.is_done
     assert (progress.num_workers, progress.worker_index, progress.training_steps) == (4, 3, 0)
 
@@ -118,7 +118,7 @@ def test_without_weights_the_base_version_is_the_old_one() -> None:
     progress = Progress()
     progress.answered(0, 5, 1, has_weights=True)
     progress.answered(1, 9, 1, has_weights=False)
-    assert (progress.step, progress.version) == (1, 5)
+    assert (progress.num_counted, progress.version) == (1, 5)
     progress.answered(2, 11, 1, has_weights=True)
     assert progress.version == 11
 
@@ -137,12 +137,11 @@ def test_after_a_lost_connection_the_servers_word_counts() -> None:
     progress = Progress(rank=2)
     progress.welcomed("run1", 2, 1)
     progress.answered(4, 10, 3, has_weights=True)
-    progress.started()
     progress.took_step()
     progress.welcomed("run1", 2, 2)
-    assert (progress.step, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
-    progress.answered(step=5, version=12, next_local_steps=3, has_weights=True)
-    assert (progress.incarnation, progress.step, progress.version, progress.steps_left) == (2, 5, 12, 3)
+    assert (progress.num_counted, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
+    progress.answered(num_counted=5, version=12, next_local_steps=3, has_weights=True)
+    assert (progress.incarnation, progress.num_counted, progress.version, progress.steps_left) == (2, 5, 12, 3)
 
 
 def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> None:

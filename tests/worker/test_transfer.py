@@ -13,8 +13,8 @@ from torch import nn
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, as_bytes, new_body
-from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
-from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors, Transfer
+from paramserver.worker.tensors.staged import StagedTransfer, Transfer, make_transfer
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
 

@@ -21,9 +21,10 @@ from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from .interrupts import uninterrupted
+from .messages import message
 from .security import open_channel, wait_until_ready
 
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # keepalive alone notices a frozen peer after 61 s; with a ping timeout it takes 3 to 4 s.
@@ -38,7 +39,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-_KEEPALIVE = ("grpc.keepalive_", "grpc.http2.")
+_PULL_S = 300.0
 
 # Refusals after which the same process may simply join again.
 _JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
@@ -54,27 +55,12 @@ class Client:
     def __init__(self, address: str, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
         self._credentials = credentials
-        self._channel = open_channel(address, credentials, _OPTIONS)
-        self._hearts: grpc.Channel | None = None
+        self._channel = open_channel(address, credentials, OPTIONS)
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call: Any = None
         self._is_reading = False
         # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
         atexit.register(self.close)
-
-    def beat(self, beats: Iterator[bytes]) -> Iterator[Any]:
-        """The Heartbeat call, on a connection that only the end of this process closes; ConnectionError when
-        it breaks off."""
-        if self._hearts is None:
-            options = [option for option in _OPTIONS if not option[0].startswith(_KEEPALIVE)]
-            self._hearts = open_channel(self.address, self._credentials.renewed(), options)
-        try:
-            yield from self._hearts.stream_stream(f"/{SERVICE}/Heartbeat")(beats, metadata=self._credentials.metadata)
-        except grpc.RpcError as error:
-            if self._credentials.pem.ca is not None:  # the next one may need renewed certificates
-                self._hearts.close()
-                self._hearts = None
-            raise ConnectionError(error.details()) from None
 
     def open(self, timeout_s: float) -> None:
         """Connect and begin a stream; Lost when the server does not answer within `timeout_s`. A mistake in the
@@ -92,7 +78,7 @@ class Client:
         renewed = self._credentials.renewed()
         if renewed != self._credentials:
             self._channel.close()
-            self._credentials, self._channel = renewed, open_channel(self.address, renewed, _OPTIONS)
+            self._credentials, self._channel = renewed, open_channel(self.address, renewed, OPTIONS)
             raise Lost("the certificates were renewed")
         mistake = diagnose(self.address, renewed)
         if mistake is not None:
@@ -102,18 +88,17 @@ class Client:
         """Queue messages; a generator is drawn from only as fast as the connection takes them."""
         self._outgoing.put(frames)
 
+    def say(self, **kind: Any) -> None:
+        """Queue one small message, e.g. `say(leave={...})`, the fields of Leave."""
+        self.send(message(**kind))
+
     def receive(self) -> Frame:
         """The next message. Raises Lost, or the refusal that ended the stream."""
         self._is_reading = True
         with uninterrupted:
-            try:
-                raw = next(self._call)
-            except StopIteration:
-                raise Lost("the server ended the stream") from None
-            except grpc.RpcError as error:
-                raise _translate(error) from None
+            received = _next_of(self._call)
             self._is_reading = False
-        return parse(pb.ServerMessage, raw)
+        return received
 
     def receive_body(
         self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None], segment: memoryview | None = None
@@ -126,29 +111,15 @@ class Client:
             def place(offset: int, num_bytes: int) -> None:
                 write(offset, segment[offset : offset + num_bytes])
 
-        reader = BodyReader(num_bytes, write, place)
-        reader.feed(first)
-        while not reader.is_complete:
-            piece = self.receive()
-            if piece.kind is not None:
-                raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a body")
-            reader.feed(piece)
+        _collect(BodyReader(num_bytes, write, place), first, self.receive)
 
-    def pull(self, averaged: bool, write_of: Callable[[Any], Callable[[int, memoryview], None]]) -> int:
-        """Fetch weights beside the stream; `write_of(snapshot)` gives the writer. Returns their version."""
+    def pull(self, averaged: bool, write: Callable[[int, memoryview], None]) -> int:
+        """Fetch weights beside the stream, piece by piece. Returns their version."""
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            pb.PullRequest(averaged=averaged), timeout=300, metadata=self._credentials.metadata
+            pb.PullRequest(averaged=averaged), timeout=_PULL_S, metadata=self._credentials.metadata
         )
-        try:
-            first = parse(pb.ServerMessage, next(call))
-            reader = BodyReader(first.header.body_bytes, write_of(first.header))
-            reader.feed(first)
-            while not reader.is_complete:
-                reader.feed(parse(pb.ServerMessage, next(call)))
-        except StopIteration:
-            raise Lost("the server ended the pull") from None
-        except grpc.RpcError as error:
-            raise _translate(error) from None
+        first = _next_of(call)
+        _collect(BodyReader(first.header.body_bytes, write), first, lambda: _next_of(call))
         return int(first.header.version)
 
     def end_stream(self, timeout_s: float) -> None:
@@ -186,13 +157,32 @@ class Client:
         atexit.unregister(self.close)
         self.close_stream()
         self._channel.close()
-        if self._hearts is not None:
-            self._hearts.close()
 
 
 def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None]) -> Iterator[bytes]:
     while (frames := outgoing.get()) is not None:
         yield from frames
+
+
+def _next_of(call: Any) -> Frame:
+    """The next message of a call. Raises Lost, or the refusal that ended it."""
+    try:
+        raw = next(call)
+    except StopIteration:
+        raise Lost("the server ended the stream") from None
+    except grpc.RpcError as error:
+        raise _translate(error) from None
+    return parse(pb.ServerMessage, raw)
+
+
+def _collect(reader: BodyReader, first: Frame, receive: Callable[[], Frame]) -> None:
+    """All of a body, of which `first` announces it and may hold some."""
+    reader.feed(first)
+    while not reader.is_complete:
+        piece = receive()
+        if piece.kind is not None:
+            raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a body")
+        reader.feed(piece)
 
 
 def _translate(error: grpc.RpcError) -> Exception:

@@ -12,28 +12,29 @@ import os
 import secrets
 import socket
 import time
+from functools import partial
 from typing import NamedTuple
 
 from ...common.config.schema import WorkerConfig
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
+from ..lanes.up import COUNTED
 from ..session import Progress, Retry
 from ..tensors.parts import PartTensors
 from ..tensors.transfer import ModelTensors, Source
-from .client import Lost
+from .client import Client, Lost
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Answer, Facts, Final, Settings, Welcome, beat_bytes, join_message
+from .messages import Answer, Final, Settings, Welcome, Work, beat_bytes, join_message, read_settings
 from .shard import Shard
 
 log = get_logger()
 
 _ATTEMPT_S = 2.0  # one attempt to connect
-_COUNTED = ("APPLIED", "REPEATED")
 
 
 class Moments(NamedTuple):
@@ -56,32 +57,30 @@ class Exchange:
         self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
+        self._join_message = partial(join_message, self.progress, socket.gethostname(), os.getpid(), config.device)
         self._shards = [self._shard(0, config.server)]
-        self._addresses: tuple[str, ...] = ()
+        self._addresses: list[str] = []
         self._crew = Crew()
-        self._heartbeat = Heartbeat(self._shards[0].client.beat)
+        self._heartbeat = Heartbeat(config.server, credentials)
         self._history = History(history)
         self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
-        self._counted_step = 0  # as the last welcome said
-        self._server_incarnation = 0
-        self.settings: Settings = self._join().settings
+        self._welcome: Welcome = self._join()  # the last one
+        self.settings: Settings = read_settings(self._welcome.settings)
 
     def _shard(self, number: int, address: str) -> Shard:
-        shard = Shard(number, self._config, self._credentials, address, self.progress)
-        shard.on_answer, shard.on_reached = self._answer_comes, self._retry.reached
-        return shard
+        client = Client(address, self._credentials)
+        return Shard(number, client, self._config, self.progress, self._answer_comes, self._retry.reached)
 
     # ---- joining ----------------------------------------------------------------------------
 
     def _join(self) -> Welcome:
         """Connect and be welcomed, as often as it takes within the give-up time."""
-        join = join_message(self.progress, socket.gethostname(), os.getpid(), self._config.device)
         while True:
             try:
-                welcome = self._shards[0].join(join, _ATTEMPT_S)
+                welcome = self._shards[0].join(self._join_message(), _ATTEMPT_S)
                 break
             except Lost as lost:
                 delay_s = self._retry.failed(time.monotonic(), str(lost))
@@ -89,24 +88,23 @@ class Exchange:
                     log.info("waiting_for_server", address=self._config.server, gives_up_in_s=self._config.give_up_s)
                 sleep(delay_s)
         self.progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        self.progress.pull_every = welcome.pull_every
+        self.progress.pull_every = max(1, welcome.settings.pull_every)
         self._retry.rank = welcome.rank
-        self._counted_step, self._server_incarnation = welcome.step, welcome.server_incarnation
         self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
-        self._meet(welcome)
+        if list(welcome.shards) != self._addresses:
+            self._meet(list(welcome.shards))
         return welcome
 
-    def _meet(self, welcome: Welcome) -> None:
-        """The other shards, where there are any; they may have moved."""
-        if welcome.shards != self._addresses:
-            for old in self._shards[1:]:
-                old.client.close()
-            self._addresses = welcome.shards
-            self._shards[1:] = [self._shard(number, address) for number, address in enumerate(welcome.shards) if number]
-            self._crew.hire(len(self._shards) - 1)
-            if self._model is not None:
-                self._divide()
-        self._seated = join_message(self.progress, socket.gethostname(), os.getpid(), self._config.device, welcome)
+    def _meet(self, addresses: list[str]) -> None:
+        """The other shards, where there are any; they may have moved. Theirs by number, the coordinator's own is
+        empty; none at all where there is one server."""
+        for old in self._shards[1:]:
+            old.client.close()
+        self._addresses = addresses
+        self._shards[1:] = [self._shard(number, address) for number, address in enumerate(addresses) if number]
+        self._crew.hire(len(self._shards) - 1)
+        if self._model is not None:
+            self._divide()
 
     def _divide(self) -> None:
         assert self._model is not None
@@ -130,7 +128,7 @@ class Exchange:
         for shard in self._shards:
             if shard.number:
                 try:
-                    shard.join(self._seated, _ATTEMPT_S)
+                    shard.join(self._join_message(self._welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
             shard.offer(self._model.layout, self._optimizer)
@@ -138,46 +136,40 @@ class Exchange:
 
     def _begin(self) -> Answer:
         answer = self._took(self._crew.all(self._shards, Shard.begin))
-        self.progress.started()
+        self.progress.num_starts += 1
         self._history.write(
             "start",
             run=self.progress.run,
-            rank=self.progress.rank,
-            incarnation=self.progress.incarnation,
-            server_incarnation=self._server_incarnation,
-            step=self.progress.step,
+            **self._who,
+            server_incarnation=self._welcome.server_incarnation,
+            step=self.progress.num_counted,
             version=self.progress.version,
         )
         return answer
 
     def _return(self, lost: Lost) -> Answer | None:
         """After a lost connection: the answer that says where to start again. None when this worker is still
-        a member, at `progress.step` or one step further (`_counted_step`): then nothing is to be started."""
+        a member, and the welcome counts what `progress` does or one contribution more: nothing is to be started."""
         for shard in self._shards:
             shard.transfer.leave_segment()
         while True:
             for shard in self._shards:
                 shard.client.close_stream()
-            log.warning("connection_lost", reason=str(lost), step=self.progress.step)
+            log.warning("connection_lost", reason=str(lost), step=self.progress.num_counted)
             sleep(self._retry.failed(time.monotonic(), str(lost)))
-            welcome = self._join()
+            self._welcome = self._join()
             try:
                 self._offer()
-                answer = None if welcome.is_resumed else self._begin()
+                answer = None if self._welcome.resumed else self._begin()
             except Lost as again:
                 lost = again
                 continue
-            log.info(
-                "resumed" if answer is None else "rejoined",
-                rank=self.progress.rank,
-                incarnation=self.progress.incarnation,
-                step=self._counted_step,
-            )
+            log.info("resumed" if answer is None else "rejoined", **self._who, step=self._welcome.step)
             return answer
 
     @property
-    def codec_name(self) -> str:
-        return self._config.codec
+    def _who(self) -> dict[str, int | None]:
+        return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
     @property
     def lane(self) -> str:
@@ -186,26 +178,24 @@ class Exchange:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(
-        self, source: Source, num_samples: int, loss: float, compute_s: float, hyperparameters: list[Hyperparameters]
-    ) -> Answer:
-        """Send this step's contribution; returns when the run lets the worker go on, its weights in the model."""
+    def contribute(self, source: Source, work: Work) -> Answer:
+        """Send the next contribution; returns when the run lets the worker go on, its weights in the model."""
         started = time.perf_counter()
-        facts = Facts(num_samples, loss, compute_s, self._last_transfer_s, hyperparameters)
+        work = work._replace(transfer_s=self._last_transfer_s)
         try:
-            answer = self._exchange(source, facts, started)
+            answer = self._exchange(source, work, started)
         except Lost as lost:
-            answer = self._contribute_again(lost, source, facts)
+            answer = self._contribute_again(lost, source, work)
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
-    def _exchange(self, source: Source, facts: Facts, started: float) -> Answer:
+    def _exchange(self, source: Source, work: Work, started: float) -> Answer:
         sent = answered = started
 
         def exchange(shard: Shard) -> Answer:
             nonlocal sent, answered
-            shard.contribute(source, facts)
+            shard.contribute(source, work)
             if shard.number == 0:
                 sent = time.perf_counter()
             received = shard.receive()
@@ -218,18 +208,18 @@ class Exchange:
         self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
         return answer
 
-    def _contribute_again(self, lost: Lost, source: Source, facts: Facts) -> Answer:
+    def _contribute_again(self, lost: Lost, source: Source, work: Work) -> Answer:
         """The same contribution on new connections, until it is answered or the run has gone on without it."""
         while True:
             answer = self._return(lost)
             if answer is not None:
                 return answer
             try:
-                if self._counted_step <= self.progress.step:
-                    return self._exchange(source, facts, time.perf_counter())
+                if self._welcome.step <= self.progress.num_counted:
+                    return self._exchange(source, work, time.perf_counter())
 
                 def ask(shard: Shard) -> Answer:
-                    shard.ask_again(self._counted_step)
+                    shard.client.say(contribution={"step": self._welcome.step, "repeat": True})
                     return shard.take(shard.receive())
 
                 return self._took(self._crew.all(self._shards, ask))
@@ -266,34 +256,32 @@ class Exchange:
     def _note_sent(self) -> None:
         self._history.write(
             "send",
-            rank=self.progress.rank,
-            incarnation=self.progress.incarnation,
-            step=self.progress.step + 1,
+            **self._who,
+            step=self.progress.next_number,
             base_version=self.progress.version,
         )
 
     def _answer_comes(self, answer: Answer) -> None:
         """From any shard, before its weights are written."""
-        if answer.outcome not in _COUNTED:  # what is to be sent again may lie under these weights
+        if answer.outcome not in COUNTED:  # what is to be sent again may lie under these weights
             self.progress.server_incarnation = 0
 
     def _took(self, answers: list[Answer]) -> Answer:
         """All shards have answered and the weights are in the model, all parts of one version."""
         answer = answers[0]
-        self.progress.server_incarnation = self._server_incarnation
+        self.progress.server_incarnation = self._welcome.server_incarnation
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
-        if answer.outcome != "START":  # that one is noted as a start, with whose server's it is
+        if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is
             self._history.write(
                 "answered",
-                rank=self.progress.rank,
-                incarnation=self.progress.incarnation,
+                **self._who,
                 step=answer.step,
                 version=answer.version,
-                outcome=answer.outcome,
+                outcome=Answer.Outcome.Name(answer.outcome),
             )
-        if answer.outcome == "REJECTED":
-            log.warning("rejected", rank=self.progress.rank, step=self.progress.step + 1, reason=answer.reason)
+        if answer.outcome == Answer.REJECTED:
+            log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=answer.reason)
         return answer
 
     # ---- the end ----------------------------------------------------------------------------
@@ -309,7 +297,7 @@ class Exchange:
                     return None
                 continue
             self.progress.version = finals[0].version
-            self._history.write("end", rank=self.progress.rank, step=self.progress.step)
+            self._history.write("end", rank=self.progress.rank, step=self.progress.num_counted)
             return finals[0]
 
     def pull_averaged(self, model: ModelTensors) -> None:

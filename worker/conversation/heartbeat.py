@@ -6,30 +6,35 @@ server hears of this worker again as soon as it can. Only the end of the process
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+
+import grpc
+
+from ...common.security import Credentials
+from ...common.wire.protocol import SERVICE
+from .client import OPTIONS
+from .security import open_channel
 
 # Beats in one lease: two may be lost.
 _BEATS = 4
 _TRY_AGAIN_S = 0.2
-
-
-class BeatCall(Protocol):
-    """Opens the Heartbeat call: beats go in, something comes out for each; raises OSError when it breaks off."""
-
-    def __call__(self, beats: Iterator[bytes]) -> Iterator[Any]: ...
+_WITHOUT_KEEPALIVE = [option for option in OPTIONS if not option[0].startswith(("grpc.keepalive_", "grpc.http2."))]
 
 
 class Heartbeat:
-    """Beats until `stop`. `call` opens the stream (`worker/conversation/client.py`)."""
+    """Beats to the server at `address`, from `start` until `stop`."""
 
-    def __init__(self, call: BeatCall) -> None:
-        self._call = call
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._address = address
+        self._credentials = credentials
         self._beat: bytes = b""
         self._interval_s = 1.0
         self._stop = threading.Event()
+        self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
+        atexit.register(self.stop)  # as the client does with its channel
 
     def start(self, beat: bytes, lease_s: float) -> None:
         """Send `beat` from now on, several times in every lease."""
@@ -39,15 +44,23 @@ class Heartbeat:
             self._thread.start()
 
     def stop(self) -> None:
+        atexit.unregister(self.stop)
         self._stop.set()
+        if self._channel is not None:
+            self._channel.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            if self._channel is None:
+                self._channel = open_channel(self._address, self._credentials.renewed(), _WITHOUT_KEEPALIVE)
+            call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat")
             try:
-                for _ in self._call(self._beats()):
+                for _ in call(self._beats(), metadata=self._credentials.metadata):
                     pass
-            except OSError:
-                pass  # the server is gone or not there yet
+            except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
+                if self._credentials.pem.ca is not None:  # the next one may need renewed certificates
+                    self._channel.close()
+                    self._channel = None
             self._stop.wait(_TRY_AGAIN_S)
 
     def _beats(self) -> Iterator[bytes]:

@@ -14,35 +14,19 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.security import Credentials
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ...common.wire.segments import SegmentAddress, SegmentError
+from ...common.wire.frames import Frame
+from ...common.wire.protocol import segment_from_proto
+from ...common.wire.segments import SegmentError
 from ..lanes.choice import Lanes
 from ..lanes.down import Down
 from ..lanes.up import Up
 from ..session import Progress
-from ..tensors.staged import make_transfer
-from ..tensors.transfer import ModelTensors, Source, Transfer
+from ..tensors.staged import Transfer, make_transfer
+from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost
-from .messages import (
-    Answer,
-    Facts,
-    Final,
-    Welcome,
-    contribution,
-    finish_frames,
-    initial_weights_frames,
-    join_frames,
-    leave_frames,
-    model_frames,
-    model_message,
-    read_answer,
-    read_final,
-    read_welcome,
-    repeat_frame,
-    taken_frame,
-)
+from .messages import Answer, Final, Welcome, Work, contribution, initial_weights_frames, model_message
 
 log = get_logger()
 
@@ -59,16 +43,21 @@ class Shard:
     down: Down
 
     def __init__(
-        self, number: int, config: WorkerConfig, credentials: Credentials, address: str, progress: Progress
+        self,
+        number: int,
+        client: Client,
+        config: WorkerConfig,
+        progress: Progress,
+        on_answer: Callable[[Answer], object],
+        on_reached: Callable[[], object],
     ) -> None:
         self.number = number
-        self.client = Client(address, credentials)
+        self.client = client
         self.lanes = Lanes(config)
-        self.on_answer: Callable[[Answer], object] = lambda answer: None
-        self.on_reached: Callable[[], object] = lambda: None
         self._config = config
-        self._holds = False
         self._progress = progress
+        self._on_answer, self._on_reached = on_answer, on_reached
+        self._holds = False
         self._sent_hyperparameters: list[Hyperparameters] | None = None
 
     # ---- joining ----------------------------------------------------------------------------
@@ -77,11 +66,11 @@ class Shard:
         """Connect, ask to join, and be welcomed. Raises Lost."""
         self.client.open(timeout_s)
         join.answers_taken = self.down.num_taken if self._holds else 0
-        self.client.send(join_frames(join))
-        welcome = self._expect("welcome").header
+        self.client.say(join=join)
+        welcome: Welcome = self._expect("welcome").header
         self.lanes.joined(welcome)
         self._sent_hyperparameters = None
-        return read_welcome(welcome)
+        return welcome
 
     def hold(self, model: ModelTensors) -> None:
         """The part of the model that lies here."""
@@ -94,7 +83,7 @@ class Shard:
         """Say what this worker trains, and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
-        self.client.send(model_frames(model))
+        self.client.say(model=model)
         if offered is not None:
             offered.decided(self._expect("shared_memory").header)
         self.lanes.agreed()
@@ -110,48 +99,48 @@ class Shard:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, source: Source, facts: Facts) -> None:
+    def contribute(self, source: Source, work: Work) -> None:
         """Send this part of the contribution."""
-        if facts.hyperparameters is self._sent_hyperparameters:
-            facts = facts._replace(hyperparameters=[])
+        if work.hyperparameters is self._sent_hyperparameters:
+            work = work._replace(hyperparameters=[])
         else:
-            self._sent_hyperparameters = facts.hyperparameters
-        self.up.contribute(partial(contribution, self._progress, facts), source)
+            self._sent_hyperparameters = work.hyperparameters
+        self.up.contribute(partial(contribution, self._progress, work), source)
 
-    def ask_again(self, step: int) -> None:
-        """For the answer to a contribution that counts already."""
-        self.client.send([repeat_frame(step)])
-
-    def receive(self) -> Any:
+    def receive(self) -> Frame:
         """The next answer, of which the weights have not been taken yet."""
         return self._expect("answer")
 
-    def take(self, received: Any) -> Answer:
+    def take(self, received: Frame) -> Answer:
         """The weights that came with it are in the model when this returns."""
-        answer = read_answer(received.header)
-        self.on_answer(answer)
+        answer: Answer = received.header
+        self._on_answer(answer)
         self.up.answered(answer.outcome)
-        if answer.outcome == "START":
+        if answer.outcome == Answer.START:
             self.down.started()
-        self._receive_weights(received, answer.body_bytes, answer.segment, answer.codec)
+        self._receive_weights(received, answer.codec)
         return answer
 
-    def _receive_weights(self, received: Any, num_bytes: int, address: SegmentAddress | None, codec: str = "") -> None:
-        try:
-            memory = self.lanes.lane.memory(address) if address is not None else None
-        except SegmentError as error:
-            raise Lost(f"the server's memory cannot be shared: {error}") from None
+    def _receive_weights(self, received: Frame, codec: str) -> None:
+        announced = received.header
+        memory = None
+        if announced.HasField("segment"):
+            try:
+                memory = self.lanes.lane.memory(segment_from_proto(announced.segment))
+            except SegmentError as error:
+                raise Lost(f"the server's memory cannot be shared: {error}") from None
+        num_bytes = announced.body_bytes
         self.down.take(num_bytes, codec, lambda write: self.client.receive_body(received, num_bytes, write, memory))
         if memory is not None:
-            self.client.send([taken_frame()])
+            self.client.say(taken={})
 
-    def _expect(self, *kinds: str) -> Any:
+    def _expect(self, *kinds: str) -> Frame:
         """The next frame of one of `kinds`; while only Waiting comes, say so now and then."""
         said_at = time.monotonic() + _SAY_WAITING_AFTER_S
         while True:
             received = self.client.receive()
             if received.kind != "welcome":
-                self.on_reached()
+                self._on_reached()
             if received.kind in kinds:
                 return received
             if received.kind != "waiting":
@@ -164,19 +153,19 @@ class Shard:
 
     def finish(self, transfer_s: float, can_evaluate: bool) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
-        self.client.send(finish_frames(transfer_s, can_evaluate))
+        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate})
         received = self._expect("final")
-        final = read_final(received.header)
-        self._receive_weights(received, final.body_bytes, final.segment)
+        self._receive_weights(received, codec="")
+        final: Final = received.header
         return final
 
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write this part of the Polyak average into another instance of the part."""
         transfer = make_transfer(model)
-        self.client.pull(True, lambda _: transfer.write)
+        self.client.pull(True, transfer.write)
         transfer.finish_write(model.layout.total_bytes)
 
     def leave(self, figures: dict[str, float]) -> None:
         """Say goodbye."""
-        self.client.send(leave_frames(figures))
+        self.client.say(leave={"metrics": figures})
         self.client.end_stream(_GOODBYE_S)

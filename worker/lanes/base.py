@@ -1,7 +1,7 @@
 """What a lane is: where the bytes of bodies go between this worker and one shard, while one stream lasts.
 
-A lane is a file of this folder: over the stream itself (`grpc.py`), or in memory that both map (`shared.py`). All carry
-the same conversation. A worker takes the first that it and the server can open (`choice.py`).
+The one here is always there: the stream itself. Others, each a file of this folder, carry the same conversation. A
+worker takes the first that it and the server can open (`choice.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from ...common.wire.segments import SegmentAddress
+from ...common.wire.frames import body_frames
+from ...common.wire.segments import SegmentAddress, SegmentError
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.transfer import Indices, Source, Transfer
+from ..tensors.staged import Transfer
+from ..tensors.transfer import Indices, Source
 
 if TYPE_CHECKING:
     import torch
 
 
 class Lane:
-    """The defaults are those of a lane that is always open. `reason` is a sentence: why this one is not."""
+    """Pieces of a body are messages of their own. `reason` is a sentence: why a lane is not open."""
 
-    name: ClassVar[str]  # for people
+    name: ClassVar[str] = "tcp"  # for people
     # Also takes bodies that a codec other than raw has made.
     carries_codecs: ClassVar[bool] = True
 
@@ -46,8 +48,9 @@ class Lane:
     def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes]]:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
-        raise NotImplementedError
+        for stretch in transfer.gather(source, indices):
+            yield body_frames(stretch.pieces, stretch.offset)
 
     def memory(self, address: SegmentAddress) -> memoryview:
         """What the weights of an answer are placed in. Raises SegmentError."""
-        raise NotImplementedError
+        raise SegmentError("nothing is placed on this lane")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...common.config.schema import WorkerConfig
 from ...proto import parameter_server_pb2 as pb
 from .base import Lane
-from .grpc import GrpcLane
 from .shared import SharedLane
 
 
@@ -14,7 +13,7 @@ class Lanes:
 
     def __init__(self, config: WorkerConfig) -> None:
         codecs = [name for name in (config.codec, config.answer_codec) if name != "raw"]
-        self._all: list[Lane] = [SharedLane(), GrpcLane()]
+        self._all: list[Lane] = [SharedLane(), Lane()]
         self._reason = ""  # why one is not even tried
         if not config.shared_memory:
             self._all, self._reason = self._all[1:], "off (worker.shared_memory)"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from ...common.codecs.base import Codec, Coder, body_bytes, take_body
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, new_body
-from ..tensors.transfer import ModelTensors, Transfer
+from ..tensors.staged import Transfer
+from ..tensors.transfer import ModelTensors
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]

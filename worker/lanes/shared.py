@@ -8,7 +8,8 @@ from ...common.wire.frames import INLINE_BYTES, placed_frame
 from ...common.wire.protocol import segment_from_proto, segment_to_proto
 from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.transfer import Indices, Source, Transfer
+from ..tensors.staged import Transfer
+from ..tensors.transfer import Indices, Source
 from .base import Lane
 
 # Versions of the weights that a server has on their way at once, and one more, by default.

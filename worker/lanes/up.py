@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from ...common.codecs.base import Codec, Coder, begin_body
 from ...common.tensors.layout import as_bytes, copy_of
 from ...common.wire.frames import INLINE_BYTES, frame, message_frames
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.transfer import ModelTensors, Source, Transfer
+from ..tensors.staged import Transfer
+from ..tensors.transfer import ModelTensors, Source
 from .base import Lane
 
-_COUNTED = ("APPLIED", "REPEATED")
+COUNTED = (pb.Answer.APPLIED, pb.Answer.REPEATED)
 
 
-class Announcement(Protocol):
-    """Makes the message that announces the body of a contribution."""
-
-    def __call__(self, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage: ...
+# Makes the message that announces the body of a contribution: of its bytes, their codec, whether they are in a segment.
+Announce = Callable[[int, str, bool], pb.WorkerMessage]
 
 
 class Up:
@@ -31,7 +29,7 @@ class Up:
         self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes]], None]
     ) -> None:
         self.codec = codec
-        self._layout = model.layout
+        self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self._transfer = transfer
         self._send = send
         self._encoder: Coder = codec.encoder(model.layout)
@@ -43,12 +41,12 @@ class Up:
         self.lane = lane
         self.departed.clear()
 
-    def answered(self, outcome: str) -> None:
+    def answered(self, outcome: pb.Answer.Outcome) -> None:
         """What became of the contribution: the server's decoder does the same."""
         self._encoded = None
-        if outcome in _COUNTED:
+        if outcome in COUNTED:
             self._encoder.commit()
-        elif outcome == "START":  # whatever was before, the server has forgotten it
+        elif outcome == pb.Answer.START:  # whatever was before, the server has forgotten it
             self._encoder = self.codec.encoder(self._layout)
         else:
             self._encoder.rollback()
@@ -78,7 +76,7 @@ class Up:
 
     # ---- the contribution -------------------------------------------------------------------------
 
-    def contribute(self, announce: Announcement, source: Source) -> None:
+    def contribute(self, announce: Announce, source: Source) -> None:
         """Send it; one that was not answered before is sent again as it was."""
         if not self.codec.is_identity:
             pieces = self._encode(source)
@@ -86,8 +84,7 @@ class Up:
             return
         rest: list[int] | None = None
         if self.departed:
-            num_exchanged = sum(entry.end <= self._layout.exchange_bytes for entry in self._layout.entries)
-            rest = [index for index in range(num_exchanged) if index not in self.departed]
+            rest = [index for index in range(self._num_exchanged) if index not in self.departed]
             self.departed.clear()
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:

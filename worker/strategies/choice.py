@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ..conversation.exchange import Exchange
 from ..tensors.transfer import ModelTensors
-from .base import Strategy
 from .direct import Direct
 from .pipelined import Pipelined
 
 
-def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Strategy:
+def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Direct:
     """The one the run's settings ask for; `may_send_early`: gradients may leave during backward."""
     if exchange.settings.pipelined:
         return Pipelined(exchange, model)

@@ -1,41 +1,48 @@
-"""The strategy of a worker that exchanges its contribution and waits for the answer."""
+"""What a training step does with its contribution: it is exchanged, and the answer waited for."""
 
 from __future__ import annotations
 
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final
+from ..conversation.messages import Final, Work
 from ..tensors.transfer import ModelTensors, Source
-from .base import Work
 from .early import MIN_MODEL_BYTES, EarlySender
 
 
 class Direct:
-    """Every contribution is answered before the next step begins."""
+    """Between a training loop and an exchange, used by the training thread alone. Every contribution is answered
+    before the next step begins; `may_send_early`: gradients may leave during backward."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors, may_send_early: bool) -> None:
         self._exchange = exchange
-        self._may_send_early = may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES
-        self._early: EarlySender | None = None
         self._model = model
-        self.progress = exchange.progress
-        self.source: Source = exchange.settings.source
+        self.source: Source = exchange.settings.source  # what contributions hold
+        self.progress = exchange.progress  # where the training loop is in the run
+        is_large = model.layout.exchange_bytes >= MIN_MODEL_BYTES
+        self._may_send_early = may_send_early and is_large and self.source == "gradient"
+        self._early: EarlySender | None = None
 
     def start(self, optimizer: OptimizerSpec) -> None:
+        """Offer the model; it has the run's weights when this returns."""
         self._exchange.start(self._model, optimizer)
-        if self._may_send_early and self.source == "gradient" and self._exchange.codec_name == "raw":
+        if self._may_send_early:
             self._early = EarlySender(self._exchange, self._model)
 
     def contribute(self, work: Work) -> None:
+        """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from."""
         if self._early is not None:
             self._early.settle()
-        self._exchange.contribute(self.source, *work)
+        self._exchange.contribute(self.source, work)
 
     def finish(self, can_evaluate: bool) -> Final | None:
+        """Wait for the others; the model has the run's final weights when this returns. None: the server has
+        gone back to a snapshot, and there are steps to take again."""
         return self._exchange.finish(can_evaluate)
 
     def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:
+        """Go in good order; interrupted, without waiting for an answer on its way."""
         self._exchange.leave(figures)
 
     def drop(self) -> None:
+        """Go without a word, as a process that fails does."""
         self._exchange.drop()

@@ -28,16 +28,15 @@ start (its lease had ended, or the server went back to a snapshot) throws away w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
 from ..conversation.helper import Helper, wait_for
-from ..conversation.messages import Answer, Final
+from ..conversation.messages import Answer, Final, Work
 from ..session import Progress
-from ..tensors.transfer import ModelTensors, Source
-from .base import Work
+from ..tensors.transfer import ModelTensors
+from .direct import Direct
 from .shadow import Shadow
 
 # An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
@@ -45,11 +44,11 @@ from .shadow import Shadow
 _STOP_S = 5.0
 
 
-class Pipelined:
-    """The strategy of a worker that computes while an exchange is in flight."""
+class Pipelined(Direct):
+    """A contribution is answered before the next one is handed over: the training loop is a step ahead."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
-        self._exchange = exchange
+        super().__init__(exchange, model, may_send_early=False)
         self._shadow = Shadow(model)
         self._helper = Helper()
         self._flight: Future[Answer] | None = None
@@ -57,11 +56,9 @@ class Pipelined:
         self._held_version = 0  # of those in the model
         # As if the contribution in flight had been applied; the exchange's own says what is known.
         self.progress: Progress = copy.copy(exchange.progress)
-        self.source: Source = exchange.settings.source
-        turn = {"gradient": self._turn_gradient, "weights": self._turn_weights}
-        self._turn: Callable[[bool], int] = turn[self.source]
+        self._turn = self._turn_gradient if self.source == "gradient" else self._turn_weights
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
-        self._ends_a_line = {"gradient": {"START"}, "weights": {"START", "REJECTED"}}[self.source]
+        self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source == "weights" else set())
 
     def start(self, optimizer: OptimizerSpec) -> None:
         self._exchange.start(self._shadow, optimizer)
@@ -111,7 +108,7 @@ class Pipelined:
 
         def exchange_it() -> Answer:
             shadow.settle()
-            return exchange.contribute(source, *work)
+            return exchange.contribute(source, work)
 
         self._flight = self._helper.submit(exchange_it)
 

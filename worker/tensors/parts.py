@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ...common.tensors.layout import Kind
 from ...common.tensors.sharding import Part, Share
 from .transfer import ModelTensors, Source
 
@@ -16,7 +15,6 @@ class PartTensors(ModelTensors):
         self.layout = share.layout
         self.names = whole.names
         self._whole = whole
-        self._num_exchanged = sum(entry.spec.kind is not Kind.FROZEN for entry in share.layout.entries)
         index_of = {entry.spec.name: index for index, entry in enumerate(whole.layout.entries)}
         parts = {part.name: part for part in share.parts}
         # Of each entry here, the part and the index of its tensor in the whole model.
@@ -28,7 +26,7 @@ class PartTensors(ModelTensors):
 
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
-        for position in indices if indices is not None else range(self._num_exchanged):
+        for position in indices if indices is not None else range(self.num_exchanged):
             part, index = self._parts[position]
             (tensor,) = self._whole.sources(source, range(index, index + 1))
             found.append(part.of(tensor.detach()) if tensor is not None else None)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from functools import cached_property
+from itertools import islice
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,13 +51,41 @@ class ModelTensors:
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
 
+    @cached_property
+    def num_exchanged(self) -> int:
+        """Tensors that travel with contributions; the frozen ones come after them."""
+        return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
+
+    def views(self, body: torch.Tensor) -> list[torch.Tensor]:
+        """The exchanged tensors in `body`, uint8 [exchange_bytes]; shares memory.
+
+        `data`: each counts its own changes in place, where views would count those of the whole body.
+        """
+        return [view.data for _, view in islice(self.layout.views(body), self.num_exchanged)]
+
+    def stretches(self, indices: Indices) -> list[range]:
+        """The exchanged tensors asked for, neighbours together."""
+        if indices is None:
+            return [range(self.num_exchanged)]
+        found: list[range] = []
+        for index in sorted(indices):
+            if found and found[-1].stop == index:
+                found[-1] = range(found[-1].start, index + 1)
+            else:
+                found.append(range(index, index + 1))
+        return found
+
+    def start_of(self, index: int) -> int:
+        """Where a tensor's bytes begin in a body, the gap before it included."""
+        return self.layout.entries[index - 1].end if index else 0
+
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
 
         None in the place of a tensor means zeros: no gradient came.
         """
         found: list[torch.Tensor | None] = []
-        for index in indices if indices is not None else stretches(self.layout, None)[0]:
+        for index in indices if indices is not None else range(self.num_exchanged):
             tensor = self.tensors[index]
             if source == "gradient" and self.layout.entries[index].spec.kind is Kind.PARAMETER:
                 gradient = tensor.grad
@@ -76,18 +106,6 @@ def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, kind, dtype, tuple(tensor.shape))
 
 
-def exchanged_views(layout: Layout, body: torch.Tensor) -> list[torch.Tensor]:
-    """The parameters and buffers of `body`, uint8 [>= exchange_bytes], in the order of the layout.
-
-    `data`: each counts its own changes in place, where views would count those of the whole body.
-    """
-    return [
-        body[entry.offset : entry.end].view(DTYPES[entry.spec.dtype]).view(entry.spec.shape).data
-        for entry in layout.entries
-        if entry.spec.kind is not Kind.FROZEN
-    ]
-
-
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """One thread, without the GIL where it is worth giving up: others send and receive meanwhile."""
     if len(source) < _COPIED_WITH_GIL:
@@ -103,54 +121,9 @@ class Stretch(NamedTuple):
     pieces: list[memoryview]
 
 
-class Transfer(Protocol):
-    """Bodies out of and into a model. Tensors are named by their index in the layout's entries."""
-
-    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
-        """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
-        until the next call or backward."""
-
-    def gather_all(self) -> list[memoryview]:
-        """The body of initial weights."""
-
-    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
-        """The same, copied to `segment`, uint8 [exchange_bytes]; yields (start, end) of what lies there, as it does."""
-
-    def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
-        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Take a piece of a body of weights."""
-
-    def finish_write(self, num_bytes: int) -> None:
-        """The body of so many bytes is whole: the model has the new weights when this returns, or when its
-        stream's next kernel runs."""
-
-    def leave_segment(self) -> None:
-        """The segment used so far is the server's alone from now on."""
-
-
-def stretches(layout: Layout, indices: Indices) -> list[range]:
-    """The exchanged tensors asked for, neighbours together."""
-    num_exchanged = sum(entry.spec.kind is not Kind.FROZEN for entry in layout.entries)
-    if indices is None:
-        return [range(num_exchanged)]
-    found: list[range] = []
-    for index in sorted(indices):
-        if found and found[-1].stop == index:
-            found[-1] = range(found[-1].start, index + 1)
-        else:
-            found.append(range(index, index + 1))
-    return found
-
-
-def start_of(layout: Layout, index: int) -> int:
-    """Where a tensor's bytes begin, the gap before it included."""
-    return layout.entries[index - 1].end if index else 0
-
-
 class DirectTransfer:
-    """No staging: views of the tensors' own memory."""
+    """Bodies out of and into a model, without staging: views of the tensors' own memory. Tensors are named by their
+    index in the layout's entries."""
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -162,19 +135,21 @@ class DirectTransfer:
         self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
 
     def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
-        layout = self._model.layout
+        """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
+        until the next call or backward."""
         return [
-            Stretch(start_of(layout, group.start), self._pieces(group, self._model.sources(source, group)))
-            for group in stretches(layout, indices)
+            Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(source, group)))
+            for group in self._model.stretches(indices)
         ]
 
     def gather_all(self) -> list[memoryview]:
+        """The body of initial weights."""
         return self._pieces(range(len(self._entries)), self._model.tensors)
 
     def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
         pieces = []
         for index, tensor in zip(indices, tensors, strict=True):
-            entry, at = self._entries[index], start_of(self._model.layout, index)
+            entry, at = self._entries[index], self._model.start_of(index)
             if entry.offset > at:
                 pieces.append(self._zero_bytes(entry.offset - at))
             if tensor is None:
@@ -184,11 +159,14 @@ class DirectTransfer:
         return pieces
 
     def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
-        """What lies there already is not copied: a gradient that was placed once stays there, as `grad`."""
+        """The same, copied to `segment`, uint8 [exchange_bytes]; yields (start, end) of what lies there, as it does.
+
+        What lies there already is not copied: a gradient that was placed once stays there, as `grad`.
+        """
         if segment is not self._segment:
-            self._segment, self._places = segment, exchanged_views(self._model.layout, segment)
-        for group in stretches(self._model.layout, indices):
-            start = end = start_of(self._model.layout, group.start)
+            self._segment, self._places = segment, self._model.views(segment)
+        for group in self._model.stretches(indices):
+            start = end = self._model.start_of(group.start)
             num_copied = 0
             for index, tensor in zip(group, self._model.sources(source, group), strict=True):
                 if self._place(index, tensor):
@@ -217,6 +195,7 @@ class DirectTransfer:
         return True
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
         return False
 
     def _zero_bytes(self, num_bytes: int) -> memoryview:
@@ -225,6 +204,7 @@ class DirectTransfer:
         return self._zeros[:num_bytes]
 
     def write(self, offset: int, data: memoryview) -> None:
+        """Take a piece of a body of weights."""
         index = bisect.bisect_right(self._offsets, offset) - 1
         at, end = offset, offset + len(data)
         while at < end and index < len(self._entries):
@@ -239,10 +219,11 @@ class DirectTransfer:
             index += 1
 
     def finish_write(self, num_bytes: int) -> None:
-        pass
+        """The body of so many bytes is whole: the model has the new weights when this returns, or when its
+        stream's next kernel runs."""
 
     def leave_segment(self) -> None:
-        """Gradients that lie there move out: the loop may add to them."""
+        """It is the server's alone from now on. Gradients that lie there move out: the loop may add to them."""
         for place, owner in zip(self._places, self._model.tensors, strict=False):
             gradient = owner.grad
             if gradient is not None and gradient.data_ptr() == place.data_ptr():

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters
+from ..conversation.messages import Work
 from ..session import Progress
-from ..strategies.base import Strategy, Work
+from ..strategies.direct import Direct
 from .slowdown import Slowdown
 
 
@@ -23,7 +24,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     contribution.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, strategy: Strategy, slowdown: Slowdown) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         # The same dicts, not copies: what a scheduler changes here, the inner optimizer sees.
         self.param_groups = inner.param_groups
@@ -35,7 +36,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
         self._losses: list[float] = []
-        self._num_steps = strategy.progress.step
+        self._num_steps = strategy.progress.training_steps
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
 
