@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import structlog
 import torch
@@ -33,33 +33,40 @@ from .conversation.exchange import Exchange
 from .conversation.messages import Final, Settings
 from .conversation.security import worker_credentials
 from .session import Progress
-from .strategies.choice import make_strategy
 from .strategies.direct import Direct
+from .strategies.pipelined import make_strategy
 from .tensors.transfer import ModelTensors
 from .training.data import num_samples_of, sharded_batches, step_seed
 from .training.optimizer import ExchangeOptimizer
 from .training.slowdown import Slowdown
 
 
-class Session(Protocol):
-    """A worker's place in a run, or a run of its own."""
+class Session:
+    """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
 
     settings: Settings
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
 
     @property
     def rank(self) -> int:
         """0..N-1."""
+        return 0
 
     @property
     def num_workers(self) -> int:
         """Workers the data is divided among."""
+        return 1
 
     @property
     def is_done(self) -> bool:
         """All steps of the run are taken."""
+        raise NotImplementedError
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+        raise NotImplementedError
 
     def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
         """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
@@ -68,38 +75,45 @@ class Session(Protocol):
         Torch's generator is seeded before each batch, from the run's seed, the rank and the step: what is drawn
         at a step (dropout, augmentation) is the same in a run that was killed and resumed.
         """
+        raise NotImplementedError
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
+        raise NotImplementedError
 
     def finish(self) -> bool:
         """Wait for the others and take the final weights; True when this worker is to evaluate them."""
+        return True
 
     def averaged(self, model: nn.Module) -> bool:
         """Write the run's Polyak average into `model`; False when the run keeps none."""
+        return False
 
     def report(self, **figures: float) -> None:
         """Figures of the final evaluation, for the run's summary."""
+        self.figures.update({name: float(value) for name, value in figures.items()})
 
     def close(self) -> None:
         """Leave the run in good order. Also called at the end of a `with` block."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        self.close()
 
 
-class RemoteSession:
+class RemoteSession(Session):
     """A session with a server."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
+        super().__init__()
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._may_send_early = may_overlap and config.worker.codec == "raw"
         self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
         self._strategy: Direct | None = None
-        self._figures: dict[str, float] = {}
         self._final: Final | None = None
         self._is_closed = False
         self.settings = self._exchange.settings
@@ -136,22 +150,18 @@ class RemoteSession:
                 "session.shard() before session.optimizer()",
                 fix="call session.optimizer(model, ...) first: it says where in the data this rank goes on",
             )
-        progress = self._progress
+        progress, seed = self._progress, self.settings.seed
         size = batch_size or self.settings.batch_size
         num_starts = 0
         batches: Iterator[Any] = iter(())
         while not self._is_over():
             if num_starts != progress.num_starts:  # at the first step, and when the run has moved without this worker
-                num_starts = progress.num_starts
+                num_starts, first_step = progress.num_starts, progress.training_steps
                 batches = sharded_batches(
-                    dataset,
-                    size,
-                    self.settings.seed,
-                    lambda: (progress.num_workers, progress.worker_index),
-                    progress.training_steps,
+                    dataset, size, seed, lambda: (progress.num_workers, progress.worker_index), first_step,
                     **loader_options,
-                )
-            torch.manual_seed(step_seed(self.settings.seed, self.rank, progress.position))
+                )  # fmt: skip
+            torch.manual_seed(step_seed(seed, self.rank, progress.position))
             batch = next(batches)
             self._optimizer.record(num_samples=num_samples_of(batch))
             yield batch
@@ -187,9 +197,6 @@ class RemoteSession:
         self._exchange.pull_averaged(ModelTensors(model))
         return True
 
-    def report(self, **figures: float) -> None:
-        self._figures.update({name: float(value) for name, value in figures.items()})
-
     def close(self) -> None:
         self._close(is_interrupted=False)
 
@@ -198,32 +205,24 @@ class RemoteSession:
             return
         self._is_closed = True
         if self._strategy is not None:
-            self._strategy.leave(self._figures, is_interrupted)
+            self._strategy.leave(self.figures, is_interrupted)
         else:
-            self._exchange.leave(self._figures)
-
-    def _drop(self) -> None:
-        self._is_closed = True
-        (self._strategy or self._exchange).drop()
-
-    def __enter__(self) -> Self:
-        return self
+            self._exchange.leave(self.figures)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         # Interrupted or asked to stop is leaving in good order; a failure is not.
         if kind is None or not issubclass(kind, Exception):
             self._close(is_interrupted=kind is not None)
         else:
-            self._drop()
+            self._is_closed = True
+            (self._strategy or self._exchange).drop()
 
 
-class AloneSession:
+class AloneSession(Session):
     """The same session without a server: the given optimizer steps, the data is not divided."""
 
-    rank = 0
-    num_workers = 1
-
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.settings = Settings(
             mode="single",
             source="weights",
@@ -235,12 +234,10 @@ class AloneSession:
             task_args=config.task.args,
             optimizer=config.optimizer.name,
             optimizer_args=config.optimizer.arguments(),
-            polyak=0.0,
         )
         self.num_steps = 0
         self.num_samples = 0
         self.loss = float("nan")
-        self.figures: dict[str, float] = {}
         self.started_at = time.perf_counter()
 
     @property
@@ -264,24 +261,6 @@ class AloneSession:
         self.num_samples += num_samples
         if loss is not None:
             self.loss = loss
-
-    def finish(self) -> bool:
-        return True
-
-    def averaged(self, model: nn.Module) -> bool:
-        return False
-
-    def report(self, **figures: float) -> None:
-        self.figures.update(figures)
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
-        pass
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:

@@ -23,7 +23,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
-from ..tensors.parts import PartTensors
+from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost
 from .crew import Crew
@@ -110,7 +110,7 @@ class Exchange:
         assert self._model is not None
         self._shares: list[Share] = divide(self._model.layout, len(self._shards))
         for shard, share in zip(self._shards, self._shares, strict=True):
-            shard.hold(PartTensors(self._model, share) if len(self._shards) > 1 else self._model)
+            shard.hold(part_of(self._model, share))
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model and receive the weights to start from."""
@@ -203,7 +203,8 @@ class Exchange:
                 answered = time.perf_counter()
             return shard.take(received)
 
-        self._note_sent()
+        number, base_version = self.progress.next_number, self.progress.version
+        self._history.write("send", **self._who, step=number, base_version=base_version)
         answer = self._took(self._crew.all(self._shards, exchange))
         self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
         return answer
@@ -243,23 +244,7 @@ class Exchange:
 
     def _lying_on(self, indices: list[int]) -> list[tuple[Shard, list[int]]]:
         """Of these tensors of the model, the parts on each shard that has some."""
-        if len(self._shards) == 1:
-            return [(self._shards[0], indices)]
-        wanted = set(indices)
-        found = []
-        for shard in self._shards:
-            assert isinstance(shard.model, PartTensors)
-            if here := shard.model.indices_of(wanted):
-                found.append((shard, here))
-        return found
-
-    def _note_sent(self) -> None:
-        self._history.write(
-            "send",
-            **self._who,
-            step=self.progress.next_number,
-            base_version=self.progress.version,
-        )
+        return [(shard, here) for shard in self._shards if (here := shard.model.indices_of(indices))]
 
     def _answer_comes(self, answer: Answer) -> None:
         """From any shard, before its weights are written."""
@@ -303,7 +288,7 @@ class Exchange:
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
         for shard, share in zip(self._shards, self._shares, strict=True):
-            shard.pull_averaged(PartTensors(model, share) if len(self._shards) > 1 else model)
+            shard.pull_averaged(part_of(model, share))
 
     def leave(self, metrics: dict[str, float]) -> None:
         """Say goodbye, with the figures of the final evaluation if there are any."""

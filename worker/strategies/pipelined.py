@@ -146,3 +146,8 @@ class Pipelined(Direct):
         self._helper.stop()
         self._exchange.drop()
         self._helper.end()
+
+
+def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Direct:
+    """The one the run's settings ask for; `may_send_early`: gradients may leave during backward."""
+    return Pipelined(exchange, model) if exchange.settings.pipelined else Direct(exchange, model, may_send_early)

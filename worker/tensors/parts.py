@@ -32,6 +32,11 @@ class PartTensors(ModelTensors):
             found.append(part.of(tensor.detach()) if tensor is not None else None)
         return found
 
-    def indices_of(self, wanted: set[int]) -> list[int]:
-        """Where parts of these tensors of the whole model are here."""
-        return [position for position, (_, index) in enumerate(self._parts) if index in wanted]
+    def indices_of(self, wanted: list[int]) -> list[int]:
+        found = set(wanted)
+        return [position for position, (_, index) in enumerate(self._parts) if index in found]
+
+
+def part_of(whole: ModelTensors, share: Share) -> ModelTensors:
+    """The model itself where one shard holds all of it."""
+    return whole if share.layout.total_bytes == whole.layout.total_bytes else PartTensors(whole, share)

@@ -79,6 +79,10 @@ class ModelTensors:
         """Where a tensor's bytes begin in a body, the gap before it included."""
         return self.layout.entries[index - 1].end if index else 0
 
+    def indices_of(self, wanted: list[int]) -> list[int]:
+        """Where these tensors of the whole model, or parts of them, are here."""
+        return wanted
+
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
 
