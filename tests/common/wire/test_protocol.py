@@ -193,7 +193,7 @@ def test_a_refusal_is_the_same_error_on_both_sides(reason: Reason) -> None:
 
 def test_statuses_are_those_the_proto_documents() -> None:
     """The comment on each value in the proto begins with its status."""
-    text = (Path(__file__).parents[2] / "proto/parameter_server.proto").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "proto/parameter_server.proto").read_text(encoding="utf-8")
     documented = dict(re.findall(r"REASON_(\w+) = \d+; +// (\w+)\.", text))
     assert documented == {reason.value: reason.status for reason in Reason}
 

@@ -1,0 +1,74 @@
+"""Frames are valid protobuf in both directions, whatever they carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.wire.frames import MAX_DATA_BYTES, frame, parse
+from paramserver.proto import parameter_server_pb2 as pb
+
+from .messages import MESSAGES, assert_same_as_protobuf, header_of
+
+
+@pytest.mark.parametrize("message_class", MESSAGES)
+@given(
+    has_header=st.booleans(),
+    offset=st.sampled_from([0, 1, 127, 128, 300, 2**32, 2**63, 2**64 - 1]),
+    pieces=st.lists(st.binary(max_size=200), max_size=5),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_frame_is_the_message_protobuf_would_write(
+    message_class: Any, has_header: bool, offset: int, pieces: list[bytes]
+) -> None:
+    header = header_of(message_class) if has_header else None
+    raw = frame(header, offset, [memoryview(piece) for piece in pieces])
+    expected = message_class()
+    if header is not None:
+        expected.CopyFrom(header)
+    expected.offset, expected.data = offset, b"".join(pieces)
+    assert message_class.FromString(raw) == expected
+    assert raw == expected.SerializeToString(), "the same bytes, so any reader's fast path holds"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 16383, 16384, 2**21 - 1, 2**21, MAX_DATA_BYTES])
+def test_lengths_around_every_varint_boundary(num_bytes: int) -> None:
+    data = bytes(num_bytes)
+    raw = frame(None, 5, [memoryview(data)])
+    assert pb.WorkerMessage.FromString(raw) == pb.WorkerMessage(offset=5, data=data)
+    parsed = parse(pb.WorkerMessage, raw)
+    assert (parsed.offset, bytes(parsed.data)) == (5, data)
+
+
+# ---- the generated classes', read by ours -----------------------------------------------------
+
+
+@pytest.mark.parametrize("message_class", MESSAGES)
+@given(has_header=st.booleans(), offset=st.integers(0, 2**64 - 1), data=st.binary(max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_what_protobuf_writes_is_read(message_class: Any, has_header: bool, offset: int, data: bytes) -> None:
+    message = header_of(message_class) if has_header else message_class()
+    message.offset, message.data = offset, data
+    raw = message.SerializeToString()
+    parsed = parse(message_class, raw)
+    assert_same_as_protobuf(parsed, message)
+    if data and has_header:
+        address = memoryview(raw).obj
+        assert parsed.data.obj is address, "data is a view into the message, not a copy"
+
+
+@pytest.mark.parametrize("field", [field.name for field in pb.WorkerMessage.DESCRIPTOR.oneofs[0].fields])
+def test_every_kind_of_a_worker_is_found(field: str) -> None:
+    message = pb.WorkerMessage()
+    getattr(message, field).SetInParent()
+    assert parse(pb.WorkerMessage, message.SerializeToString()).kind == field
+
+
+@pytest.mark.parametrize("field", [field.name for field in pb.ServerMessage.DESCRIPTOR.oneofs[0].fields])
+def test_every_kind_of_a_server_is_found(field: str) -> None:
+    message = pb.ServerMessage()
+    getattr(message, field).SetInParent()
+    assert parse(pb.ServerMessage, message.SerializeToString()).kind == field

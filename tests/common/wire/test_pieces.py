@@ -1,0 +1,152 @@
+"""Pieces of a body, in any order: no byte twice, none past the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.errors import ParamServerError
+from paramserver.common.wire.frames import MAX_DATA_BYTES, BodyReader, Frame
+
+from .messages import refused_as_bad_request
+
+
+def piece(offset: int, num_bytes: int, kind: str | None = None) -> Frame:
+    return Frame(kind, None, offset, memoryview(bytes(num_bytes)))
+
+
+def placed(offset: int, num_bytes: int) -> Frame:
+    return Frame(None, None, offset, memoryview(b""), num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([piece(0, 4), piece(0, 4)], "at 0..4"),
+        ([piece(0, 4), piece(2, 4)], "at 2..6"),
+        ([piece(4, 4), piece(0, 5)], "at 0..5"),
+        ([piece(4, 4), piece(5, 1)], "at 5..6"),
+        ([piece(0, 2), piece(6, 2), piece(0, 8)], "at 0..8"),
+        ([piece(0, 11)], "of a body of 10 bytes"),
+        ([piece(0, 8), piece(8, 3)], "of a body of 10 bytes"),
+        ([piece(8, 2), piece(10, 1)], "of a body of 10 bytes"),
+        ([piece(2**64 - 1, 4)], "goes past the end"),
+        ([piece(0, 4), piece(4, 0)], "an empty piece"),
+        ([piece(0, 0)], "an empty piece"),
+        ([placed(0, 10)], "not in one"),
+        ([piece(0, 4), placed(4, 6)], "not in one"),
+    ],
+)
+def test_pieces_out_of_place_are_refused(pieces: list[Frame], says: str) -> None:
+    written = bytearray(10)
+
+    def write(offset: int, data: memoryview) -> None:
+        assert offset + len(data) <= 10
+        written[offset : offset + len(data)] = b"x" * len(data)
+
+    reader = BodyReader(10, write)
+    for fitting in pieces[:-1]:
+        reader.feed(fitting)
+    before, received = bytes(written), reader.received
+    assert says in refused_as_bad_request(lambda: reader.feed(pieces[-1]))
+    assert (bytes(written), reader.received) == (before, received), "a refused piece leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    "wrong", [placed(2, 4), placed(8, 3), placed(2**64 - 1, 2**64 - 1), Frame(None, None, 4, memoryview(b"ab"), 2)]
+)
+def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
+    told: list[tuple[int, int]] = []
+    reader = BodyReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: told.append(piece))
+    reader.feed(placed(0, 4))
+    refused_as_bad_request(lambda: reader.feed(wrong))
+    reader.feed(placed(4, 6))
+    assert told == [(0, 4), (4, 6)]
+    assert reader.is_complete
+
+
+def test_a_piece_above_the_limit_is_refused() -> None:
+    reader = BodyReader(3 * MAX_DATA_BYTES, lambda *_: None)
+    reader.feed(piece(0, MAX_DATA_BYTES))
+    assert "at most" in refused_as_bad_request(lambda: reader.feed(piece(MAX_DATA_BYTES, MAX_DATA_BYTES + 1)))
+
+
+def test_a_header_may_come_without_data() -> None:
+    reader = BodyReader(10, lambda *_: None)
+    reader.feed(piece(0, 0, kind="contribution"))
+    assert not reader.is_complete
+    reader.feed(piece(0, 10))
+    assert reader.is_complete
+
+
+def test_an_empty_body_is_complete_at_once() -> None:
+    reader = BodyReader(0, lambda *_: pytest.fail("nothing to write"))
+    reader.feed(piece(0, 0, kind="contribution"))
+    assert reader.is_complete
+    refused_as_bad_request(lambda: reader.feed(piece(0, 1)))
+
+
+@given(
+    num_bytes=st.integers(1, 60),
+    attempts=st.lists(
+        st.tuples(st.integers(0, 63) | st.integers(0, 2**64 - 1), st.integers(0, 20), st.booleans()), max_size=30
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_comes_the_body_is_whole_or_refused(num_bytes: int, attempts: list[tuple[int, int, bool]]) -> None:
+    """A model of the receiver: every byte is written once, in any order, none past the end."""
+    body = bytes(range(num_bytes))
+    written: dict[int, int] = {}
+
+    def write(offset: int, piece_of_body: memoryview) -> None:
+        written.update(enumerate(piece_of_body, offset))
+
+    def place(offset: int, length: int) -> None:
+        write(offset, memoryview(body)[offset : offset + length])
+
+    reader = BodyReader(num_bytes, write, place)
+    for offset, length, is_placed in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
+        fits = length > 0 and offset + length <= num_bytes and written.keys().isdisjoint(range(offset, offset + length))
+        before = dict(written)
+        content = (body + b"zzz")[offset : offset + length].ljust(length, b"z")
+        with contextlib.nullcontext() if fits else pytest.raises(ParamServerError):
+            reader.feed(placed(offset, length) if is_placed else Frame(None, None, offset, memoryview(content)))
+        assert len(written) == reader.received
+        assert fits or written == before
+    assert reader.is_complete
+    assert bytes(value for _, value in sorted(written.items())) == body
+
+
+@given(data=st.data(), cuts=st.lists(st.integers(1, 999), unique=True, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_pieces_may_come_in_any_order(data: st.DataObject, cuts: list[int]) -> None:
+    """Whole exactly once: not before the last piece, whichever that is, and nothing fits afterwards."""
+    borders = [0, *sorted(cuts), 1000]
+    pieces = data.draw(st.permutations(list(itertools.pairwise(borders))))
+    reader = BodyReader(1000, lambda *_: None)
+    for start, end in pieces:
+        assert not reader.is_complete
+        reader.feed(piece(start, end - start))
+        again = data.draw(st.integers(start, end - 1))
+        refused_as_bad_request(lambda again=again: reader.feed(piece(again, 1)))
+    assert reader.is_complete
+
+
+def test_a_body_in_dust_is_refused_before_it_costs_memory() -> None:
+    """Every other byte: nothing joins. In order, the same small pieces are fine."""
+    reader = BodyReader(1 << 20, lambda *_: None)
+
+    def scatter() -> None:
+        for at in range(0, 1 << 20, 2):
+            reader.feed(piece(at, 1))
+
+    refused_as_bad_request(scatter)
+    assert 1000 < reader.received < 10_000
+    reader = BodyReader(1 << 14, lambda *_: None)
+    for at in range(1 << 14):
+        reader.feed(piece(at, 1))
+    assert reader.is_complete
