@@ -20,7 +20,7 @@ import grpc.aio
 
 from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
-from ...common.wire.frames import MAX_MESSAGE_BYTES, message_frames, parse
+from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
 from ...common.wire.protocol import SERVICE
 from ...worker.conversation import messages
 from ...worker.session import Progress
@@ -75,7 +75,7 @@ class Player:
     async def join(self) -> None:
         """Until the first weights are there."""
         await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
-        welcome = (await self._receive("welcome")).header
+        welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         await self._send(messages.message(model=messages.model_message(self._bodies.layout, self._bodies.spec, "raw")))
         received = await self._receive("answer", "send_weights")
@@ -99,9 +99,10 @@ class Player:
         while await self._call.read() is not grpc.aio.EOF:
             pass
 
-    async def _take(self, received: Any) -> None:
+    async def _take(self, received: Frame) -> None:
         """An answer, and the weights after it: read, and left where they are."""
-        answer, left = received.header, received.header.body_bytes - len(received.data)
+        answer = received.of(messages.Answer)
+        left = answer.body_bytes - len(received.data)
         while left > 0:
             left -= len((await self._receive(None)).data)
         self._progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
@@ -110,7 +111,7 @@ class Player:
         for frame in frames:
             await self._call.write(frame)
 
-    async def _receive(self, *kinds: str | None) -> Any:
+    async def _receive(self, *kinds: str | None) -> Frame:
         while True:
             raw = await self._call.read()
             if raw is grpc.aio.EOF:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -35,6 +35,7 @@ assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUM
 assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
 
 Buffer = bytes | memoryview
+Header = TypeVar("Header", bound=Message)
 
 # Pieces come nearly in order, so the ranges that have come are few; a sender of dust is refused.
 _MAX_RANGES = 4096
@@ -48,10 +49,15 @@ class Frame(NamedTuple):
     """One received message: the kind that is set (None for a bare piece of a body) and its piece."""
 
     kind: str | None
-    header: Any  # the submessage `kind`, or None
+    header: Message | None  # the submessage `kind`
     offset: int
     data: memoryview
     placed: int = 0  # bytes from `offset` that lie in the sender's segment
+
+    def of(self, message: type[Header]) -> Header:
+        """The header, of a frame whose kind has been looked at."""
+        assert isinstance(self.header, message)
+        return self.header
 
 
 def _varint(value: int) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from ...proto import parameter_server_pb2 as pb
@@ -172,28 +173,31 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
 # ---- the small fields of a worker's messages ---------------------------------------------------------
 
 
-# Names of texts and of times in seconds that are checked, by kind of message.
-_TEXTS = {
-    "join": ("run", "host", "device", "program_version", "process"),
-    "model": ("answer_codec",),
-    "begin": ("codec",),
-    "contribution": ("codec",),
-    "beat": ("run", "process"),
+# The texts and the times in seconds that are checked, by message.
+_TEXTS: dict[type[Message], tuple[str, ...]] = {
+    pb.Join: ("run", "host", "device", "program_version", "process"),
+    pb.Model: ("answer_codec",),
+    pb.Begin: ("codec",),
+    pb.Contribution: ("codec",),
+    pb.Beat: ("run", "process"),
 }
-_TIMES = {"contribution": ("compute_s", "transfer_s"), "finish": ("transfer_s",)}
+_TIMES: dict[type[Message], tuple[str, ...]] = {
+    pb.Contribution: ("compute_s", "transfer_s"),
+    pb.Finish: ("transfer_s",),
+}
 
 
-def check_header(kind: str, header: Any) -> None:
+def check_header(header: Message) -> None:
     """Raises a BAD_REQUEST refusal for texts nobody would write and times that cannot be. Models, optimizers and
     hyperparameters are checked where they are read."""
-    for field in _TEXTS.get(kind, ()):
-        _check_text(f"{kind.title()}.{field}", getattr(header, field))
-    for field in _TIMES.get(kind, ()):
+    for field in _TEXTS.get(type(header), ()):
+        _check_text(f"{type(header).__name__}.{field}", getattr(header, field))
+    for field in _TIMES.get(type(header), ()):
         if not 0 <= (value := getattr(header, field)) <= _MAX_SECONDS:
             raise refusal(Reason.BAD_REQUEST, f"{field} is {value}; it is 0 to {_MAX_SECONDS:g}")
-    if kind == "join" and not -1 <= header.rank < _MAX_RANK:
+    if isinstance(header, pb.Join) and not -1 <= header.rank < _MAX_RANK:
         raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {header.rank}: -1 to {_MAX_RANK - 1} are possible")
-    if kind == "leave":
+    if isinstance(header, pb.Leave):
         if len(header.metrics) > _MAX_METRICS:
             raise refusal(Reason.BAD_REQUEST, f"{len(header.metrics)} metrics; at most {_MAX_METRICS} are possible")
         for name in header.metrics:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from functools import partial
-from typing import Any
 
 from ...common.codecs.base import Codec, body_bytes
 from ...common.errors import ParamServerError, Reason, refusal
@@ -54,14 +53,14 @@ class Intake:
                 if received.kind == "taken":
                     taken(self._engine, peer)
                     continue
-                if received.kind == "contribution" and received.header.repeat:
-                    peer.state = "waiting"
-                    self._engine.offer(events.Repeated(*peer.seat, received.header.step))
-                    return received
                 if received.kind == "contribution":
-                    facts = received
-                    self._check_facts(peer, received.header)
-                    if upload is None and len(received.data) == received.header.body_bytes:
+                    facts, header = received, received.of(pb.Contribution)
+                    if header.repeat:
+                        peer.state = "waiting"
+                        self._engine.offer(events.Repeated(*peer.seat, header.step))
+                        return received
+                    self._check_facts(peer, header)
+                    if upload is None and len(received.data) == header.body_bytes:
                         await self._take_whole(stream, peer, received)
                         return received
                 if received.kind is not None:
@@ -70,7 +69,7 @@ class Intake:
                     raise refusal(Reason.BAD_REQUEST, "a piece of a body that no Begin or Contribution announced")
                 upload.feed(received)
             judgement = await upload.judge()
-            self._hand_over(stream, peer, facts.header, upload.take(), judgement)
+            self._hand_over(stream, peer, facts.of(pb.Contribution), upload.take(), judgement)
             return facts
         finally:
             if upload is not None:
@@ -78,7 +77,8 @@ class Intake:
 
     async def _take_whole(self, stream: Stream, peer: Peer, received: Frame) -> None:
         """A small contribution, whose body came with it."""
-        store, codec = self._announced(peer, received.header)
+        header = received.of(pb.Contribution)
+        store, codec = self._announced(peer, header)
         body = await self._borrow(stream, peer)
         staging = self._engine.model.staging
         try:
@@ -91,9 +91,9 @@ class Intake:
         except BaseException:
             self._engine.tensors.then(partial(staging.give_back, body))
             raise
-        self._hand_over(stream, peer, received.header, body, judgement)
+        self._hand_over(stream, peer, header, body, judgement)
 
-    def _check_facts(self, peer: Peer, header: Any) -> None:
+    def _check_facts(self, peer: Peer, header: pb.Contribution) -> None:
         if peer.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
         if not 1 <= header.num_samples <= _MAX_SAMPLES:
@@ -103,7 +103,7 @@ class Intake:
 
     async def _open(self, stream: Stream, peer: Peer, received: Frame, upload: Upload | None) -> Upload:
         """The upload that a Begin or a Contribution announces, or that a Contribution belongs to."""
-        header = received.header
+        header = received.of(pb.Begin) if received.kind == "begin" else received.of(pb.Contribution)
         store, codec = self._announced(peer, header)
         if upload is not None:
             if (upload.codec, upload.in_segment) != (codec, header.in_segment):
@@ -118,7 +118,7 @@ class Intake:
         body = await self._borrow(stream, peer)
         return Upload(store, self._engine.tensors, codec, body, self._engine.model.staging.give_back, memory)
 
-    def _announced(self, peer: Peer, header: Any) -> tuple[Store, Codec]:
+    def _announced(self, peer: Peer, header: pb.Begin | pb.Contribution) -> tuple[Store, Codec]:
         """The store and the codec of a body whose announcement has been checked."""
         if not self._engine.model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {peer.rank} has no weights to compute on yet")
@@ -134,7 +134,7 @@ class Intake:
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         return store, codec
 
-    def _hand_over(self, stream: Stream, peer: Peer, header: Any, body: Body, judgement: Judgement) -> None:
+    def _hand_over(self, stream: Stream, peer: Peer, header: pb.Contribution, body: Body, judgement: Judgement) -> None:
         """A whole contribution: let the run have it."""
         told = hyperparameters_from_proto(header.hyperparameters)
         peer.traffic.num_sent, stream.num_received = peer.traffic.num_sent + stream.num_received, 0

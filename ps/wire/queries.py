@@ -43,7 +43,7 @@ class Queries:
         process, engine = "", self._engine
         try:
             async for beat in beats:
-                check_header("beat", beat)
+                check_header(beat)
                 if not process and beat.process:
                     process = beat.process
                     engine.offer(events.HeartBegan(process))

@@ -79,7 +79,7 @@ class ParameterServerService:
                 and (peer.is_resumed or await self._send_outbox(stream, peer))
                 and (goodbye := await self._contributions(stream, peer)) is not None
             ):
-                figures = dict(goodbye.header.metrics)
+                figures = dict(goodbye.of(pb.Leave).metrics)
                 self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye", figures))
             await stream.flush()
         except StreamLost:
@@ -127,7 +127,7 @@ class ParameterServerService:
         first = await self._read_in_time(stream, "join")
         if first is None:
             return None
-        join = first.header
+        join = first.of(pb.Join)
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
         await self._wait_turn(stream)
         await self._wait_for_shards(stream)
@@ -196,11 +196,12 @@ class ParameterServerService:
         if second.kind == "leave":
             self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
             return False
-        layout, optimizer = await _read_model(second.header)
-        if second.header.HasField("segment"):
+        model = second.of(pb.Model)
+        layout, optimizer = await _read_model(model)
+        if model.HasField("segment"):
             share = self._engine.model.share_of(layout)
-            await self._shared.open(stream, peer, share.layout, second.header.segment)
-        codec = codec_named(second.header.answer_codec)
+            await self._shared.open(stream, peer, share.layout, model.segment)
+        codec = codec_named(model.answer_codec)
         peer.answer_codec = None if codec.is_identity else codec
         self._engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
@@ -268,7 +269,7 @@ class ParameterServerService:
                 return received
             if received.kind == "finish":
                 peer.state = "finished"
-                facts = received.header
+                facts = received.of(pb.Finish)
                 self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate))
                 if not await self._send_outbox(stream, peer):
                     return None
@@ -304,10 +305,11 @@ class ParameterServerService:
         model = self._engine.model
         layout = model.layout
         assert layout is not None
-        if first.header.body_bytes != layout.total_bytes:
+        num_bytes = first.of(pb.InitialWeights).body_bytes
+        if num_bytes != layout.total_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"initial weights of {first.header.body_bytes} bytes; this model's have {layout.total_bytes}",
+                f"initial weights of {num_bytes} bytes; this model's have {layout.total_bytes}",
             )
         try:
             weights = model.new_memory()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
@@ -87,27 +88,27 @@ class Stream:
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a body" for kind in kinds)
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a body'}, expected {expected}")
-        if received.kind is not None:
-            self._take_header(received.kind, received.header)
+        if received.header is not None:
+            self._take_header(received.header)
         if self._owed:
             self._take_piece(len(received.data) + received.placed)
         return received
 
-    def _take_header(self, kind: str, header: Any) -> None:
+    def _take_header(self, header: Message) -> None:
         """Check it, and note what it announces."""
-        check_header(kind, header)
-        if kind == "contribution":
+        check_header(header)
+        if isinstance(header, pb.Contribution):
             if not self._num_begins:
                 self._owe(header.body_bytes)
             self._num_begins = 0
-        elif kind == "begin":
+        elif isinstance(header, pb.Begin):
             self._num_begins += 1
             if self._num_begins > _MAX_BEGINS:
                 raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
             self._owe(header.body_bytes)
-        elif kind == "initial_weights":
+        elif isinstance(header, pb.InitialWeights):
             self._owe(header.body_bytes)
-        elif kind == "taken":
+        elif isinstance(header, pb.Taken):
             self._lent_since = None
 
     def _owe(self, num_bytes: int) -> None:

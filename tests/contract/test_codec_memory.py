@@ -44,7 +44,7 @@ def _delta_is_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("paramserver.common.codecs.delta")
     module.ENTRY = DeltaCodec  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(CODECS._modules, "delta", "delta")
+    monkeypatch.setitem(CODECS._modules, "delta", module.__name__)
 
 
 class Stream:

@@ -143,7 +143,7 @@ def take(raw: bytes) -> None:
     if received.kind is None:
         return
     header = received.header
-    check_header(received.kind, header)
+    check_header(header)
     if received.kind == "model":
         if header.HasField("segment"):
             open_segment(segment_from_proto(header.segment))

@@ -119,8 +119,9 @@ class Client:
             pb.PullRequest(averaged=averaged), timeout=_PULL_S, metadata=self._credentials.metadata
         )
         first = _next_of(call)
-        _collect(BodyReader(first.header.body_bytes, write), first, lambda: _next_of(call))
-        return int(first.header.version)
+        snapshot = first.of(pb.Snapshot)
+        _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call))
+        return snapshot.version
 
     def end_stream(self, timeout_s: float) -> None:
         """Half-close after what was sent, and wait for the server to agree; a lost server does not matter."""

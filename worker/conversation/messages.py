@@ -18,6 +18,8 @@ from ..session import Progress
 Welcome = pb.Welcome
 Answer = pb.Answer
 Final = pb.Final
+Waiting = pb.Waiting
+SharedMemory = pb.SharedMemory
 
 
 @dataclass(frozen=True)

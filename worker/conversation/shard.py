@@ -26,7 +26,17 @@ from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost
-from .messages import Answer, Final, Welcome, Work, contribution, initial_weights_frames, model_message
+from .messages import (
+    Answer,
+    Final,
+    SharedMemory,
+    Waiting,
+    Welcome,
+    Work,
+    contribution,
+    initial_weights_frames,
+    model_message,
+)
 
 log = get_logger()
 
@@ -67,7 +77,7 @@ class Shard:
         self.client.open(timeout_s)
         join.answers_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
-        welcome: Welcome = self._expect("welcome").header
+        welcome = self._expect("welcome").of(Welcome)
         self.lanes.joined(welcome)
         self._sent_hyperparameters = None
         return welcome
@@ -85,7 +95,7 @@ class Shard:
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
         self.client.say(model=model)
         if offered is not None:
-            offered.decided(self._expect("shared_memory").header)
+            offered.decided(self._expect("shared_memory").of(SharedMemory))
         self.lanes.agreed()
         self.up.joined(self.lanes.lane)
 
@@ -113,16 +123,15 @@ class Shard:
 
     def take(self, received: Frame) -> Answer:
         """The weights that came with it are in the model when this returns."""
-        answer: Answer = received.header
+        answer = received.of(Answer)
         self._on_answer(answer)
         self.up.answered(answer.outcome)
         if answer.outcome == Answer.START:
             self.down.started()
-        self._receive_weights(received, answer.codec)
+        self._receive_weights(received, answer, answer.codec)
         return answer
 
-    def _receive_weights(self, received: Frame, codec: str) -> None:
-        announced = received.header
+    def _receive_weights(self, received: Frame, announced: Answer | Final, codec: str) -> None:
         memory = None
         if announced.HasField("segment"):
             try:
@@ -145,8 +154,9 @@ class Shard:
                 return received
             if received.kind != "waiting":
                 raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
-            if self.number == 0 and time.monotonic() >= said_at and received.header.reason:
-                log.info("waiting", rank=self._progress.rank, reason=received.header.reason)
+            reason = received.of(Waiting).reason
+            if self.number == 0 and time.monotonic() >= said_at and reason:
+                log.info("waiting", rank=self._progress.rank, reason=reason)
                 said_at = time.monotonic() + 6 * _SAY_WAITING_AFTER_S
 
     # ---- the end ----------------------------------------------------------------------------
@@ -155,8 +165,8 @@ class Shard:
         """All steps are taken: wait for the others, receive the final weights."""
         self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate})
         received = self._expect("final")
-        self._receive_weights(received, codec="")
-        final: Final = received.header
+        final = received.of(Final)
+        self._receive_weights(received, final, codec="")
         return final
 
     def pull_averaged(self, model: ModelTensors) -> None:

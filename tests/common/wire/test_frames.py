@@ -72,3 +72,13 @@ def test_every_kind_of_a_server_is_found(field: str) -> None:
     message = pb.ServerMessage()
     getattr(message, field).SetInParent()
     assert parse(pb.ServerMessage, message.SerializeToString()).kind == field
+
+
+def test_a_header_is_what_its_kind_says() -> None:
+    sent = header_of(pb.WorkerMessage)
+    received = parse(pb.WorkerMessage, sent.SerializeToString())
+    assert received.of(pb.Contribution) == sent.contribution
+    with pytest.raises(AssertionError):
+        received.of(pb.Leave)
+    with pytest.raises(AssertionError):
+        parse(pb.WorkerMessage, frame(None, 0, [memoryview(b"x")])).of(pb.Contribution)
