@@ -226,13 +226,10 @@ class Server:
             engine.let_go()
         else:
             engine.offer(Stopped())
-            while engine.is_writing and not self.goes_back:
-                await engine.changed()
+            await engine.until(lambda: self.goes_back or not engine.is_writing)
         # Streams that have been told end by themselves; the grace is for those that do not.
         try:
-            async with asyncio.timeout(self._config.server.drain_s):
-                while engine.peers:
-                    await engine.changed()
+            await engine.until(lambda: not engine.peers, self._config.server.drain_s)
         except TimeoutError:
             log.info("streams_left", count=len(engine.peers))
 

@@ -71,12 +71,12 @@ WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserve
 # The only files that know gRPC or the messages.
 WIRE_USERS = {
     "ps/wire/service.py",
-    "ps/wire/delivery.py",
+    "ps/wire/conversation.py",
+    "ps/wire/joining.py",
     "ps/wire/intake.py",
-    "ps/wire/lanes/base.py",
+    "ps/wire/lanes/grpc.py",
     "ps/wire/lanes/shared.py",
     "ps/wire/stream.py",
-    "ps/wire/queries.py",
     "ps/wire/listening.py",
     "ps/health.py",
     "ps/wire/security.py",
@@ -100,14 +100,13 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py",
-    "ps/wire/lanes/base.py",
+    "ps/wire/lanes/grpc.py",
     "ps/wire/lanes/shared.py",
     "worker/lanes/base.py",
     "worker/lanes/choice.py",
     "worker/lanes/shared.py",
     "worker/lanes/up.py",
     "common/wire/frames.py",
-    "ps/wire/delivery.py",
 }
 
 
@@ -228,7 +227,7 @@ def test_common_code_belongs_to_nobody(name: str) -> None:
     assert forbidden_in(name, {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == []
 
 
-@pytest.mark.parametrize("name", ["ps/wire/service.py", "ps/wire/intake.py", "worker/conversation/client.py"])
+@pytest.mark.parametrize("name", ["ps/wire/conversation.py", "ps/wire/intake.py", "worker/conversation/client.py"])
 def test_translators_know_no_policy(name: str) -> None:
     """They may name the facts of a contribution, not look into a mode."""
     allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}

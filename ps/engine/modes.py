@@ -1,4 +1,4 @@
-"""From the configuration to the state machine of its mode."""
+"""What a run is made of, from the configuration: its options, and the state machine of its mode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.registry import MODES, check_contributions, check_pipelined
+from ..core.run import Options
 from ..policies.base import Common, Policy
 
 
@@ -29,4 +30,21 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
     common = Common(**{field.name: settings[field.name] for field in fields(Common) if field.name in settings})
     return kind(
         common, kind.Options(**{name: settings[name] for name in kind.Options.model_fields if name in settings})
+    )
+
+
+def options_of(config: Config) -> Options:
+    """What a run is told of the configuration."""
+    keeps = config.checkpoint.dir is not None
+    return Options(
+        mode=config.run.mode,
+        num_workers=config.run.workers,
+        max_workers=config.limits.workers,
+        lease_s=config.server.lease_s,
+        absent_s=config.server.absent_s,
+        max_rejected=config.store.max_nonfinite,
+        keeps_snapshots=keeps,
+        every_steps=config.checkpoint.every_steps,
+        every_s=config.checkpoint.every_s,
+        waits_for_first_snapshot=keeps and config.server.shards > 1,
     )

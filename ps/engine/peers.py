@@ -6,16 +6,22 @@ The service puts each item of an outbox into messages; nothing here knows how.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...common.codecs.base import Codec
-from ...common.errors import ParamServerError
+from ...common.errors import ParamServerError, Reason
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment
 from ..core import effects
+from ..core.replication import Sequencer
+from ..core.run import Run
+from ..tensors.model import Model
 from ..tensors.publication import Publication
+from ..tensors.thread import TensorThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +87,10 @@ class Peer:
     state: str = "joining"
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     weights: Segment | None = None  # the initial ones, when it has brought them
-    segment: Segment | None = None  # the worker's own, on this host
+    takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
     answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
-    reading: Publication | None = None  # in shared memory, by the worker
-    interrupt: Callable[[], object] = lambda: None  # stops waiting for what the worker may send
+    hang_up: Callable[[ParamServerError | None], object] = lambda error: None  # ends its call, with a refusal
     is_ended: bool = False
-    ended_with: ParamServerError | None = None  # the refusal its call is to end with
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -100,10 +104,114 @@ class Peer:
     def end(self, error: ParamServerError | None = None) -> None:
         """End its call, with a refusal if there is an error, whatever it is waiting for. Once."""
         if not self.is_ended:
-            self.is_ended, self.ended_with = True, error
-            self.interrupt()
+            self.is_ended = True
+            self.hang_up(error)
 
-    def drained(self) -> Iterator[Item]:
-        """What is left in the outbox; nobody will get it."""
-        while not self.outbox.empty():
-            yield self.outbox.get_nowait()
+
+class Streams:
+    """Of all workers here, as the run's effects find them. `are_parts`: their answers are parts of one version, which
+    other shards have the rest of."""
+
+    def __init__(self, model: Model, tensors: TensorThread, are_parts: bool) -> None:
+        self.peers: dict[tuple[int, int], Peer] = {}  # by rank and incarnation
+        self.traffic: dict[int, Traffic] = {}
+        self._model = model
+        self._tensors = tensors
+        self._are_parts = are_parts
+
+    def attach(self, peer: Peer) -> Peer:
+        """Its effects find this stream from now on."""
+        peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
+        peer.traffic.lane = "tcp"  # until it offers another
+        self.peers[peer.seat] = peer
+        return peer
+
+    def detach(self, peer: Peer) -> None:
+        """The stream is over: what was still to be sent on it is given back."""
+        self.peers.pop(peer.seat, None)
+        while not peer.outbox.empty():
+            item = peer.outbox.get_nowait()
+            if isinstance(item, Go) and item.held is not None:
+                self._model.publisher.release(item.held, as_frames=_go_as_frames(peer, item.answer))
+
+    def end(self, error: ParamServerError) -> None:
+        """All of them, with this refusal."""
+        for peer in list(self.peers.values()):
+            peer.end(error)
+
+    def refuse(self, refused: effects.Refuse) -> None:
+        peer, error = self.peers.get((refused.rank, refused.incarnation)), refused.error
+        if peer is None:
+            return
+        if error.reason in (Reason.MODEL_MISMATCH, Reason.OPTIMIZER_MISMATCH) and peer.offer is not None:
+            try:
+                self._model.check(peer.rank, *peer.offer)
+            except ParamServerError as explained:  # with what differs
+                error = explained
+        peer.end(error)
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """End what this incarnation of a rank, and older ones, have open."""
+        for peer in list(self.peers.values()):
+            if peer.rank == rank and peer.incarnation <= incarnation:
+                peer.end()
+
+    def ask_for_weights(self, asked: effects.AskForWeights) -> None:
+        if (peer := self.peers.get((asked.rank, asked.incarnation))) is not None:
+            peer.state = "uploading"
+            peer.say(SendWeights())
+
+    def answer(self, answer: effects.Answer) -> None:
+        peer = self.peers.get((answer.rank, answer.incarnation))
+        if peer is None:
+            return  # its stream has just ended: it asks again
+        peer.state = "computing"
+        if not answer.has_weights:
+            self._tensors.then(partial(peer.say, Go(answer)))
+        elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
+            peer.say(Go(answer, body=self._model.small_body()))
+        elif self._are_parts:
+            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, answer))
+            peer.say(Go(answer, held=held))
+        else:
+            peer.say(Go(answer))
+
+    def tell_done(self, done: effects.TellDone) -> None:
+        for seat in done.workers:
+            if (peer := self.peers.get(seat)) is not None:
+                self._tensors.then(partial(peer.say, Done(done.version, peer.rank == done.evaluator)))
+
+    def say_why(self, why: Mapping[int, str]) -> None:
+        """A sign of life to those who wait; `why` by rank."""
+        for peer in self.peers.values():
+            if peer.state in ("waiting", "finished") and peer.outbox.empty():
+                peer.say(Waiting(why.get(peer.rank, "")))
+
+
+def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequencer, now: float) -> dict[int, str]:
+    """Why every worker here waits, as people are told, by rank; empty for one that waits for nothing."""
+    by_policy = run.policy.waiting(now) if run.has_weights else {}
+    busy = sorted(rank for rank, worker in run.roster.workers.items() if not worker.is_finished)
+    found = {}
+    for rank, worker in run.roster.workers.items():
+        peer = peers.get((rank, worker.incarnation))
+        if worker.is_finished:
+            names = ", ".join(map(str, busy or run.absent(now)))
+            found[rank] = f"rank {names} to {'finish' if busy else 'come back'}" if names else ""
+        elif worker.is_away:
+            found[rank] = "its connection"
+        elif shard := sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
+            found[rank] = shard
+        elif run.is_holding:
+            found[rank] = "the first snapshot on all shards"
+        elif not run.has_weights:
+            bringer = run.bringer
+            found[rank] = f"initial weights from rank {bringer.rank}" if bringer not in (None, worker) else ""
+        else:
+            found[rank] = by_policy.get(rank, "")
+    return found
+
+
+def _go_as_frames(peer: Peer, answer: effects.Answer) -> bool:
+    """Whether its weights are frames that all workers share, or are read where they lie."""
+    return answer.outcome == "START" or (peer.takes_frames and peer.answer_codec is None)

@@ -196,9 +196,7 @@ class Attendance:
             line.last = end
         self.dismiss()
         try:
-            async with asyncio.timeout(_GOODBYE_S):
-                while self.lines:
-                    await self._engine.changed()
+            await self._engine.until(lambda: not self.lines, _GOODBYE_S)
         except TimeoutError:
             log.warning("shards_left_behind", shards=sorted(self.lines))
 

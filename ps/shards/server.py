@@ -14,8 +14,8 @@ from ...common.version import PROGRAM_VERSION
 from ..core.events import Event
 from ..core.replication import Follower
 from ..core.run import Options
-from ..engine.engine import Engine, options_of
-from ..engine.modes import make_policy
+from ..engine.engine import Engine
+from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
@@ -156,8 +156,7 @@ class ShardServer:
     @staticmethod
     async def _failure_of(engine: Engine) -> None:
         """Raises what ends the run here and nowhere else; the end of the run on all shards the coordinator says."""
-        while not engine.is_broken:
-            await engine.changed()
+        await engine.until(lambda: engine.is_broken)
         engine.finished.result()
 
     async def _obey(self, follower: Follower) -> None:
@@ -165,14 +164,13 @@ class ShardServer:
             if isinstance(order, Event):
                 follower.hear(number, order)
                 continue
-            assert self._engine is not None and isinstance(order, End)
+            engine = self._engine
+            assert engine is not None and isinstance(order, End)
             self._link.report(self._engine.state)
             await self._link.finish()
             _raise_error_of(order)
             with contextlib.suppress(TimeoutError):  # workers say goodbye here too
-                async with asyncio.timeout(_GOODBYE_S):
-                    while self._engine.peers:
-                        await self._engine.changed()
+                await engine.until(lambda: not engine.peers, _GOODBYE_S)
             return
 
     def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:

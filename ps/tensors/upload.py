@@ -54,7 +54,7 @@ class Upload:
         self._is_open = True
         self._num_bytes = body_bytes(codec, store.layout)
         self._encoded = None if codec.is_identity else new_body(self._num_bytes)
-        self._target = as_bytes(body if self._encoded is None else self._encoded)
+        self.target = as_bytes(body if self._encoded is None else self._encoded)
         self.restart()
 
     def restart(self) -> None:
@@ -75,7 +75,7 @@ class Upload:
         return self._reader.is_complete
 
     def _write(self, offset: int, data: memoryview) -> None:
-        self._target[offset : offset + len(data)] = data
+        self.target[offset : offset + len(data)] = data
         if self._encoded is None:
             self._arrived(offset, len(data))
 

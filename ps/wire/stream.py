@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
@@ -22,11 +23,14 @@ from ...common.wire.protocol import check_header
 from ...proto import parameter_server_pb2 as pb
 from .limits import Allowance, Pace, Watch
 
+Result = TypeVar("Result")
+
 # A worker begins anew once when it finds that what has left was not its gradient yet.
 _MAX_BEGINS = 8
 # A peer that does not even take a refusal is dropped.
 _SETTLE_S = 0.5
 _REFUSING_S = 2.0
+_SAY_WAITING_S = 1.0
 
 
 class StreamLost(Exception):
@@ -34,24 +38,25 @@ class StreamLost(Exception):
 
 
 class Stream:
-    """One worker's stream, used by one task: whole messages in and out, bytes counted.
+    """One worker's stream, used by one task, which `end` cancels.
 
-    A peer that keeps the server waiting makes `watch` cancel that task; `too_slow` is then the refusal for it.
-    `is_memory_wanted` says whether others wait for the memory of an upload.
+    `refused` is the refusal that the call ends with; `is_memory_wanted` says whether others wait for the memory of an
+    upload.
     """
 
     def __init__(
         self,
-        context: Any,
+        context: grpc.aio.ServicerContext,
         limits: LimitsConfig,
         watch: Watch,
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
         self._writing: asyncio.Future[None] | None = None
+        self.rank: int | None = None  # once it has one
         self.num_received = 0
         self.num_sent = 0
-        self.too_slow: ParamServerError | None = None
+        self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
         self._is_memory_wanted = is_memory_wanted
@@ -62,7 +67,7 @@ class Stream:
         self._reading_since: float | None = None  # while bytes are owed
         self._writing_since = 0.0
         self._lent_since: float | None = None
-        self._ended_at: float | None = None
+        self._too_slow_at: float | None = None
         self._watch = watch
         watch.add(self)
 
@@ -94,22 +99,33 @@ class Stream:
             self._take_piece(len(received.data) + received.placed)
         return received
 
+    async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
+        """The next message of a worker that has not been let in yet, or that others wait for."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.read(*kinds)
+        except TimeoutError:
+            name = kinds[0].replace("_", " ").capitalize()
+            what = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
+            raise refusal(Reason.BAD_REQUEST, what) from None
+
     def _take_header(self, header: Message) -> None:
         """Check it, and note what it announces."""
         check_header(header)
-        if isinstance(header, pb.Contribution):
-            if not self._num_begins:
+        match header:
+            case pb.Begin():
+                self._num_begins += 1
+                if self._num_begins > _MAX_BEGINS:
+                    raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
                 self._owe(header.body_bytes)
-            self._num_begins = 0
-        elif isinstance(header, pb.Begin):
-            self._num_begins += 1
-            if self._num_begins > _MAX_BEGINS:
-                raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
-            self._owe(header.body_bytes)
-        elif isinstance(header, pb.InitialWeights):
-            self._owe(header.body_bytes)
-        elif isinstance(header, pb.Taken):
-            self._lent_since = None
+            case pb.Contribution():
+                if not self._num_begins:
+                    self._owe(header.body_bytes)
+                self._num_begins = 0
+            case pb.InitialWeights():
+                self._owe(header.body_bytes)
+            case pb.Taken():
+                self._lent_since = None
 
     def _owe(self, num_bytes: int) -> None:
         self._owed = num_bytes
@@ -126,9 +142,13 @@ class Stream:
         """Before its facts a body comes at the pace of a computation, which may be slow while it is in nobody's way."""
         return not self._num_begins or self._is_memory_wanted()
 
-    async def read_body(self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None]) -> bool:
-        """The body announced by `first`; False when the stream ended before it was whole."""
-        reader = BodyReader(num_bytes, write)
+    async def read_body(self, first: Frame, target: memoryview) -> bool:
+        """The body announced by `first`, into `target`; False when the stream ended before it was whole."""
+
+        def write(offset: int, data: memoryview) -> None:
+            target[offset : offset + len(data)] = data
+
+        reader = BodyReader(len(target), write)
         reader.feed(first)
         while not reader.is_complete:
             piece = await self.read("")
@@ -147,10 +167,24 @@ class Stream:
         self._writing_since = self._time()
         self._writing = asyncio.ensure_future(self._context.write(raw))
 
+    async def say(self, message: pb.ServerMessage) -> None:
+        """Send a message without a body."""
+        await self.write(message.SerializeToString())
+
     async def write_placed(self, start: int, end: int) -> None:
         """Say that these bytes of a body lie in shared memory; they count as sent."""
         self.num_sent += end - start
         await self.write(placed_frame(start, end - start))
+
+    async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
+        """The result, of which the worker is told every second why it is not there."""
+        waiting = asyncio.ensure_future(result)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_SAY_WAITING_S))[0]:
+                await self.say(pb.ServerMessage(waiting=pb.Waiting(reason=why())))
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def lend(self) -> None:
         """All of an answer lies in shared memory: the worker owes a Taken."""
@@ -165,7 +199,15 @@ class Stream:
                 raise StreamLost from error
             self._writing = None
 
-    async def abort(self, code: Any, details: str, metadata: Any) -> None:
+    # ---- the end --------------------------------------------------------------------------
+
+    def end(self, error: ParamServerError | None = None) -> None:
+        """End the call, whatever it is waiting for; with a refusal if there is an error."""
+        self.refused = self.refused or error
+        if self._task is not None:
+            self._task.cancel()
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
         """End the call with a status: raises what gRPC does. What was written before goes first, if the peer takes
         it: gRPC loses a status that overtakes the first message."""
         if self._writing is not None and not self._writing.done():
@@ -179,30 +221,25 @@ class Stream:
         self._watch.remove(self)
         if self._writing is not None:
             self._writing.add_done_callback(lambda writing: writing.cancelled() or writing.exception())
-            if self.too_slow is not None:
+            if self._too_slow_at is not None:
                 self._writing.cancel()
-
-    # ---- deadlines ------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """End the call of a peer that keeps the server waiting; see `limits.Watch`."""
-        if self._ended_at is not None:
-            if now - self._ended_at > _REFUSING_S:
-                self._end(now)
+        if self._too_slow_at is not None:
+            if now - self._too_slow_at > _REFUSING_S:
+                self._too_slow_at = now
+                self.end()
         elif (what := self._overdue(now)) is not None:
-            limit_s = self._allowance.limit_s
-            self.too_slow = refusal(
-                Reason.TOO_SLOW,
-                f"{what} within {limit_s:g} s (limits.progress_s)",
-                fix="the worker joins again by itself; for a slower connection start ps-server with "
-                "--set limits.progress_s=...",
+            self._too_slow_at = now
+            self.end(
+                refusal(
+                    Reason.TOO_SLOW,
+                    f"{what} within {self._allowance.limit_s:g} s (limits.progress_s)",
+                    fix="the worker joins again by itself; for a slower connection start ps-server with "
+                    "--set limits.progress_s=...",
+                )
             )
-            self._end(now)
-
-    def _end(self, now: float) -> None:
-        self._ended_at = now
-        if self._task is not None:
-            self._task.cancel()
 
     def _overdue(self, now: float) -> str | None:
         """What has not happened in time."""

@@ -1032,14 +1032,22 @@ async def test_pieces_that_nothing_announced(server: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "stream ends", "replaced", "killed while reading"])
-def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str) -> None:
+def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when the garbage collector comes by: it may be as large as the model."""
+
+    opened: list[weakref.ref[Segment]] = []
+
+    def open_and_note(address: SegmentAddress) -> Segment:
+        segment = open_segment(address)
+        opened.append(weakref.ref(segment))
+        return segment
+
+    monkeypatch.setattr("paramserver.ps.wire.lanes.shared.open_segment", open_and_note)
 
     @served(layout=LARGE, max_staged=1, workers=1, mode="async")
     async def play(server: Server) -> None:
         worker = Worker(server, 0)
         await worker.share()
-        segment = weakref.ref(server.engine.peers[0, 1].segment)
         worker.place()
         await server.settle()
         if how != "killed while reading":
@@ -1059,7 +1067,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str) -> None:
         server.calls.remove(worker.task)
         del worker
         await server.settle()
-        assert segment() is None
+        assert opened[0]() is None
         server.check_nobody_reads()
 
     gc.disable()

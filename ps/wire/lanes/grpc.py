@@ -1,46 +1,63 @@
-"""The lane that is always there: weights as frames on the stream, those of a version encoded once and shared by all."""
+"""The lane that is always there, the stream itself; and what others have in common with it.
+
+A lane is where bodies go to and from one worker, while its stream lasts.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import ClassVar, Protocol
 
 from ....common.codecs.base import Codec
-from ....common.tensors.layout import as_bytes, copy_of
-from ....common.wire.frames import INLINE_BYTES, frame, message_frames
+from ....common.wire.frames import frame
+from ....common.wire.segments import SegmentAddress
+from ....proto import parameter_server_pb2 as pb
 from ...engine.engine import Engine
-from ...engine.peers import Go, Peer
 from ...tensors.publication import Publication
+from ...tensors.staging import Body
 from ..stream import Stream
-from .base import Header
 
 
-async def send_frames(engine: Engine, stream: Stream, header: Header, publication: Publication, num_bytes: int) -> None:
-    """Everybody's frames, as they are made."""
-    try:
-        await stream.write(frame(header(publication.version, num_bytes, None)))
-        async for raw in publication.frames():
-            await stream.write(raw)
-    finally:
-        engine.model.publisher.release(publication, as_frames=True)
+class Header(Protocol):
+    """Makes the message that announces a body: its version, its size, and where it lies."""
+
+    def __call__(self, version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage: ...
 
 
-async def send_encoded(engine: Engine, stream: Stream, peer: Peer, codec: Codec, header: Header, go: Go) -> None:
-    """Weights as this worker's codec has them, which remembers what the worker has: nobody else's frames."""
-    model, encode = engine.model, partial(engine.codec_memory(peer.rank).encode, codec)
-    assert model.layout is not None
-    if model.layout.exchange_bytes <= INLINE_BYTES:
-        version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
-        encoded = await engine.tensors.run(partial(encode, weights))
-    else:
-        publication = go.held or await model.publisher.acquire(go.answer.version, as_frames=False)
+class Lane:
+    """Bodies are in the stream's messages. Another lane says what it does otherwise: a contribution that comes by it is
+    announced with `in_segment`, and each piece of one is a message that calls it `placed`."""
+
+    name: ClassVar[str] = "tcp"  # as people see it
+    as_frames: ClassVar[bool] = True  # answers are frames that all workers share; False: the weights' memory is read
+
+    def __init__(self, engine: Engine, stream: Stream) -> None:
+        self.engine = engine
+        self.stream = stream
+        self.reading: Publication | None = None  # of which the worker has still to say that it is taken
+
+    def carries(self, codec: Codec) -> bool:
+        """Whether a contribution with this codec may come otherwise than in messages."""
+        return False
+
+    def memory(self, num_bytes: int) -> Body | None:
+        """Where one of `num_bytes` comes to lie by itself; None: in the server's staging memory."""
+        return None
+
+    async def fetch(self, target: memoryview) -> None:
+        """A piece was called placed: returns when it lies in `target`."""
+
+    async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
+        """Weights of one version, which is given back when it has left, or was read. Here: everybody's frames, as they
+        are made."""
         try:
-            async for _ in publication.progress():
-                pass
-            version = publication.version
-            encoded = await engine.tensors.run(partial(encode, publication.segment.body))
+            await self.stream.write(frame(header(publication.version, num_bytes, None)))
+            async for raw in publication.frames():
+                await self.stream.write(raw)
         finally:
-            model.publisher.release(publication, as_frames=False)
-    announced = header(version, len(encoded), None)
-    announced.answer.codec = codec.name
-    for raw in message_frames(announced, [as_bytes(encoded)]):
-        await stream.write(raw)
+            self.engine.model.publisher.release(publication, as_frames=True)
+
+    def taken(self) -> None:
+        """The worker has read what it was told of, or is gone."""
+        publication, self.reading = self.reading, None
+        if publication is not None:
+            self.engine.model.publisher.release(publication, as_frames=False)

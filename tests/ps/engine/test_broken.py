@@ -97,8 +97,7 @@ def test_the_same_engine_takes_a_last_snapshot_when_nothing_fails(tmp_path: Path
     async def main() -> None:
         engine = _training(tmp_path)
         engine.offer(events.Stopped())
-        while engine.is_writing:
-            await engine.changed()
+        await engine.until(lambda: not engine.is_writing)
         engine.close()
 
     asyncio.run(main())

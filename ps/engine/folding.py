@@ -1,0 +1,126 @@
+"""Contributions from the moment they are here whole until they are folded, or are not: their memory, and what the
+codecs of their workers remember of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...common.reporting.log import get_logger
+from ..core import effects
+from ..core.events import Identity
+from ..tensors.codec_memory import CodecMemory
+from ..tensors.model import Model
+from ..tensors.thread import TensorThread
+
+log = get_logger()
+
+_FEW = "too few to leave out so many (policy.aggregation): fewer workers that lie are withstood"
+
+
+class CodecMemories:
+    """Of the processes that have these ranks; used on the tensor thread."""
+
+    def __init__(self, model: Model, tensors: TensorThread) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._of_rank: dict[int, CodecMemory] = {}
+
+    def of(self, rank: int) -> CodecMemory:
+        if rank not in self._of_rank:
+            assert self._model.layout is not None
+            self._of_rank[rank] = CodecMemory(self._model.layout)
+        return self._of_rank[rank]
+
+    def forget(self, rank: int) -> None:
+        """Another process has this rank, or none."""
+        self._of_rank.pop(rank, None)
+
+    def settle(self, rank: int, is_folded: bool) -> None:
+        """What came last from this rank is folded, or will never be."""
+        if (memory := self._of_rank.get(rank)) is not None:
+            self._tensors.submit(partial(memory.settle, is_folded))
+
+
+class Folding:
+    """Bodies are uint8 [exchange_bytes]."""
+
+    def __init__(self, model: Model, tensors: TensorThread, answers_before_commit: bool) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._answers_before_commit = answers_before_commit
+        self.codec_memories = CodecMemories(model, tensors)
+        self._staged: dict[Identity, torch.Tensor] = {}  # that came here whole
+        self._kept: dict[Identity, torch.Tensor] = {}  # of contributions that count and are to be folded
+        self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
+        self._are_few = False  # contributions of the newest commit
+
+    def is_withdrawn(self, rank: int, incarnation: int) -> bool:
+        return self._withdrawn.get(rank, 0) >= incarnation
+
+    def stage(self, identity: Identity, body: torch.Tensor) -> None:
+        """The body of a contribution is the run's from here on."""
+        if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
+            self._model.staging.give_back(body)  # it has been let go, or said this before
+        else:
+            self._staged[identity] = body
+
+    def keep(self, identity: Identity) -> None:
+        self._kept[identity] = self._staged.pop(identity)
+        self.codec_memories.settle(identity.rank, True)
+
+    def discard(self, identity: Identity) -> None:
+        self._give_back(identity)
+        self.codec_memories.settle(identity.rank, False)
+
+    def _give_back(self, identity: Identity) -> None:
+        if (body := self._staged.pop(identity, None)) is not None:
+            self._model.staging.give_back(body)
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """Of this incarnation of a rank, and of older ones, nothing more is taken."""
+        self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
+        for identity in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
+            self._give_back(identity)
+        self.codec_memories.settle(rank, False)
+
+    def fold(self, fold: effects.Fold) -> None:
+        store, staging = self._model.store, self._model.staging
+        body = self._kept.pop(fold.identity)
+        may_keep = not staging.is_own(body)
+        is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
+
+        def work() -> list[torch.Tensor]:
+            taken = body.clone() if is_copied else body
+            if fold.scale != 1.0:
+                store.sanity.scale(taken, fold.scale)
+            return store.fold(taken, fold.weight, fold.identity.rank, may_keep)
+
+        def folded(reusable: list[torch.Tensor]) -> None:
+            if not any(one is body for one in reusable):
+                staging.donate(body)
+            for one in reusable:
+                staging.give_back(one)
+
+        self._tensors.submit(work, folded)
+
+    def commit(self, commit: effects.Commit) -> None:
+        store = self._model.store
+        log.debug("commit", version=commit.version, reason=commit.reason)
+        publication = self._model.publisher.next(commit.version)
+        self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
+        told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
+        work = partial(
+            store.commit, len(commit.members), min(commit.members, default=0), told, publication.segment.body,
+            publication.made, lr_scale=commit.lr_scale,
+        )  # fmt: skip
+        self._tensors.submit(work, self._model.staging.reclaim)
+
+    def _warn_of_few(self, count: int, fewest: int) -> None:
+        """Say it once, and again when there were enough in between."""
+        if count >= fewest:
+            self._are_few = False
+        elif count and not self._are_few:
+            self._are_few = True
+            log.warning("few_contributions", count=count, fewest=fewest, meaning=_FEW)

@@ -1,0 +1,223 @@
+"""One worker's conversation with the run, from its first message to its goodbye: one coroutine, which reads and writes
+its stream in turn. The end of it, for whatever reason, is the worker's leaving."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import grpc.aio
+
+from ...common.codecs.base import Codec
+from ...common.config.schema import Config
+from ...common.errors import Reason, refusal
+from ...common.tensors.layout import as_bytes, copy_of
+from ...common.wire.frames import INLINE_BYTES, Frame, body_frames, frame, message_frames
+from ...common.wire.protocol import segment_to_proto
+from ...common.wire.segments import SegmentAddress
+from ...proto import parameter_server_pb2 as pb
+from ..core import events
+from ..engine.engine import Engine
+from ..engine.peers import Done, Go, Peer, SendWeights, Waiting
+from .intake import Intake
+from .joining import Joining
+from .lanes.grpc import Header, Lane
+from .stream import Stream
+
+
+class Conversation:
+    """On one stream. `hold` is its whole life; `over` must follow it."""
+
+    def __init__(self, engine: Engine, config: Config, stream: Stream) -> None:
+        self._engine = engine
+        self._join_timeout_s = config.server.join_timeout_s
+        self._stream = stream
+        self._peer: Peer | None = None
+        self._lane: Lane | None = None
+
+    async def hold(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
+        peer = self._peer = await joining.seat(self._stream, context)
+        if peer is None:
+            return
+        delivery = Delivery(self._engine, self._stream, peer)
+        lane = await joining.meet(self._stream, peer, delivery.lane)
+        if lane is None:
+            return
+        self._lane = delivery.lane = lane
+        if not peer.is_resumed and not await self._hear_out(peer, delivery):
+            return
+        goodbye = await self._exchange(peer, delivery, Intake(self._engine, self._stream, peer, lane))
+        if goodbye is not None:
+            figures = dict(goodbye.of(pb.Leave).metrics)
+            self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye", figures))
+
+    def over(self, refused: str) -> None:
+        """The stream has ended, with a refusal unless `refused` is empty."""
+        peer = self._peer
+        if peer is None:
+            return
+        if self._lane is not None:
+            self._lane.taken()
+        self._engine.detach(peer)
+        if refused:
+            self._engine.offer(events.Left(*peer.seat, "closed", refused))
+        else:
+            self._engine.offer(events.Disconnected(*peer.seat))
+        # The call's traceback and these hold each other: let go of what is large at once.
+        self._peer = self._lane = peer.weights = None
+        peer.hang_up = lambda error: None
+
+    async def _exchange(self, peer: Peer, delivery: Delivery, intake: Intake) -> Frame | None:
+        """Contributions and answers until the worker goes; its goodbye, or None when its stream ended instead."""
+        while True:
+            received = await intake.next()
+            if received is None or received.kind == "leave":
+                return received
+            if received.kind == "finish":
+                peer.state = "finished"
+                facts = received.of(pb.Finish)
+                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate))
+                if not await self._hear_out(peer, delivery):
+                    return None
+                while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
+                    delivery.lane.taken()
+                return goodbye
+            if not await self._hear_out(peer, delivery):
+                return None
+
+    async def _hear_out(self, peer: Peer, delivery: Delivery) -> bool:
+        """Send what the run says until the worker may go on; False when its stream ended instead."""
+        while True:
+            match await peer.outbox.get():
+                case Waiting(reason):
+                    await self._stream.say(pb.ServerMessage(waiting=pb.Waiting(reason=reason)))
+                case SendWeights():
+                    if not await self._take_initial_weights(peer):
+                        return False
+                case Go() as go:
+                    await delivery.answer(go)
+                    return True
+                case Done() as done:
+                    await delivery.final(done)
+                    return True
+
+    async def _take_initial_weights(self, peer: Peer) -> bool:
+        await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
+        first = await self._stream.read_within(self._join_timeout_s, "initial_weights")
+        if first is None:
+            return False
+        model = self._engine.model
+        layout = model.layout
+        assert layout is not None
+        num_bytes = first.of(pb.InitialWeights).body_bytes
+        if num_bytes != layout.total_bytes:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"initial weights of {num_bytes} bytes; this model's have {layout.total_bytes}",
+            )
+        try:
+            weights = model.new_memory()
+        except (MemoryError, RuntimeError):  # numpy's and torch's
+            raise refusal(
+                Reason.LIMIT_EXCEEDED,
+                f"no memory for a model of {layout.total_bytes:,} bytes",
+                fix="give the server more memory; limits.model_bytes is what it promises to take",
+            ) from None
+        if not await self._stream.read_body(first, weights.bytes):
+            return False
+        model.check_finite(peer.rank, weights)
+        peer.weights, peer.state = weights, "waiting"
+        self._engine.offer(events.Brought(*peer.seat))
+        return True
+
+
+class Delivery:
+    """To one worker. A START goes over the stream, whatever the `lane`: it also has what never changes."""
+
+    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._peer = peer
+        self._frames = Lane(engine, stream)
+        self.lane = self._frames
+
+    async def answer(self, go: Go) -> None:
+        said = go.answer
+
+        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
+            answer = pb.Answer(
+                outcome=said.outcome,
+                step=said.number,
+                version=version,
+                next_local_steps=said.next_local_steps,
+                body_bytes=num_bytes,
+                staleness=said.staleness,
+                held_s=said.held_s,
+                reason=said.reason,
+                num_workers=said.num_workers,
+                worker_index=said.worker_index,
+                training_steps=said.training_steps,
+                segment=segment_to_proto(segment),
+            )
+            return pb.ServerMessage(answer=answer)
+
+        if not said.has_weights:
+            await self._stream.say(header(said.version, 0, None))
+        elif said.outcome == "START":
+            await self._start(header, go)
+        elif self._peer.answer_codec is not None:
+            await self._send_encoded(self._peer.answer_codec, header, go)
+        else:
+            await self._send(self.lane, header, said.version, go)
+        traffic, stream = self._peer.traffic, self._stream
+        traffic.num_received, stream.num_sent = traffic.num_received + stream.num_sent, 0
+
+    async def final(self, done: Done) -> None:
+        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
+            final = pb.Final(
+                version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment_to_proto(segment)
+            )
+            return pb.ServerMessage(final=final)
+
+        await self._send(self.lane, header, done.min_version)
+
+    async def _start(self, header: Header, go: Go) -> None:
+        model = self._engine.model
+        frozen = model.frozen_bytes()
+        await self._send(self._frames, header, go.answer.version, go, len(frozen))
+        for raw in body_frames([frozen], offset=model.store.layout.exchange_bytes):
+            await self._stream.write(raw)
+
+    async def _send(self, lane: Lane, header: Header, version: int, go: Go | None = None, more_bytes: int = 0) -> None:
+        """The weights of `version`, or newer ones; `more_bytes` of the body follow."""
+        model = self._engine.model
+        num_bytes = model.store.layout.exchange_bytes
+        if num_bytes <= INLINE_BYTES:
+            body = go.body if go is not None else None
+            await self._stream.write(
+                frame(header(version, num_bytes + more_bytes, None), 0, [body or model.small_body()])
+            )
+            return
+        held = go.held if go is not None else None
+        publication = held or await model.publisher.acquire(version, lane.as_frames)
+        await lane.send(header, publication, num_bytes + more_bytes)
+
+    async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
+        """As this worker's codec has them, which remembers what the worker has: nobody else's frames."""
+        model, tensors = self._engine.model, self._engine.tensors
+        encode = partial(self._engine.folding.codec_memories.of(self._peer.rank).encode, codec)
+        if model.store.layout.exchange_bytes <= INLINE_BYTES:
+            version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
+            encoded = await tensors.run(partial(encode, weights))
+        else:
+            publication = go.held or await model.publisher.acquire(go.answer.version, as_frames=False)
+            try:
+                async for _ in publication.progress():
+                    pass
+                version = publication.version
+                encoded = await tensors.run(partial(encode, publication.segment.body))
+            finally:
+                model.publisher.release(publication, as_frames=False)
+        announced = header(version, len(encoded), None)
+        announced.answer.codec = codec.name
+        for raw in message_frames(announced, [as_bytes(encoded)]):
+            await self._stream.write(raw)

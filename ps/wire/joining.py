@@ -1,0 +1,169 @@
+"""A worker's way in: who it is, when its turn comes, which rank it gets, and what it trains."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import grpc.aio
+
+from ...common.config.schema import Config
+from ...common.errors import Reason, refusal
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Layout
+from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.protocol import layout_from_proto, optimizer_from_proto, struct
+from ...proto import parameter_server_pb2 as pb
+from ..core import events
+from ..engine.engine import Engine
+from ..engine.peers import Peer
+from ..tensors.model import names_of
+from .intake import codec_named
+from .lanes.grpc import Lane
+from .lanes.shared import Probe
+from .limits import Joins
+from .security import check_rank
+from .stream import Stream
+
+log = get_logger()
+
+# A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
+_LARGE_MODEL_BYTES = 64 << 10
+
+
+class Joining:
+    """Takes workers into one run."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self._engine = engine
+        self._config = config
+        self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
+        self._probe = Probe(config.server.shared_memory)
+
+    async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
+        """Give the process a rank, or find the one that the coordinator has given it; None when it has gone."""
+        engine = self._engine
+        first = await stream.read_within(self._config.server.join_timeout_s, "join")
+        if first is None:
+            return None
+        join = first.of(pb.Join)
+        rank = check_rank(context, join.rank if join.rank >= 0 else None)
+        if wait_s := self._joins.turn():
+            await stream.wait(asyncio.sleep(wait_s), lambda: "many workers join at once (limits.joins_per_s)")
+        while engine.why_not_ready():  # nobody joins before all shards are there
+            await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)
+        peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
+        stream.rank, peer.hang_up = peer.rank, stream.end
+        if peer.is_resumed:
+            engine.tensors.submit(partial(engine.folding.codec_memories.of(peer.rank).resumed, join.answers_taken))
+        return peer
+
+    def _join(self, join: pb.Join, rank: int | None) -> Peer:
+        peer = self._engine.join(
+            lambda stream: events.Joined(
+                stream, rank, join.run, join.incarnation, join.server_incarnation, join.process
+            )
+        )
+        log.info(
+            "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
+            pid=join.pid, device=join.device,
+        )  # fmt: skip
+        return peer
+
+    async def _find(self, join: pb.Join, rank: int | None) -> Peer:
+        """On a shard other than the coordinator, which has put it on its way here before it told the worker."""
+        server, run = self._config.server, self._engine.run
+        if not join.seated or rank is None:
+            raise refusal(
+                Reason.SHARD_MISMATCH,
+                f"this is shard {server.shard} of {server.shards}: workers join the coordinator",
+                fix=f"ps-worker --server {server.coordinator}",
+            )
+        if join.run != run.name:
+            raise refusal(
+                Reason.RUN_MISMATCH,
+                f"the worker belongs to run {join.run}, shard {server.shard} to run {run.name}",
+                fix="every shard needs the coordinator of its own run (--coordinator)",
+            )
+        if join.server_incarnation != run.incarnation or run.is_closed:
+            raise refusal(Reason.NOT_READY, f"shard {server.shard} has not gone back yet, or is stopping")
+        lease_s = run.options.lease_s  # after which the coordinator is heard again, or lost
+        try:
+            return await self._engine.seated(rank, join.incarnation, min(lease_s, server.join_timeout_s))
+        except TimeoutError:
+            raise refusal(
+                Reason.NOT_READY,
+                f"the coordinator has not told shard {server.shard} of rank {rank}, incarnation {join.incarnation}, "
+                f"within a lease ({lease_s:g} s)",
+            ) from None
+
+    async def meet(self, stream: Stream, peer: Peer, lane: Lane) -> Lane | None:
+        """Say who it is, and hear what it trains. The lane of its bodies, which is another than `lane` where it has
+        offered one; None when it has gone instead."""
+        engine, run = self._engine, self._engine.run
+        welcome = pb.Welcome(
+            run=run.name,
+            rank=peer.rank,
+            incarnation=peer.incarnation,
+            step=peer.number,
+            settings=self._settings(),
+            probe=self._probe.shown,
+            server_incarnation=run.incarnation,
+            resumed=peer.is_resumed,
+            lease_s=self._config.server.lease_s,
+            shards=engine.shard_addresses,
+        )
+        await stream.say(pb.ServerMessage(welcome=welcome))
+        second = await stream.read_within(self._config.server.join_timeout_s, "model", "leave")
+        if second is None:
+            return None
+        if second.kind == "leave":
+            engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
+            return None
+        offered = second.of(pb.Model)
+        layout, optimizer = await _read_model(offered)
+        if offered.HasField("segment"):
+            share = engine.model.share_of(layout)
+            lane = await self._probe.open(lane, share.layout, offered.segment)
+        codec = codec_named(offered.answer_codec)
+        peer.answer_codec = None if codec.is_identity else codec
+        engine.model.check(peer.rank, layout, optimizer)
+        peer.offer = (layout, optimizer)
+        peer.takes_frames, peer.traffic.lane = lane.as_frames, lane.name
+        peer.state = "computing" if peer.is_resumed else "waiting"
+        engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer)))
+        return lane
+
+    def _settings(self) -> pb.RunSettings:
+        config, policy = self._config, self._engine.run.policy
+        kinds = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS}
+        return pb.RunSettings(
+            mode=config.run.mode,
+            contribution=kinds[policy.contribution],
+            num_workers=config.run.workers or 0,
+            steps=config.run.steps,
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            pull_every=policy.pull_every,
+            task=config.task.name if ".py:" not in config.task.name else "",
+            task_args=struct(config.task.args),
+            optimizer=pb.Optimizer(
+                name=config.optimizer.name,
+                groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
+            ),
+            polyak=config.store.polyak or 0.0,
+            pipelined=config.policy.pipelined,
+        )
+
+
+async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
+    """What a worker trains; nobody waits while one of very many tensors is read."""
+
+    def read() -> tuple[Layout, OptimizerSpec]:
+        layout = layout_from_proto(message.tensors)
+        if message.fingerprint != layout.fingerprint:
+            raise refusal(Reason.BAD_REQUEST, "Model.fingerprint does not belong to Model.tensors")
+        return layout, optimizer_from_proto(message.optimizer, layout)
+
+    is_large = message.ByteSize() > _LARGE_MODEL_BYTES
+    return await asyncio.to_thread(read) if is_large else read()
