@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
 from .core.judgement import judge_whole
 from .core.replication import Coordinator
+from .engine.clock import Clock
 from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
@@ -58,27 +58,29 @@ class Server:
     Of several shards this is the coordinator: the run begins when all have registered.
     """
 
-    def __init__(self, config: Config, before: Server | None = None) -> None:
+    def __init__(self, config: Config, before: Server | None = None, clock: Clock | None = None) -> None:
         """`before` went back: this one goes on with its run, also where that had no snapshot yet."""
         self._config = config
+        self._clock = clock or Clock()
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
+        self._has_begun = False
         self._bus = make_bus(config)
-        self.engine: Engine
-        name, incarnation = secrets.token_hex(6), 1
-        if before is not None:
-            name, incarnation = before.engine.run.name, before.engine.run.incarnation + 1
-        self.engine = Engine(config, make_policy(config), name=name, incarnation=incarnation, publish=self._bus.publish)
-        if before is not None:
-            self.engine.run.roster.restore(before.engine.run.roster.num_joins)
-        self._has_begun = asyncio.Event()
-        self._go_back = asyncio.Event()
+        old = before.engine.run if before is not None else None
+        self.engine: Engine = Engine(
+            config,
+            make_policy(config),
+            name=old.name if old is not None else secrets.token_hex(6),
+            incarnation=old.incarnation + 1 if old is not None else 1,
+            publish=self._bus.publish,
+            now=self._clock.now,
+        )
+        if old is not None:
+            self.engine.run.roster.restore(old.roster.num_joins)
         self._listening = Listening(config)
-        self._attendance: Attendance | None = None
-        if config.server.shards > 1:
-            self._coordinate()
+        self._attendance = self._coordinate() if config.server.shards > 1 else None
 
-    def _coordinate(self) -> None:
+    def _coordinate(self) -> Attendance:
         """The run happens on all shards, in the order in which it happens here."""
         engine = self.engine
         coordinator = Coordinator(
@@ -89,14 +91,13 @@ class Server:
             digest=engine.run.digest,
         )
         engine.sequencer = coordinator
-        self._attendance = Attendance(self._config, engine, coordinator)
-        self._attendance.on_complete = self._assemble
-        self._attendance.on_lost = self._lost
+        return Attendance(self._config, engine, coordinator, self._assemble, self._lost)
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
         snapshots = self.engine.snapshots
-        return Server(after_going_back(config, snapshots is not None and snapshots.num_written > 0), before=self)
+        has_written = snapshots is not None and snapshots.num_written > 0
+        return Server(after_going_back(config, has_written), before=self, clock=self._clock)
 
     @property
     def address(self) -> str:
@@ -131,7 +132,7 @@ class Server:
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
         self._note_start()
-        self._has_begun.set()
+        self._has_begun = True
 
     # ---- several shards ---------------------------------------------------------------------
 
@@ -162,7 +163,6 @@ class Server:
             return
         log.error("shard_lost", shard=shard, meaning="all go back to the newest snapshot that every shard has")
         self.goes_back = True
-        self._go_back.set()
         self.engine.notify()
 
     async def _end_shards(self) -> None:
@@ -191,15 +191,20 @@ class Server:
     async def serve(self) -> None:
         """Until every worker has finished, the run has failed, or a stop was requested."""
         engine = self.engine
+        is_text = self._config.log.format != "json"
         helpers = [
             asyncio.create_task(work)
-            for work in (self._tick(), self._report(), self.stop_requested.wait(), self._go_back.wait())
+            for work in (
+                engine.until(lambda: engine.finished.done() or self.goes_back),
+                self.stop_requested.wait(),
+                self._clock.every(_TICK_S, self._tick),
+                self._clock.every(_TEXT_STATUS_S if is_text else self._config.server.status_interval_s, self._report),
+            )
         ]
         try:
-            endings: list[asyncio.Future[Any]] = [engine.finished, *helpers]
-            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-            for helper in helpers:  # one that has died would leave time-outs and leases undone
-                if helper.done() and (error := helper.exception()) is not None:
+            done, _ = await asyncio.wait(helpers, return_when=asyncio.FIRST_COMPLETED)
+            for helper in done:  # one that has died would leave time-outs and leases undone
+                if (error := helper.exception()) is not None:
                     log.error("helper_failed", error=f"{type(error).__name__}: {error}")
                     engine.end_with(ParamServerError(f"the server failed: {type(error).__name__}: {error}"))
         finally:
@@ -222,7 +227,7 @@ class Server:
         """Nothing more is decided: a last snapshot, and a moment for the workers to go."""
         engine = self.engine
         await self._listening.no_longer_healthy()
-        if self.goes_back or not self._has_begun.is_set():
+        if self.goes_back or not self._has_begun:
             engine.let_go()
         else:
             engine.offer(Stopped())
@@ -233,18 +238,12 @@ class Server:
         except TimeoutError:
             log.info("streams_left", count=len(engine.peers))
 
-    async def _tick(self) -> None:
-        await self._has_begun.wait()
-        while True:
-            await asyncio.sleep(_TICK_S)
+    def _tick(self) -> None:
+        if self._has_begun:
             self.engine.tick()
 
-    async def _report(self) -> None:
-        as_json = self._config.log.format == "json"
-        interval_s = self._config.server.status_interval_s if as_json else _TEXT_STATUS_S
-        while True:
-            await asyncio.sleep(interval_s)
-            self._bus.publish(self.engine.now(), StatusTaken(reports.status(self.engine)))
+    def _report(self) -> None:
+        self._bus.publish(self.engine.now(), StatusTaken(reports.status(self.engine)))
 
     async def _final_tensors(self) -> dict[str, torch.Tensor]:
         """The weights to be saved, by name, of all shards."""

@@ -82,7 +82,6 @@ WIRE_USERS = {
     "ps/wire/security.py",
     "ps/shards/attend.py",
     "ps/shards/link.py",
-    "ps/shards/channel.py",
     "ps/shards/collect.py",
     "worker/conversation/client.py",
     "worker/conversation/heartbeat.py",

@@ -245,7 +245,7 @@ class Follower(Sequencer):
     """Another shard: reports what comes to it, applies what the coordinator says."""
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
-        self.tape: Tape[Event | Digest] = Tape()
+        self.tape: Tape[object] = Tape()  # events, digests, and what the shard itself has to say
         self._happens = happens
         self._digest = digest
         self._num_applied = 0

@@ -18,7 +18,6 @@ from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.security import split_address
 from ...common.version import PROGRAM_VERSION
-from ...common.wire.protocol import refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event
 from ..core.replication import Coordinator, Digest, Tape
@@ -26,6 +25,7 @@ from ..engine.engine import Engine
 from ..engine.peers import ShardState
 from ..snapshots.common import Entry
 from ..wire.security import check_shard
+from ..wire.service import refuse
 from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
 
 log = get_logger()
@@ -53,15 +53,22 @@ class Attendance:
     """All other shards. `on_complete` is called when they have registered, `on_lost` with the number of one that is
     gone for good."""
 
-    def __init__(self, config: Config, engine: Engine, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        coordinator: Coordinator,
+        on_complete: Callable[[], object],
+        on_lost: Callable[[int], object],
+    ) -> None:
         self._config = config
         self._engine = engine
         self._coordinator = coordinator
         self._num_shards = config.server.shards
         self.lines: dict[int, Line] = {}
         self._has_begun = False
-        self.on_complete: Callable[[], object] = lambda: None
-        self.on_lost: Callable[[int], object] = lambda shard: None
+        self._on_complete = on_complete
+        self._on_lost = on_lost
         engine.why_not_ready = self._missing
 
     # ---- shards come and go ---------------------------------------------------------------------
@@ -84,14 +91,10 @@ class Attendance:
             line.is_cut = False
             number_of_call = line.num_calls
             if len(self.lines) == self._num_shards - 1 and not self._has_begun:
-                self.on_complete()
+                self._on_complete()
             await self._converse(line, register.heard, reports, context)
         except ParamServerError as error:
-            shard = line.register.shard if line is not None else -1
-            log.warning(
-                "refused", shard=shard, reason=(error.reason or Reason.BAD_REQUEST).value, message=error.message
-            )
-            await context.abort(*refusal_to_status(error))
+            await refuse(context, error, shard=line.register.shard if line is not None else -1)
         finally:
             if line is not None and line.num_calls == number_of_call:
                 self._ended(line)
@@ -163,7 +166,7 @@ class Attendance:
     def _lose(self, shard: int) -> None:
         del self.lines[shard]
         if self._has_begun:
-            self.on_lost(shard)
+            self._on_lost(shard)
 
     def _absent(self) -> list[int]:
         return [shard for shard in range(1, self._num_shards) if shard not in self.lines]
@@ -225,15 +228,18 @@ class Attendance:
                 task.cancel()
 
     async def _hear(self, line: Line, reports: AsyncIterator[pb.ShardReport]) -> None:
+        shard = line.register.shard
         async for message in reports:
             line.tape.has_been_heard(message.heard)
-            self._take(line, message.number, LINES.read(message.said))
+            said = LINES.read(message.said)
+            if isinstance(said, Digest | Event):
+                self._coordinator.hear(shard, message.number, said)
+            elif line.tape.hear(message.number):
+                self._take(line, said)
 
-    def _take(self, line: Line, number: int, said: Report) -> None:
+    def _take(self, line: Line, said: Report) -> None:
         shard = line.register.shard
         match said:
-            case Digest() | Event():
-                self._coordinator.hear(shard, number, said)
             case Ready():
                 line.is_ready = True
                 self._engine.notify()
@@ -246,29 +252,25 @@ class Attendance:
 
     async def _tell(self, line: Line, heard: int, context: grpc.aio.ServicerContext) -> None:
         """Send what the shard has not heard, as it comes, until it is dismissed."""
-        while line.first is None and not line.is_dismissed:
-            await self._news(line)
-        has_begun = line.first is not None
-        if line.first is not None:
-            await self._write(line, 0, line.first, context)
-        while has_begun:
-            for number, event in line.tape.after(heard):
-                await self._write(line, number, event, context)
-                heard = number
-            if line.is_dismissed and not line.tape.after(heard):
+
+        async def write(number: int, order: Order) -> None:
+            await context.write(pb.ShardOrder(number=number, heard=line.tape.num_heard, said=LINES.write(order)))
+
+        has_begun = False
+        while True:
+            line.news.clear()
+            if line.first is not None and not has_begun:
+                has_begun = True
+                await write(0, line.first)
+            while has_begun and (missed := line.tape.after(heard)):
+                for number, event in missed:
+                    await write(number, event)
+                    heard = number
+            if line.is_dismissed:
                 break
-            await self._news(line)
+            await line.news.wait()
         if line.last is not None:
-            await self._write(line, 0, line.last, context)
-
-    @staticmethod
-    async def _news(line: Line) -> None:
-        await line.news.wait()
-        line.news.clear()
-
-    @staticmethod
-    async def _write(line: Line, number: int, order: Order, context: grpc.aio.ServicerContext) -> None:
-        await context.write(pb.ShardOrder(number=number, heard=line.tape.num_heard, said=LINES.write(order)))
+            await write(0, line.last)
 
 
 def _reachable(address: str, peer: str) -> str:

@@ -9,12 +9,13 @@ import torch
 
 from ...common.config.schema import Config
 from ...common.errors import OutputError
+from ...common.security import Credentials
 from ...common.tensors.layout import DTYPES, Layout, as_bytes, new_body
 from ...common.tensors.sharding import Share
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from .channel import open_channel
+from .link import open_channel
 
 _TIMEOUT_S = 300.0
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
@@ -27,10 +28,10 @@ async def collect(
 
     Raises OutputError for a shard that does not answer.
     """
-    held = dict(here)
+    held, credentials = dict(here), Credentials.read(config.security)
     for shard in range(1, len(shares)):
         try:
-            held |= await _pull(config, addresses[shard], shares[shard].layout, averaged)
+            held |= await _pull(addresses[shard], credentials, shares[shard].layout, averaged)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise OutputError(
@@ -40,22 +41,18 @@ async def collect(
     return join(shares, held)
 
 
-async def _pull(config: Config, address: str, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
-    channel, metadata = open_channel(address, config.security, _OPTIONS)
-    async with channel:
-        call = channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            pb.PullRequest(averaged=averaged),
-            timeout=_TIMEOUT_S,
-            metadata=metadata,
-        )
-        body = new_body(layout.total_bytes)
-        target = as_bytes(body)
+async def _pull(address: str, credentials: Credentials, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
+    body = new_body(layout.total_bytes)
+    target = as_bytes(body)
 
-        def write(offset: int, data: memoryview) -> None:
-            target[offset : offset + len(data)] = data
+    def write(offset: int, data: memoryview) -> None:
+        target[offset : offset + len(data)] = data
 
-        reader = BodyReader(layout.total_bytes, write)
-        async for raw in call:
+    reader = BodyReader(layout.total_bytes, write)
+    async with open_channel(address, credentials, _OPTIONS) as channel:
+        pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
+        request = pb.PullRequest(averaged=averaged)
+        async for raw in pull(request, timeout=_TIMEOUT_S, metadata=credentials.metadata):
             reader.feed(parse(pb.ServerMessage, raw))
     return {spec.name: tensor for spec, tensor in layout.views(body)}
 
@@ -63,16 +60,11 @@ async def _pull(config: Config, address: str, layout: Layout, averaged: bool) ->
 def join(shares: Sequence[Share], held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Parts by name put together to the tensors they are parts of."""
     found: dict[str, torch.Tensor] = {}
-    for share in shares:
-        for part in share.parts:
-            spec, tensor = part.spec, held[part.name]
-            if part.is_whole:
-                for name in (spec.name, *spec.aliases):
-                    found[name] = tensor.clone()
-                continue
-            if spec.name not in found:
-                for name in (spec.name, *spec.aliases):
-                    found[name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-            for name in (spec.name, *spec.aliases):
-                found[name][part.first : part.end].copy_(tensor)
+    for part in (part for share in shares for part in share.parts):
+        spec = part.spec
+        for name in (spec.name, *spec.aliases):
+            if name not in found:
+                found[name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+            whole = found[name] if part.is_whole else found[name][part.first : part.end]
+            whole.copy_(held[part.name])
     return found

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections import deque
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import grpc
 import grpc.aio
 
 from ...common.config.schema import Config
-from ...common.errors import ParamServerError, Reason, UnreachableError
+from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError
 from ...common.reporting.log import get_logger
+from ...common.security import SHARD_PREFIX, Credentials, facts_of, split_address
+from ...common.tls_probe import diagnose
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event
 from ..core.replication import Follower
-from .channel import open_channel
-from .messages import LINES, BeginRun, End, GoOn, Order, Register, Report
+from ..engine.clock import Clock
+from .messages import LINES, BeginRun, End, GoOn, Order, Register
 
 log = get_logger()
 
 _TRY_AGAIN_S = 0.2
 _FINISH_S = 2.0
+_HANDSHAKE_S = 2.0
 # The coordinator may stand still for a while; a machine that is gone is noticed all the same.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -42,45 +44,47 @@ class LinkLost(Exception):
     """The coordinator is gone, or wants nothing more of this shard."""
 
 
-class Link:
-    """Reports go out as they are given, orders come in."""
+def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+    """From one shard to another, in TLS where there is a CA."""
+    pem = credentials.pem
+    if pem.ca is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    tls = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+    return grpc.aio.secure_channel(address, tls, options=options)
 
-    def __init__(self, config: Config) -> None:
+
+class Link:
+    """Reports go out as they are put on the follower's tape, and again until they have been heard; orders come in."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
         self._address = config.server.coordinator
         self._give_up_s = config.worker.give_up_s
         self._lease_s = config.server.lease_s
-        self._channel, self._metadata = open_channel(self._address, config.security, _OPTIONS)
-        self._said: deque[Report] = deque()  # without a number: lost with the connection
-        self._lasting: list[Report] = []
+        self._is_named = config.security.mutual  # shards show each other who they are
+        self._credentials = Credentials.read(config.security)
+        self._channel = open_channel(self._address, self._credentials, _OPTIONS)
+        self._clock = clock
         self._num_calls = 0
         self._news = asyncio.Event()
         self._is_over = False  # nothing more is reported
         self._call: grpc.aio.StreamStreamCall | None = None
-        self.follower: Follower | None = None  # once the run has begun
-
-    def report(self, report: Report, *, lasts: bool = False) -> None:
-        """Say what may be lost; what `lasts` is said again on every new connection."""
-        if lasts:
-            self._lasting.append(report)
-        self._said.append(report)
-        self._news.set()
+        self._follower: Follower | None = None  # once the run has begun
 
     def carry(self, follower: Follower) -> None:
-        """From now on what this one reports is sent, and sent again until it has been heard."""
-        self.follower = follower
+        """From now on what this one reports is sent."""
+        self._follower = follower
         follower.tape.on_put = self._news.set
 
     async def register(self, register: Register) -> BeginRun | End:
         """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
         may take as long as another shard is missing. UnreachableError when there is no coordinator for
-        worker.give_up_s."""
-        self._register = register
-        since, waits_said = time.monotonic(), ""
+        worker.give_up_s, AuthError when it is there and TLS keeps them apart."""
+        since, waits_said = self._clock.now(), ""
         while True:
             try:
                 order = await self._begin_call(register)
             except LinkLost as lost:
-                waited_s = time.monotonic() - since
+                waited_s = self._clock.now() - since
                 if waited_s >= self._give_up_s:
                     raise UnreachableError(
                         f"shard {register.shard} has not been taken in by a coordinator at {self._address} for "
@@ -89,8 +93,11 @@ class Link:
                     ) from None
                 if str(lost) != waits_said:
                     waits_said = str(lost)
+                    mistake = await asyncio.to_thread(diagnose, self._address, self._credentials, "shard")
+                    if mistake is not None:
+                        raise mistake from None
                     log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
-                await asyncio.sleep(_TRY_AGAIN_S)
+                await self._clock.sleep(_TRY_AGAIN_S)
                 continue
             if isinstance(order, End):
                 return order
@@ -100,18 +107,31 @@ class Link:
             return order
 
     async def _begin_call(self, register: Register) -> Order:
+        if self._is_named:
+            await asyncio.to_thread(self._check_name)
         self._num_calls += 1
         self._news.set()  # what goes out on the call before, which has broken off, ends
         self._call = self._channel.stream_stream(
-            f"/{SERVICE}/Attend",
-            request_serializer=pb.ShardReport.SerializeToString,
-            response_deserializer=pb.ShardOrder.FromString,
-        )(self._reports(register, self._num_calls), metadata=self._metadata)
+            f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
+        )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
         return (await self._next())[1]
 
+    def _check_name(self) -> None:
+        """That whoever is there is shard 0: any other certificate of the same CA would do for TLS."""
+        name = f"{SHARD_PREFIX}0"
+        try:
+            shown = ssl.get_server_certificate(split_address(self._address), timeout=_HANDSHAKE_S)
+        except OSError as error:
+            raise LinkLost(f"{type(error).__name__}: {error}") from None
+        if (found := facts_of(shown.encode()).name) != name:
+            raise AuthError(
+                f"the server at {self._address} shows the certificate of '{found[:100]}', and the coordinator is "
+                f"'{name}'",
+                fix=f"give the coordinator's address (--coordinator), and {name}.crt and .key to shard 0 itself",
+            )
+
     async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
-        """What happens, with its number, in order; over as many connections as it takes. Raises LinkLost when the
-        coordinator is gone, or is another one."""
+        """What the coordinator says from now on, by number. LinkLost when it is gone for a lease, or is another one."""
         while True:
             try:
                 number, order = await self._next()
@@ -123,17 +143,17 @@ class Link:
 
     async def _call_again(self, lost: LinkLost) -> None:
         """The connection broke off, and the coordinator may still be there: it waits for a lease."""
-        assert self.follower is not None
-        tape = self.follower.tape
+        assert self._follower is not None
+        tape = self._follower.tape
         log.warning("coordinator_away", address=self._address, reason=str(lost))
-        deadline = time.monotonic() + self._lease_s
+        deadline = self._clock.now() + self._lease_s
         while True:
             try:
                 order = await self._begin_call(replace(self._register, heard=tape.num_heard))
             except LinkLost:
-                if time.monotonic() >= deadline:
+                if self._clock.now() >= deadline:
                     raise lost from None
-                await asyncio.sleep(_TRY_AGAIN_S)
+                await self._clock.sleep(_TRY_AGAIN_S)
                 continue
             except ParamServerError as refused:  # it has gone back, or on without this shard
                 raise LinkLost(refused.message) from None
@@ -145,35 +165,33 @@ class Link:
         assert self._call is not None
         try:
             message = await self._call.read()
-        except grpc.RpcError as error:
+        except grpc.aio.AioRpcError as error:
             refused = refusal_from_status(error)
             if refused is not None and refused.reason is not Reason.NOT_READY:
                 raise refused from None
-            raise LinkLost(refused.message if refused is not None else _text(error)) from None
+            text = refused.message if refused is not None else f"{error.code().name}: {error.details()}"
+            raise LinkLost(text) from None
         if not isinstance(message, pb.ShardOrder):  # the end of the stream
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
                 raise LinkLost(f"{code.name}: {await self._call.details()}")
             raise LinkLost("the coordinator has ended the connection")
-        order = LINES.read(message.said)
-        if self.follower is not None:
-            self.follower.tape.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
+        order: Order = LINES.read(message.said)
+        if self._follower is not None:
+            self._follower.tape.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
         return message.number, order
 
     async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
         """What goes out on one connection, while there is no newer one: gRPC reads on after a call has ended."""
-        self._said = deque(self._lasting)
         yield pb.ShardReport(said=LINES.write(register))
         sent = 0
         while call == self._num_calls:
             self._news.clear()
-            tape = self.follower.tape if self.follower is not None else None
-            heard = tape.num_heard if tape is not None else 0
-            for number, report in tape.after(sent) if tape is not None else ():
-                yield pb.ShardReport(number=number, heard=heard, said=LINES.write(report))
-                sent = number
-            while self._said:
-                yield pb.ShardReport(heard=heard, said=LINES.write(self._said.popleft()))
+            if self._follower is not None:
+                tape = self._follower.tape
+                for number, report in tape.after(sent):
+                    yield pb.ShardReport(number=number, heard=tape.num_heard, said=LINES.write(report))
+                    sent = number
             if self._is_over:
                 return
             await self._news.wait()
@@ -191,8 +209,3 @@ class Link:
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
-
-
-def _text(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.aio.AioRpcError)
-    return f"{error.code().name}: {error.details()}"

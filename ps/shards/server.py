@@ -11,9 +11,9 @@ from ...common.config.schema import Config, own_modes
 from ...common.errors import ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
-from ..core.events import Event
 from ..core.replication import Follower
 from ..core.run import Options
+from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
@@ -28,7 +28,7 @@ from .messages import BeginRun, End, Ready, Register, ShardFailed
 
 log = get_logger()
 
-_SAY_WAITING_S = 0.2
+_TICK_S = 0.2
 _STATE_S = 1.0
 _GOODBYE_S = 1.0
 _STOP_S = 0.02
@@ -39,14 +39,9 @@ _SHARED = ("run", "policy", "store", "optimizer", "task")
 class EndedError(ParamServerError):
     """The coordinator has ended the run with an error; this shard ends with the same exit code."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(f"the coordinator ended the run: {message}")
-        self.exit_code = exit_code
-
-
-def _raise_error_of(end: End) -> None:
-    if end.error:
-        raise EndedError(end.error, end.exit_code)
+    def __init__(self, end: End) -> None:
+        super().__init__(f"the coordinator ended the run: {end.error}")
+        self.exit_code = end.exit_code
 
 
 def shared_config(config: Config) -> str:
@@ -65,19 +60,20 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
 class ShardServer:
     """One process. `start` binds, `serve` returns when the run is over, a stop was requested, or it goes back."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self._config = config
+        self._clock = clock or Clock()
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
         self._listening = Listening(config)
-        self._link = Link(config)
+        self._link = Link(config, self._clock)
         self._bus = make_bus(config)
         self._engine: Engine | None = None
 
     def after(self, config: Config) -> ShardServer:
         """The server that goes on where this one went back."""
         snapshots = self._engine.snapshots if self._engine is not None else None
-        return ShardServer(after_going_back(config, snapshots is not None and snapshots.num_written > 0))
+        return ShardServer(after_going_back(config, snapshots is not None and snapshots.num_written > 0), self._clock)
 
     @property
     def address(self) -> str:
@@ -106,17 +102,19 @@ class ShardServer:
     async def _live(self) -> None:
         server = self._config.server
         available = Available(self._config)
-        register = Register(
-            server.shard,
-            server.shards,
-            server.advertise or self.address,
-            available.entries,
-            self._config.checkpoint.dir is not None,
-            PROGRAM_VERSION,
+        begin = await self._link.register(
+            Register(
+                server.shard,
+                server.shards,
+                server.advertise or self.address,
+                available.entries,
+                self._config.checkpoint.dir is not None,
+                PROGRAM_VERSION,
+            )
         )
-        begin = await self._link.register(register)
         if isinstance(begin, End):
-            _raise_error_of(begin)
+            if begin.error:
+                raise EndedError(begin)
             return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
@@ -124,60 +122,27 @@ class ShardServer:
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards, coordinator=server.coordinator
         )
-        self._link.report(Ready(), lasts=True)
-        helpers = [asyncio.create_task(self._tick(engine)), asyncio.create_task(self._say_state(engine))]
+        follower.tape.put(Ready())
         try:
-            await self._follow(engine, follower, helpers)
+            await self._follow(engine, follower)
         except LinkLost as lost:
             self.goes_back = not self.stop_requested.is_set()
             log.warning("coordinator_lost", address=server.coordinator, reason=str(lost))
         except ParamServerError as error:
-            self._link.report(ShardFailed(error.message))
+            follower.tape.put(ShardFailed(error.message))
             await self._link.finish()
             raise
-        finally:
-            for helper in helpers:
-                helper.cancel()
-
-    async def _follow(self, engine: Engine, follower: Follower, helpers: list[asyncio.Task[None]]) -> None:
-        """Do what the coordinator says until it says that the run is over, or something here has failed."""
-        failing = asyncio.create_task(self._failure_of(engine))
-        tasks = [asyncio.create_task(self._obey(follower)), failing]
-        try:
-            await asyncio.wait([*tasks, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*tasks, *helpers):
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    @staticmethod
-    async def _failure_of(engine: Engine) -> None:
-        """Raises what ends the run here and nowhere else; the end of the run on all shards the coordinator says."""
-        await engine.until(lambda: engine.is_broken)
-        engine.finished.result()
-
-    async def _obey(self, follower: Follower) -> None:
-        async for number, order in self._link.orders():
-            if isinstance(order, Event):
-                follower.hear(number, order)
-                continue
-            engine = self._engine
-            assert engine is not None and isinstance(order, End)
-            self._link.report(self._engine.state)
-            await self._link.finish()
-            _raise_error_of(order)
-            with contextlib.suppress(TimeoutError):  # workers say goodbye here too
-                await engine.until(lambda: not engine.peers, _GOODBYE_S)
-            return
 
     def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:
         """The run that the coordinator says this is, where it says that it stands."""
         config, options = with_shared(self._config, begin.config)
         engine = self._engine = Engine(
-            config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options
+            config,
+            make_policy(config),
+            name=begin.run,
+            publish=self._bus.publish,
+            options=options,
+            now=self._clock.now,
         )
         follower = Follower(happens=engine.happens, digest=engine.run.digest)
         engine.sequencer = follower
@@ -190,16 +155,43 @@ class ShardServer:
         self._link.carry(follower)
         return engine, follower
 
-    async def _tick(self, engine: Engine) -> None:
-        while True:
-            await asyncio.sleep(_SAY_WAITING_S)
-            engine.tick()
+    async def _follow(self, engine: Engine, follower: Follower) -> None:
+        """Do what the coordinator says until it says that the run is over, or something here has failed."""
 
-    async def _say_state(self, engine: Engine) -> None:
-        while True:
+        def say_state() -> None:
             if engine.model.has_weights:
-                self._link.report(engine.state)
-            await asyncio.sleep(_STATE_S)
+                follower.tape.put(engine.state)
+
+        work = (
+            self._obey(engine, follower),
+            _failure_of(engine),
+            self._clock.every(_TICK_S, engine.tick),
+            self._clock.every(_STATE_S, say_state),
+        )
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _obey(self, engine: Engine, follower: Follower) -> None:
+        end: End | None = None
+        async for number, order in self._link.orders():
+            if isinstance(order, End):
+                end = order
+                break
+            follower.hear(number, order)
+        assert end is not None
+        follower.tape.put(engine.state)
+        await self._link.finish()
+        if end.error:
+            raise EndedError(end)
+        with contextlib.suppress(TimeoutError):  # workers say goodbye here too
+            await engine.until(lambda: not engine.peers, _GOODBYE_S)
 
     async def _close(self) -> None:
         await self._listening.no_longer_healthy()
@@ -213,3 +205,9 @@ class ShardServer:
             if engine.finished.done():  # what has ended the run has been said
                 engine.finished.exception()
         self._bus.close()
+
+
+async def _failure_of(engine: Engine) -> None:
+    """Raises what ends the run here and nowhere else; the end of the run on all shards the coordinator says."""
+    await engine.until(lambda: engine.is_broken)
+    engine.finished.result()

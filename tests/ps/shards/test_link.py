@@ -12,6 +12,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.replication import Follower
+from paramserver.ps.engine.clock import Clock
 from paramserver.ps.shards.link import Link
 from paramserver.ps.shards.messages import LINES, BeginRun, GoOn, Ready, Register
 
@@ -63,7 +64,7 @@ async def linked(calls: Calls, scenario) -> None:
     server.add_generic_rpc_handlers((calls,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    link = Link(Config(server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"}))
+    link = Link(Config(server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"}), Clock())
     try:
         await scenario(link)
     finally:
@@ -81,7 +82,9 @@ def test_what_is_said_goes_out_on_the_newest_connection() -> None:
 
     async def scenario(link: Link) -> None:
         assert await link.register(REGISTER) == BEGIN
-        link.report(Ready(), lasts=True)
+        follower = Follower(happens=lambda event: None, digest=lambda: "")
+        link.carry(follower)
+        follower.tape.put(Ready())
         await until(lambda: calls.heard[2][1:] == [Ready()])
 
     asyncio.run(linked(calls, scenario))
@@ -92,8 +95,9 @@ def test_what_must_be_known_is_said_again_on_a_new_connection() -> None:
 
     async def scenario(link: Link) -> None:
         await link.register(REGISTER)
-        link.carry(Follower(happens=lambda event: None, digest=lambda: ""))
-        link.report(Ready(), lasts=True)
+        follower = Follower(happens=lambda event: None, digest=lambda: "")
+        link.carry(follower)
+        follower.tape.put(Ready())
         await until(lambda: Ready() in calls.heard[0])
 
         async def follow() -> None:
