@@ -64,8 +64,9 @@ class Replay:
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
-        self._open: dict[int, tuple[int, int]] = {}  # accepted, not committed: rank to (incarnation, step)
-        self._skipped: set[int] = set()  # ranks whose open step counts, with nothing folded
+        self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, step to incarnation
+        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, step) of which nothing is folded
+        self._may_be_open = False  # a step may be answered before it is committed
         self._durable: int | None = None  # version of the newest snapshot
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # the lines of this server may go on: it has not ended
@@ -115,8 +116,11 @@ class Replay:
         mode = self._modes.get(mode_anywhere(line["mode"]))
         if mode is None:
             self.unchecked_modes[line["mode"]] = None
+            self._may_be_open = True
             return []
-        return [rule(line.fields) for rule in MODES.load(mode).rules]
+        kind = MODES.load(mode)
+        self._may_be_open = kind.answers_before_commit
+        return [rule(line.fields) for rule in kind.rules]
 
     def _note_cut(self) -> None:
         if self._is_cut:
@@ -216,7 +220,7 @@ class Replay:
     def _known_step(self, rank: int) -> int | None:
         """The last accepted step of a rank, None where it is new to the run."""
         if rank in self._open:
-            return self._open[rank][1]
+            return max(self._open[rank])
         return self.lineage.step(rank) if rank in self.lineage else None
 
     def _min_step(self, without: int | None = None) -> int | None:
@@ -250,10 +254,9 @@ class Replay:
             self._say(f"rank {rank} step {step} is called repeated, and rank {rank} is at step {member.step}")
         if outcome in _COUNTING:
             self._counts(line, member)
-            self._open[rank] = (line["incarnation"], step)
-            self._skipped.discard(rank)
+            self._open.setdefault(rank, {})[step] = line["incarnation"]
         if outcome == "skipped":
-            self._skipped.add(rank)
+            self._skipped.add((rank, step))
 
     def _counts(self, line: Line, member: Member) -> None:
         rank, step = line["rank"], line["step"]
@@ -278,33 +281,36 @@ class Replay:
         for rank in members & set(self._members):
             self._members[rank].is_member = True
         for rank, incarnation, step in line["contributions"]:
-            if self._open.pop(rank, None) != (incarnation, step):
+            if self._close_step(rank, step) != incarnation:
                 self._say(
                     f"version {version} holds rank {rank} incarnation {incarnation} step {step}, which was not "
                     "accepted before"
                 )
-            problem = self.lineage.add(rank, step, version, line.number)
-            if problem:
-                self._say(problem)
             self.ever_committed.add((self.run or "", rank, step))
-        skipped = self._take_skipped(version, line.number)
+        folded = {(rank, step) for rank, _, step in line["contributions"]}
+        skipped = {one for one in self._skipped if self._close_step(*one) is not None}
+        self._skipped.clear()
+        for rank, step in sorted(folded | skipped):
+            problem = self.lineage.add(rank, step, version, line.number, is_skipped=(rank, step) in skipped)
+            if problem and (rank, step) in folded:
+                self._say(problem)
         self._check_all_are_in(version)
-        missing = sorted(members - {rank for rank, _, _ in line["contributions"]} - skipped)
+        missing = sorted(members - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
         self._say_broken(rule.committed(version, num_contributions, missing) for rule in self._rules)
 
-    def _take_skipped(self, version: int, number: int) -> set[int]:
-        """Ranks whose step counts in this version though nothing of it was folded."""
-        skipped = {rank for rank in self._skipped if rank in self._open}
-        for rank in sorted(skipped):
-            self.lineage.add(rank, self._open.pop(rank)[1], version, number, is_skipped=True)
-        self._skipped.clear()
-        return skipped
+    def _close_step(self, rank: int, step: int) -> int | None:
+        """An accepted step is in a version now; the incarnation it was accepted of, if it was."""
+        steps = self._open.get(rank, {})
+        incarnation = steps.pop(step, None)
+        if not steps:
+            self._open.pop(rank, None)
+        return incarnation
 
     def _check_all_are_in(self, version: int) -> None:
         """A version holds all that was accepted since the one before."""
         if self._open:
-            left = ", ".join(f"rank {rank} step {step}" for rank, (_, step) in sorted(self._open.items()))
+            left = ", ".join(f"rank {rank} step {step}" for rank in sorted(self._open) for step in self._open[rank])
             self._say(f"version {version} leaves out what was accepted before: {left}")
             self._open.clear()
 
@@ -317,7 +323,7 @@ class Replay:
         member.is_member = True
         if step != member.step:
             self._say(f"rank {rank} is answered for step {step}: it is at step {member.step}")
-        if rank in self._open:
+        if rank in self._open and not self._may_be_open:
             self._say(f"rank {rank} is answered for step {step}, which is not committed")
         least = max(member.version, self.lineage.version(rank))
         if not least <= version <= self.version:

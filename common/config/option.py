@@ -1,7 +1,7 @@
 """What the configuration and the options of a mode are made of: a section of settings, and their flags.
 
     class Options(Section):
-        staleness: int = Field(3, ge=0, description="how far ahead of the slowest a worker may start a step")
+        staleness: int = Field(3, ge=0, description="how far ahead of the slowest a worker may begin")
         pull_every: Annotated[int, Flag(metavar="N")] = Field(1, ge=1, description="fetch weights every Nth time")
 
 In the configuration a field is a flag where its `Annotated` says so. An option of a mode always is, of

@@ -92,11 +92,11 @@ def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
 # ---- what the run says about it -------------------------------------------------------------
 
 
-def halted(rank: int, step: int, version: int, judgement: Judgement) -> DivergedError:
+def halted(rank: int, number: int, version: int, judgement: Judgement) -> DivergedError:
     """The end of a run that is told to end at the first of these."""
     return DivergedError(
-        f"rank {rank} sent {judgement.what} as its step {step} ({judgement.limit}); nothing of it was applied, the "
-        f"weights are at version {version}",
+        f"rank {rank} sent {judgement.what} as its contribution {number} ({judgement.limit}); nothing of it was "
+        f"applied, the weights are at version {version}",
         fix="lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these",
         reason=Reason.DIVERGED,
     )

@@ -18,14 +18,14 @@ class Rhythm:
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
         self._attempt = 0
         self._attempted_version = 0  # of the newest attempt
-        self._last_step = 0  # training steps of the slowest rank then
+        self._last_steps = 0  # training steps of the slowest rank then
         self._last_at: float | None = None
         self._has_committed = False  # since the newest attempt
 
     def restore(self, version: int, min_training_steps: int) -> None:
         """The run goes on from a snapshot of this version."""
         self.durable_version = self._attempted_version = version
-        self._last_step = min_training_steps
+        self._last_steps = min_training_steps
 
     def committed(self) -> None:
         """There is a new version."""
@@ -37,14 +37,14 @@ class Rhythm:
             return False
         if self._last_at is None:  # the time since the start of this process counts from its first commit
             self._last_at = at
-        if self._every_steps is not None and min_training_steps - self._last_step >= self._every_steps:
+        if self._every_steps is not None and min_training_steps - self._last_steps >= self._every_steps:
             return True
         return self._every_s is not None and at - self._last_at >= self._every_s
 
     def begin(self, version: int, min_training_steps: int, at: float) -> int:
         """One is taken; its number."""
         self._attempt += 1
-        self._attempted_version, self._last_step, self._last_at = version, min_training_steps, at
+        self._attempted_version, self._last_steps, self._last_at = version, min_training_steps, at
         self.is_writing, self._has_committed = True, False
         return self._attempt
 
@@ -66,4 +66,4 @@ class Rhythm:
 
     def state(self) -> list[Any]:
         """All of it, to be compared between shards."""
-        return [self.is_writing, self.durable_version, self._attempt, self._attempted_version, self._last_step]
+        return [self.is_writing, self.durable_version, self._attempt, self._attempted_version, self._last_steps]

@@ -38,7 +38,7 @@ class RoundRule(Rule):
         if base_version == version:
             return None
         return (
-            f"rank {rank} step {number} stands on version {base_version} and is accepted in the round "
+            f"rank {rank} contribution {number} stands on version {base_version} and is accepted in the round "
             f"after version {version}"
         )
 
@@ -55,7 +55,7 @@ class SingleRule(Rule):
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
         if num_contributions == 1:
             return None
-        return f"version {version} holds {num_contributions} steps; in {self.start['mode']} each is a version"
+        return f"version {version} holds {num_contributions} contributions; in {self.start['mode']} each is a version"
 
 
 class LeadRule(Rule):
@@ -65,4 +65,4 @@ class LeadRule(Rule):
         bound = self.start.get("staleness")
         if bound is None or lead <= bound:
             return None
-        return f"rank {rank} may go on {lead} steps ahead of the slowest: at most {bound} are allowed"
+        return f"rank {rank} may go on {lead} contributions ahead of the slowest: at most {bound} are allowed"

@@ -1,23 +1,18 @@
-"""ssp: like async, but a worker may start a step (compute a contribution) only while at most s ahead of the slowest.
+"""ssp: like async, but a worker may begin a contribution only while at most s ahead of the slowest.
 
-Stale synchronous parallel (Ho et al. 2013). With step c and bound s, a worker goes on when
-c - min(live steps) <= s: s = 0 is lockstep, and after a contribution a worker is at most
-s + 1 ahead. Gradients are applied one by one, so s = 0 is not sync SGD; the staleness of a
-contribution is at most (2s + 1)(N - 1), because between two contributions of one worker each
-other one can make at most 2s + 1.
+Stale synchronous parallel (Ho et al. 2013). With c contributions of its own and bound s, a worker goes on when
+c - min(those of live workers) <= s: s = 0 is lockstep, and after a contribution a worker is at most s + 1 ahead.
+Gradients are applied one by one, so s = 0 is not sync SGD; the staleness of a contribution is at most (2s + 1)(N - 1),
+because between two contributions of one worker each other one can make at most 2s + 1. (A rule found elsewhere, "the
+next one minus the minimum <= s", deadlocks at s = 0.)
 
-(A rule found elsewhere, "next step minus minimum <= s", deadlocks at s = 0.)
-
-Pipelined, the answer to contribution c lets a worker hand over c + 1, which it has computed
-meanwhile, and start step c + 2 at once, so c + 1 contributions are behind it when it starts. The
-step in flight counts: it goes on when c + 1 - min(live steps) <= s, so that as before nobody is
-more than s ahead when it starts a step. That needs s >= 1, or the slowest itself would wait.
-
-Staleness then is at most 2s(N - 1) + 1, for N > 1 no more than without (by (2s + 1)(N - 1)). Step j
-is computed on the weights that came with the answer to j - 2 (or at the start, to j - 1, where the
-same count gives less). In between lies one contribution of its own, j - 1. That answer said that
-every other worker had made at least j - 1 - s; when j is applied, none has made more than s + (j - 1),
-because what is counted was admitted as one in flight. The difference is 2s.
+Pipelined, the answer to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c + 2
+at once. The one in flight counts: it goes on when c + 1 - min <= s, so that as before nobody is more than s ahead when
+it begins one. That needs s >= 1, or the slowest itself would wait. Staleness then is at most 2s(N - 1) + 1, for N > 1
+no more than without. Contribution j is computed on the weights that came with the answer to j - 2 (or at the start, to
+j - 1, where the same count gives less). In between lies one of its own, j - 1. That answer said that every other worker
+had made at least j - 1 - s; when j is applied, none has made more than s + (j - 1), because what is counted was
+admitted as one in flight. The difference is 2s.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from .single import SinglePolicy
 
 
 class SspOptions(Section):
-    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may start a step")
+    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may begin a contribution")
 
 
 class SspPolicy(SinglePolicy):

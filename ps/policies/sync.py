@@ -1,7 +1,7 @@
 """sync: one optimizer step per round, on the mean gradient of all live workers.
 
 g = sum(n_i g_i) / sum(n_i) with n_i the number of samples, so that N workers equal one process
-with the union batch, also when their batches differ. A step computed on older weights while an
+with the union batch, also when their batches differ. A gradient computed on older weights while an
 exchange is in flight would end that, so sync is never pipelined.
 """
 

@@ -441,7 +441,7 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     lines = [start("ssp", staleness=1), *joined(0, 1)]
     for step in (1, 2):
         lines += applied(0, step, step, 0, 1)
-    assert messages(lines) == "h:11: rank 0 may go on 2 steps ahead of the slowest: at most 1 are allowed"
+    assert messages(lines) == "h:11: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
     lines[0]["staleness"] = 2
     assert messages(lines) == ""
 
@@ -608,7 +608,7 @@ class _NeverSoFarAhead(Rule):
 
 
 def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,)})
+    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,), "answers_before_commit": False})
     monkeypatch.setattr(type(MODES), "names", lambda self: ["own"])
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [

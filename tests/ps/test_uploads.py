@@ -593,7 +593,7 @@ async def test_the_first_nan_is_the_end_of_the_run(server: Server) -> None:
     broken.contribute(value=math.nan)
     await server.settle()
     message = str(server.engine.finished.exception())
-    assert "rank 0 sent NaN or Inf as its step 1 (store.on_nonfinite is halt)" in message
+    assert "rank 0 sent NaN or Inf as its contribution 1 (store.on_nonfinite is halt)" in message
     assert [await worker.end() for worker in (broken, other)] == ["DIVERGED"] * 2
     assert server.engine.run.roster.workers == {}
     assert server.engine.run.policy.version == 0, "a round was closed by the departure of who ended the run"

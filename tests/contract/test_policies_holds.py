@@ -1,0 +1,114 @@
+"""When training starts and holds, how many steps each worker takes, and by what a commit scales the rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.common.registry import MODES
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Outcome
+from paramserver.tests.contract.policies import ALL_MODES, make_policy
+from paramserver.worker.session import Progress
+
+# ---- holds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_training_starts_when_all_workers_have_joined(mode: str) -> None:
+    policy = make_policy(mode, num_workers=3)
+    assert policy.joined(2, 0.0) == []
+    assert policy.joined(0, 0.0) == []
+    assert policy.waiting_reason(0.0) == "2 of 3 workers have joined; missing rank 1"
+    answers = policy.joined(1, 0.0)
+    assert [(answer.rank, answer.outcome) for answer in answers] == [(rank, Outcome.START) for rank in range(3)]
+    assert policy.waiting(0.0) == {}
+    # Once started, fewer than num_workers go on.
+    assert all(not isinstance(d, Answer) for d in policy.left(2, 0.0))
+    assert policy.waiting(0.0) == {}
+    assert [a.outcome for a in policy.joined(2, 0.0)] == [Outcome.START]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_training_holds_below_min_workers(mode: str) -> None:
+    policy = make_policy(mode, min_workers=2)
+    assert policy.joined(0, 0.0) == []
+    assert len(policy.joined(1, 0.0)) == 2
+    policy.left(1, 0.0)
+    decisions = policy.contributed(0, Contribution(1, 0), 0.0)
+    assert not any(isinstance(decision, Answer) for decision in decisions)
+    assert policy.waiting(0.0) == {0: "1 of at least 2 workers (policy.min_workers) are live"}
+    assert policy.tick(1e9) == [], "no time-out lifts a hold"
+    back = policy.joined(1, 0.0)
+    assert 1 in {decision.rank for decision in back if isinstance(decision, Answer)}
+
+
+# ---- steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (1, 4), (7, 3), (8, 4), (10, 1)])
+def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: int) -> None:
+    """The steps between answers add up to `steps`, also where a contribution covers several that do not divide it."""
+    policy = make_policy(mode, training_steps=steps, local_steps=local_steps, num_workers=2)
+    for rank in (0, 1):
+        policy.joined(rank, 0.0)
+    taken = 0
+    step = 0
+    while (num := policy.next_local_steps(0)) > 0:
+        assert policy.next_local_steps(1) == num
+        assert num <= policy.local_steps
+        assert policy.steps_done(0) == taken
+        taken += num
+        step += 1
+        for rank in (0, 1):
+            policy.contributed(rank, Contribution(step, policy.version), 0.0)
+        assert step <= steps
+    assert taken == steps
+    assert policy.steps_done(0) == policy.steps_done(1) == steps
+    assert policy.waiting(0.0) == {}
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_finished_workers_hold_nobody_back(mode: str) -> None:
+    """The one that is slow, or comes late, still takes all its steps while the others have ended."""
+    policy = make_policy(mode, training_steps=4, num_workers=2, staleness=10)
+    for rank in (0, 1):
+        policy.joined(rank, 0.0)
+    for step in range(1, 5):
+        policy.contributed(0, Contribution(step, policy.version), 0.0)
+        if policy.waiting(0.0):
+            policy.contributed(1, Contribution(step, policy.version), 0.0)
+    for step in range(policy.num_counted[1] + 1, 5):
+        policy.contributed(1, Contribution(step, policy.version), 0.0)
+        assert policy.waiting(0.0) == {}
+    assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if MODES.load(mode).may_pipeline])
+@pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (7, 3), (8, 4), (10, 1)])
+def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
+    """Before its answer has come a worker knows how many local steps follow, and which contribution is the last."""
+    policy = make_policy(
+        mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True
+    )
+    policy.joined(0, 0.0)
+    progress = Progress()
+    progress.answered(0, 0, policy.next_local_steps(0), True)
+    is_last = False
+    while not is_last:
+        is_last = progress.assume_counted(steps)
+        policy.contributed(0, Contribution(progress.num_counted, policy.version), 0.0)
+        assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
+        assert progress.training_steps == policy.steps_done(0)
+        assert is_last == (policy.next_local_steps(0) == 0)
+    assert progress.num_counted == policy.num_counted[0]
+
+
+# ---- scales ------------------------------------------------------------------------------------
+
+
+def test_the_rate_of_a_commit_is_scaled_by_the_weighted_mean_of_its_scales() -> None:
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(1, 3.0), (3, 1.0)]) == pytest.approx((0.5 + 3 * 0.25) / 4)
+    assert Commit((3,), "", (0.2,)).lr_scale([(3, 64.0)]) == pytest.approx(0.2)
+    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(3, 0.0), (1, 3.0)]) == 0.25, "of rank 3 nothing was folded"
+    assert Commit((3, 1), "").lr_scale([(1, 3.0), (3, 1.0)]) == 1.0
+    assert Commit((3,), "", (0.2,)).lr_scale([(3, 0.0)]) == 1.0
