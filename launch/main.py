@@ -6,7 +6,6 @@ Imports beyond Typer are made where they are needed, after the command line is k
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -249,6 +248,8 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
 
 def _write(path: str | None, summary: dict[str, Any]) -> None:
     """What the launcher itself writes. Raises OutputError."""
+    import json
+
     if path is None:
         return
     try:

@@ -6,6 +6,7 @@ exit code of its class; only our own bugs show a traceback.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
@@ -59,6 +60,7 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
     The command's first parameter is `Flags`: those of which the configuration's fields say that the program has
     them. The second is the configuration file; the others, as Typer takes them, stand last in --help.
     """
+    gc.disable()  # until the command runs: what is imported for it, and for --help, is no garbage
     try:
         modes = _modes_in_files(sys.argv[1:])
     except UsageError as error:
@@ -99,6 +101,7 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
     _, config, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_flags(**given: Any) -> int | None:
+        gc.enable()
         return command({key: given.pop(name) for name, key in names.items()}, **given)
 
     parameters = [config, *made, *own]

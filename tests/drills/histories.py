@@ -1,0 +1,47 @@
+"""Histories of a run as values: their lines, and what ps-launch check says about them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paramserver.drills.check import Verdict, check
+
+Line = dict[str, Any]
+
+
+def verdict_of(lines: list[Line]) -> Verdict:
+    return check({"h": [json.dumps(line).encode() + b"\n" for line in lines]})
+
+
+def messages(lines: list[Line]) -> str:
+    return "\n".join(map(str, verdict_of(lines).problems))
+
+
+def encoded(*lines: Line) -> list[bytes]:
+    return [json.dumps(line).encode() + b"\n" for line in lines]
+
+
+def start(mode: str, *, incarnation: int = 1, version: int = 0, steps: dict | None = None, **more: Any) -> Line:
+    told = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
+    source = "s" if version else None
+    return {"op": "start", "role": "server", **told, "version": version, "steps": steps or {}, "source": source, **more}
+
+
+def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) -> Line:
+    place = {} if rank is None else {"rank": rank, "incarnation": incarnation}
+    return {"op": name, "role": "server", **place, **fields}
+
+
+def applied(rank: int, step: int, version: int, *members: int) -> list[Line]:
+    """A contribution of an async or ssp run, from acceptance to answer."""
+    return [
+        op("accept", rank, step=step, base_version=version - 1, version=version - 1, outcome="accepted"),
+        op("commit", version=version, contributions=[[rank, 1, step]], members=list(members)),
+        op("answer", rank, step=step, version=version, outcome="APPLIED"),
+    ]
+
+
+def joined(*ranks: int) -> list[Line]:
+    lines = [op("join", rank, step=0, resumed=False) for rank in ranks]
+    return lines + [op("answer", rank, step=0, version=0, outcome="START") for rank in ranks]

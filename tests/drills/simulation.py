@@ -1,0 +1,179 @@
+"""Histories of simulated runs: the real policies are driven through joins, departures, repeats, snapshots and
+restarts, and what a server and its workers would write is written."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from paramserver.common.registry import MODES
+from paramserver.ps.engine.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
+from paramserver.tests.drills.histories import Line
+
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+ALL_MODES = MODES.names()
+ROUND_MODES = ("sync", "localsgd")
+
+
+class Simulation:
+    """A run of `mode` with up to `num_workers` ranks; `lines` is its history."""
+
+    def __init__(self, mode: str, chance: random.Random, num_workers: int, staleness: int) -> None:
+        self.mode, self.chance, self.num_workers = mode, chance, num_workers
+        self.options = {"training_steps": 10_000, "staleness": staleness, "local_steps": 1}
+        self.lines: list[Line] = []
+        self.snapshots: list[tuple[int, dict[int, int]]] = []
+        self.being_written: list[tuple[int, dict[int, int]]] = []
+        self.incarnations: dict[int, int] = {}
+        self.seated: set[int] = set()  # have joined, and have not said what they train
+        self.contributed: set[int] = set()  # have contributed since they were let in
+        self.held: dict[int, int] = {}  # live ranks that compute, and the version they compute on
+        self.unanswered: set[int] = set()
+        self.server_incarnation = 0
+        self.start()
+
+    def write(self, op: str, role: str = "server", **fields: Any) -> None:
+        self.lines.append({"op": op, "role": role, "t": float(len(self.lines)), **fields})
+
+    def start(self) -> None:
+        self.server_incarnation += 1
+        self.policy = policy_of(self.mode, self.options)
+        version, steps = self.snapshots[-1] if self.snapshots else (0, {})
+        if self.snapshots:
+            self.policy.restore(version, steps, {})
+        self.held, self.unanswered, self.being_written, self.seated = {}, set(), [], set()
+        self.write(
+            "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
+            staleness=self.policy.staleness_bound, workers=None, version=version,
+            steps={str(rank): step for rank, step in steps.items()}, source="s" if self.snapshots else None,
+        )  # fmt: skip
+
+    def place(self, rank: int) -> Line:
+        return {"rank": rank, "incarnation": self.incarnations[rank], "step": self.policy.num_counted.get(rank, 0)}
+
+    def join(self, rank: int) -> None:
+        self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
+        self.write("join", **self.place(rank), resumed=False)
+        self.seated.add(rank)
+
+    def enter(self, rank: int) -> None:
+        """A worker that has joined says what it trains, and is a member from here on."""
+        self.seated.remove(rank)
+        self.contributed.discard(rank)
+        decisions = self.policy.joined(rank, 0.0)
+        self.unanswered.add(rank)
+        self.perform(decisions)
+        server = {"run": "r", "server_incarnation": self.server_incarnation, "version": self.policy.version}
+        self.write("start", "worker", **self.place(rank), **server)
+
+    def leave(self, rank: int, how: str = "closed") -> None:
+        self.write("leave", rank=rank, incarnation=self.incarnations[rank], how=how)
+        self.held.pop(rank, None)
+        self.unanswered.discard(rank)
+        self.seated.discard(rank)
+        self.perform(self.policy.left(rank, 0.0))
+
+    def resume(self, rank: int) -> None:
+        """The same process again after a lost connection; it asks for the answer it did not get."""
+        self.incarnations[rank] += 1
+        self.write("join", **self.place(rank), resumed=True)
+        self.policy.disconnected(rank)
+        was_lost = rank in self.held and self.chance.random() < 0.5
+        if rank in self.contributed and (was_lost or rank in self.unanswered):
+            self.contribute(rank, self.policy.num_counted[rank], self.policy.version)
+        elif rank in self.unanswered:  # it was never told where to start
+            self.leave(rank, "replaced")
+
+    def contribute(self, rank: int, step: int, base_version: int) -> None:
+        counted, version = self.policy.num_counted[rank], self.policy.version
+        self.write(
+            "send", "worker", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version
+        )
+        decisions = self.policy.contributed(rank, Contribution(step, base_version), 0.0)
+        discarded = any(isinstance(decision, Discard) for decision in decisions)
+        refused = any(isinstance(decision, Refuse) for decision in decisions)
+        outcome = (
+            "refused" if refused else "accepted" if not discarded else "repeated" if step == counted else "dropped"
+        )
+        self.write(
+            "accept", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version,
+            version=version, outcome=outcome,
+        )  # fmt: skip
+        if not refused:
+            self.held.pop(rank, None)
+            self.unanswered.add(rank)
+            self.contributed.add(rank)
+        self.perform(decisions)
+
+    def perform(self, decisions: list[Any]) -> None:
+        for decision in decisions:
+            match decision:
+                case Commit(ranks):
+                    self.write(
+                        "commit", version=self.policy.version, members=sorted(self.policy.members),
+                        contributions=[[r, self.accepting(r), self.policy.num_counted[r]] for r in ranks],
+                    )  # fmt: skip
+                case Answer(rank, outcome):
+                    place = {"rank": rank, "incarnation": self.incarnations[rank]}
+                    told: Line = {
+                        "step": self.policy.num_counted[rank],
+                        "version": self.policy.version,
+                        "outcome": outcome.name,
+                    }
+                    self.write("answer", **place, **told)
+                    if outcome.name != "START":
+                        self.write("answered", "worker", **place, **told)
+                    self.unanswered.discard(rank)
+                    self.held[rank] = self.policy.version
+
+    def accepting(self, rank: int) -> int:
+        """The incarnation whose contribution was accepted last."""
+        for line in reversed(self.lines):
+            if line["op"] == "accept" and line["rank"] == rank and line["outcome"] == "accepted":
+                return line["incarnation"]
+        raise AssertionError("committed without being accepted")
+
+    def act(self) -> None:
+        chance, live = self.chance, sorted(self.policy.members)
+        computing, seated = sorted(self.held), sorted(self.seated)
+        absent = [rank for rank in range(self.num_workers) if rank not in {*live, *seated}]
+        roll = chance.random()
+        if seated and roll > 0.7:
+            self.enter(chance.choice(seated))
+        elif absent and (roll < 0.15 or not live):
+            self.join(chance.choice(absent))
+        elif roll < 0.20 and [*live, *seated]:
+            self.leave(chance.choice([*live, *seated]))
+        elif roll < 0.25 and live:
+            self.resume(chance.choice(live))
+        elif roll < 0.32:
+            self.being_written.append((self.policy.version, self.policy.num_committed()))
+        elif roll < 0.40 and self.being_written:
+            version, steps = self.being_written.pop(0)
+            self.snapshots.append((version, steps))
+            told = {str(rank): step for rank, step in steps.items()}
+            self.write("snapshot", version=version, steps=told, path="s", sha256="0")
+        elif roll < 0.43 and self.snapshots:
+            self.start()
+        elif computing:
+            rank = chance.choice(computing)
+            step, base_version = self.policy.num_counted[rank] + 1, self.held[rank]
+            self.contribute(rank, step, base_version)
+
+
+def simulate(mode: str, chance: random.Random, *, num_events: int = 80) -> list[Line]:
+    run = Simulation(mode, chance, num_workers=chance.randint(1, 4), staleness=chance.randint(0, 2))
+    for _ in range(num_events):
+        run.act()
+    if chance.random() < 0.5:
+        run.write("end", version=run.policy.version, steps={str(r): s for r, s in run.policy.num_committed().items()})
+    return run.lines
+
+
+def server_segments(lines: list[Line]) -> list[range]:
+    """Positions of each server start and what follows it."""
+    starts = [i for i, line in enumerate(lines) if line["op"] == "start" and line["role"] == "server"]
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]

@@ -1,0 +1,65 @@
+"""ps-launch check: files cut short or of another form, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from paramserver.drills.check import check
+from paramserver.tests.drills.histories import Line, applied, encoded, joined, messages, start
+
+
+def test_half_a_line_is_allowed_where_a_process_died() -> None:
+    first = [start("async"), *joined(0)]
+    half = b'{"op":"accept","role":"ser'
+    assert check({"h": [*encoded(*first), half]}).is_good
+    again = json.dumps(start("async", incarnation=2)).encode() + b"\n"
+    assert check({"h": [*encoded(*first), half + again]}).is_good
+    later = check({"h": [*encoded(*first), half + encoded(*applied(0, 1, 1, 0))[0]]})
+    assert [str(problem) for problem in later.problems] == [
+        "h:4: half a line, and then accept: only a start may follow what a killed process left"
+    ]
+    shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "step": 1, "base_version": 0}
+    assert check({"h": [*encoded(*first), half + encoded(shared)[0]]}).is_good
+    middle = check({"h": [*encoded(*first), half + b"\n", *encoded(*applied(0, 1, 1, 0))]})
+    assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"op": "jump", "role": "server"}, "operation 'jump' of role 'server'"),
+        ({"op": "join", "role": "cook"}, "operation 'join' of role 'cook'"),
+        ({"op": "leave", "role": "server", "rank": 0, "incarnation": 1}, "leave without 'how'"),
+        ({"op": "end", "role": "server", "version": -1, "steps": {}}, "it must be a whole number"),
+        ({"op": "end", "role": "server", "version": 1, "steps": {"a": 1}}, "it must be {rank: step}"),
+    ],
+)
+def test_a_line_of_another_form_is_named(line: Line, message: str) -> None:
+    assert message in messages([start("async"), line])
+
+
+def test_without_a_servers_history_nothing_can_be_said() -> None:
+    lines = [{"op": "end", "role": "worker", "rank": 0, "step": 1}]
+    assert "no server has written here" in messages(lines)
+    assert "no server has written here" in "\n".join(map(str, check({}).problems))
+
+
+def test_the_command(tmp_path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
+    good.write_bytes(b"".join(encoded(*lines)))
+    bad.write_bytes(b"".join(encoded(*lines, *applied(0, 1, 2, 0))))
+
+    def run(*files: object) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "paramserver.launch", "check", *map(str, files)]
+        return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+    kept, broken, missing = run(good), run(bad), run(tmp_path / "none")
+    assert (kept.returncode, broken.returncode, missing.returncode) == (0, 1, 2)
+    assert "every contribution was applied once" in kept.stdout
+    assert f"{bad}:8: rank 0 step 1 is committed again: it was on line 5" in broken.stdout
+    assert "cannot be read" in missing.stderr
