@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -85,12 +86,8 @@ class Family:
         return found
 
 
-MODES = Family(
-    "paramserver.ps.policies",
-    "mode",
-    frozenset({"base", "decisions", "rounds", "rules", "single", "standing"}),
-    "Policy",
-)
+_NO_MODES = frozenset({"base", "decisions", "rounds", "rules", "single", "standing"})
+MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
@@ -119,19 +116,23 @@ def mode_label(mode: str) -> str:
     return mode.rpartition(":")[2]
 
 
+def _modes_that(can: Callable[[Any], bool]) -> str:
+    return ", ".join(name for name in MODES.names() if can(MODES.load(name)))
+
+
 def check_contributions(mode: str, aggregation: str, max_norm: float | None) -> None:
     """Whether what this mode's workers send can be aggregated and capped so; UsageError, the server's and the
     launcher's."""
     AGGREGATIONS.check(aggregation)
     kind = MODES.load(mode)
     if aggregation != "mean" and not kind.may_aggregate:
-        able = ", ".join(name for name in MODES.names() if MODES.load(name).may_aggregate)
+        able = _modes_that(lambda kind: kind.may_aggregate)
         raise UsageError(
             f"policy.aggregation is {aggregation}, and mode {mode} does not take one step along the gradients of all",
             fix=f"leave it out, or take a mode that does: {able}",
         )
     if max_norm is not None and kind.contribution != "gradient":
-        able = ", ".join(name for name in MODES.names() if MODES.load(name).contribution == "gradient")
+        able = _modes_that(lambda kind: kind.contribution == "gradient")
         raise UsageError(
             f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing",
             fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}",
@@ -143,7 +144,7 @@ def check_pipelined(mode: str, options: Any) -> None:
     server's and the launcher's."""
     kind = MODES.load(mode)
     if not kind.may_pipeline:
-        able = ", ".join(name for name in MODES.names() if MODES.load(name).may_pipeline)
+        able = _modes_that(lambda kind: kind.may_pipeline)
         raise UsageError(
             f"--pipelined (policy.pipelined) with mode {mode}: its workers compute on nothing but the newest weights",
             fix=f"leave it out, or take a mode that can: {able}",

@@ -116,11 +116,10 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
     from .flags import flag_name
     from .option import WORKER
 
-    names = [f"-{flag.short}"] if flag.short else []
     kinds: list[type] = [kind for kind in (bool, int, float) if kind in (info.annotation, *get_args(info.annotation))]
     only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
     option = typer.Option(
-        *names,
+        *([f"-{flag.short}"] if flag.short else []),
         flag_name(key, info),
         metavar=flag.metavar or None,
         help=f"{info.description}{only}",
@@ -184,8 +183,10 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
         code = EXIT_INTERRUPTED
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_BUG
-    except Exception as error:
-        code = _usage_exit(program, error)
+    except Exception as error:  # a wrong flag is the user's; anything else is our bug, shown whole
+        if not hasattr(error, "format_message"):
+            raise
+        code = report(program, UsageError(error.format_message(), fix=f"{program} --help lists every flag"))
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code or 0)
@@ -198,12 +199,3 @@ def report(program: str, error: ParamServerError) -> int:
     if error.fix:
         print(f"  fix: {error.fix}", file=sys.stderr)
     return error.exit_code
-
-
-def _usage_exit(program: str, error: Exception) -> int:
-    """A wrong flag is the user's (2, with the nearest known flag); anything else is our bug, shown whole."""
-    format_message = getattr(error, "format_message", None)
-    if format_message is None:
-        raise error
-    report(program, UsageError(format_message(), fix=f"{program} --help lists every flag"))
-    return UsageError.exit_code

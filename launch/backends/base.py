@@ -35,7 +35,7 @@ from typing import Any, ClassVar, TypeVar
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
-from ..hosts.connection import Connection, Route, Unreachable, watched
+from ..hosts.connection import Connection, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
@@ -174,8 +174,8 @@ class Backend(ABC):
         del self._running[running.spec.child]
         self._on_exit(running.spec.child, code)
 
-    def _connection(self, route: Route) -> Connection:
-        self._connections.append(Connection(route))
+    def _connection(self, **how: Any) -> Connection:
+        self._connections.append(Connection(**how))
         return self._connections[-1]
 
     def _until_closed(self, task: asyncio.Task[T]) -> asyncio.Task[T]:

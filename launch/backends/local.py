@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..hosts.connection import Connection, Route, agent_command
+from ..hosts.connection import Connection, agent_command
 from ..plan.hosts import THIS_MACHINE
 from .base import Backend, Running
 
@@ -15,7 +15,7 @@ class LocalBackend(Backend):
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         """The agent, or another one if someone has killed it."""
         if not self._connections or self._connections[-1].is_lost:
-            self._connection(Route(name=THIS_MACHINE, command=agent_command())).begin()
+            self._connection(name=THIS_MACHINE, command=agent_command()).begin()
         return self._connections[-1], running.spec.env, "."
 
 

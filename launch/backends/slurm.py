@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
-from ..hosts.connection import Connection, Route, agent_command, watched
+from ..hosts.connection import Connection, agent_command, watched
 from ..plan.allocation import Allocation, Place, parse_counts, place
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
@@ -68,7 +68,7 @@ class SlurmBackend(Backend):
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         assert self._allocation is not None
         spec, where = running.spec, self._places[running.spec.child]
-        route = Route(
+        connection = self._connection(
             name=where.node,
             command=(*_srun(spec, where.node, self._allocation.job), *agent_command(*_STEPS_OWN, passes_on=True)),
             env=_for_slurm(LAUNCHER_ENV_NAMES),
@@ -76,7 +76,6 @@ class SlurmBackend(Backend):
             is_left_alone=True,
             on_said=lambda line: self._said(running, [line] if line != _NO_BINDING else []),
         )
-        connection = self._connection(route)
         connection.begin()
         env = {}
         if self._site.config.worker.threads is None and "OMP_NUM_THREADS" not in os.environ:

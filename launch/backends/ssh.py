@@ -19,7 +19,7 @@ from ...common.config.schema import LaunchConfig
 from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
-from ..hosts.connection import BOOTSTRAP, Connection, Route, Unreachable
+from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
 from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
 from ..plan.files import code_file
 from ..plan.hosts import THIS_MACHINE, Host
@@ -120,7 +120,7 @@ class SshBackend(Backend):
 
     async def _open(self, host: Host, sweep: dict[str, Any] | None) -> Connection:
         launch, python = self._site.config.launch, host.interpreter(self._site.folder)
-        route = Route(
+        connection = self._newest[host.host] = self._connection(
             name=host.host,
             command=ssh_command(host, launch, python),
             sends_source=True,
@@ -129,7 +129,6 @@ class SshBackend(Backend):
             connect_s=2 * launch.connect_s + 5,
             guardian=self._guardian,
         )
-        connection = self._newest[host.host] = self._connection(route)
         try:
             await connection.open(sweep)
         except Unreachable as error:

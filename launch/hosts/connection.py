@@ -39,22 +39,6 @@ def agent_command(*drop: str, passes_on: bool = False) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", agent.__file__, json.dumps(options))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """How to an agent, and when it is lost."""
-
-    name: str  # of its host, in sentences
-    command: Sequence[str]
-    env: Mapping[str, str] | None = None  # of the command; None: the launcher's own
-    folder: str | None = None
-    sends_source: bool = False  # the command is an interpreter with BOOTSTRAP
-    lost_after_s: float | None = None  # neither side has heard the other for so long; None: a pipe says when it ends
-    connect_s: float | None = None  # for the agent's first word
-    is_left_alone: bool = False  # a signal is not how it ends: it may end by itself after the launcher has
-    guardian: agent.Guardian | None = None  # kills what the command has started beside the agent
-    on_said: Callable[[str], None] = lambda line: None  # gets the command's own lines
-
-
 class Unreachable(Exception):
     """There is no agent. `code` is the command's exit code, None if it did not end by itself."""
 
@@ -71,14 +55,24 @@ class _Watcher(NamedTuple):
     on_exit: Callable[[int, str], None]
 
 
+@dataclass(kw_only=True, eq=False)
 class Connection:
-    """One agent, from the start of the command it is behind to its end."""
+    """One agent, from the start of the command it is behind to its end: how to it, and when it is lost."""
 
-    def __init__(self, route: Route) -> None:
-        self.name = route.name
+    name: str  # of its host, in sentences
+    command: Sequence[str]
+    env: Mapping[str, str] | None = None  # of the command; None: the launcher's own
+    folder: str | None = None
+    sends_source: bool = False  # the command is an interpreter with BOOTSTRAP
+    lost_after_s: float | None = None  # neither side has heard the other for so long; None: a pipe says when it ends
+    connect_s: float | None = None  # for the agent's first word
+    is_left_alone: bool = False  # a signal is not how it ends: it may end by itself after the launcher has
+    guardian: agent.Guardian | None = None  # kills what the command has started beside the agent
+    on_said: Callable[[str], None] = lambda line: None  # gets the command's own lines
+
+    def __post_init__(self) -> None:
         self.hello: dict[str, Any] = {}
         self.code: int | None = None  # of the command, when it has ended by itself
-        self._route = route
         self._loop = asyncio.get_running_loop()
         self._watchers: dict[int, _Watcher] = {}
         self._ids = itertools.count(1)
@@ -98,30 +92,29 @@ class Connection:
 
     def begin(self) -> None:
         """Start the command; from now on processes can be started. Raises Unreachable."""
-        route = self._route
         try:
             popen = subprocess.Popen(
-                route.command,
-                env=route.env,
-                cwd=route.folder,
+                self.command,
+                env=self.env,
+                cwd=self.folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,  # a terminal's Ctrl-C is the launcher's
-                preexec_fn=None if route.is_left_alone else agent.end_with(os.getpid()),
+                preexec_fn=None if self.is_left_alone else agent.end_with(os.getpid()),
             )
         except OSError as error:
             self._lose("there is no such command")
             raise Unreachable(127, [f"{error.filename}: {error.strerror}"]) from None
-        if route.guardian is not None:
-            route.guardian.watch(popen.pid)
-        if route.sends_source:
-            call = f"\nmain({route.lost_after_s!r}, {sorted(LAUNCHER_ENV_NAMES)!r})\n"
+        if self.guardian is not None:
+            self.guardian.watch(popen.pid)
+        if self.sends_source:
+            call = f"\nmain({self.lost_after_s!r}, {sorted(LAUNCHER_ENV_NAMES)!r})\n"
             source = Path(agent.__file__).read_bytes() + call.encode()
             self._to_say.put(b"%d\n%b" % (len(source), source))
         assert popen.stdin is not None
-        beat_s = None if route.lost_after_s is None else agent.BEAT_S
+        beat_s = None if self.lost_after_s is None else agent.BEAT_S
         agent.in_thread(agent.talk, self._to_say, os.dup(popen.stdin.fileno()), beat_s)
         popen.stdin.close()
         self._life = watched(self._live(popen))
@@ -133,7 +126,7 @@ class Connection:
         """
         self.begin()
         assert self._life is not None
-        await asyncio.wait([self._ready, self._life], timeout=self._route.connect_s, return_when="FIRST_COMPLETED")
+        await asyncio.wait([self._ready, self._life], timeout=self.connect_s, return_when="FIRST_COMPLETED")
         if not self._ready.done():
             self._lose("did not answer in time")
             await self._life
@@ -218,8 +211,8 @@ class Connection:
         self.code = popen.poll()
         agent.kill_group(popen.pid)  # with a ProxyCommand it may have started
         popen.wait()
-        if self._route.guardian is not None:
-            self._route.guardian.forget(popen.pid)
+        if self.guardian is not None:
+            self.guardian.forget(popen.pid)
         await asyncio.wait([overhearing], timeout=_LAST_WORDS_S)
         for task in (listening, overhearing):
             task.cancel()
@@ -258,8 +251,8 @@ class Connection:
         if message.get("magic") == agent.MAGIC:
             self.hello = message
             self._ready.set_result(None)
-            if self._route.lost_after_s is not None:
-                watched(self._watch(self._route.lost_after_s))
+            if self.lost_after_s is not None:
+                watched(self._watch(self.lost_after_s))
 
     async def _overhear(self, pipe: IO[bytes]) -> None:
         """Lines of the command itself: kept for a sentence on why there is no agent, or shown."""
@@ -273,7 +266,7 @@ class Connection:
         for line in lines:
             if line.strip():
                 self._last_said.append(line.strip())
-            self._route.on_said(line)
+            self.on_said(line)
 
     async def _watch(self, lost_after_s: float) -> None:
         """Until the host is not heard any more. Time in which this launcher stood still does not count."""

@@ -60,32 +60,28 @@ def last_json(output: str) -> Any:
 
 def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: str) -> None:
     """Whether the host can run what this launcher plans. Raises ParamServerError for the first thing it lacks."""
-    name = host.host
+    error: type[ParamServerError] = UsageError
     theirs = found["version"]
     if theirs is None:
-        raise UsageError(
-            f"{name}: paramserver is not installed for the interpreter there (Python {found['python']})",
-            fix="name the one that has it with python: or venv:",
-        )
-    if theirs != version:
-        raise MismatchError(
-            f"{name}: has paramserver {theirs}, this machine {version}",
-            fix="install the same version on both",
-        )
-    if not found["torch"]:
-        raise UsageError(f"{name}: torch is not installed beside paramserver", fix="pip install torch there")
-    if not found["folder"]:
-        raise UsageError(f"{name}: there is no directory {folder}", fix="create it there, or set workdir: to another")
-    if found["missing"]:
-        raise UsageError(
-            f"{name}: there is no file {found['missing'][0]} in {folder}",
-            fix="put it there; --sync-code copies the task file or script",
-        )
-    if found["closed"]:
-        raise OutputError(
-            f"{name}: cannot write {found['closed'][0]} in {folder}",
-            fix="its directory must exist there and be yours to write to",
-        )
+        lacks = f"paramserver is not installed for the interpreter there (Python {found['python']})"
+        fix = "name the one that has it with python: or venv:"
+    elif theirs != version:
+        error = MismatchError
+        lacks, fix = f"has paramserver {theirs}, this machine {version}", "install the same version on both"
+    elif not found["torch"]:
+        lacks, fix = "torch is not installed beside paramserver", "pip install torch there"
+    elif not found["folder"]:
+        lacks, fix = f"there is no directory {folder}", "create it there, or set workdir: to another"
+    elif found["missing"]:
+        lacks = f"there is no file {found['missing'][0]} in {folder}"
+        fix = "put it there; --sync-code copies the task file or script"
+    elif found["closed"]:
+        error = OutputError
+        lacks = f"cannot write {found['closed'][0]} in {folder}"
+        fix = "its directory must exist there and be yours to write to"
+    else:
+        return
+    raise error(f"{host.host}: {lacks}", fix=fix)
 
 
 def check_reaches(host: Host, addresses: Mapping[str, str], answers: Sequence[str | None]) -> None:
@@ -102,25 +98,20 @@ def check_reaches(host: Host, addresses: Mapping[str, str], answers: Sequence[st
 def ssh_problem(host: Host, code: int | None, said: Sequence[str], python: str) -> ParamServerError:
     """Why there is no conversation with a host, from what ssh and the shell there said."""
     name, text = host.host, "\n".join(said)
-    last = said[-1].strip() if said else ""
+    last = said[-1].strip() if said else f"ssh ended with {code}"
+    problem, fix = f"does not answer: {last}", f"see what `ssh {name} true` says"
     if "Host key verification failed" in text:
-        return UnreachableError(f"{name}: its host key is not known or has changed", fix=f"ssh {name} once by hand")
-    if "Permission denied" in text and code == 255:
-        return UnreachableError(
-            f"{name}: does not let us in: {last}",
-            fix=f"make `ssh {name} true` work without a password, with a key or an agent; user: names another user",
-        )
-    if "Could not resolve" in text or "not known" in text:
-        return UnreachableError(
-            f"{name}: is not a name ssh knows: {last}", fix="correct it, or put it in ~/.ssh/config"
-        )
-    if code in (126, 127) or "ommand not found" in text:
+        problem, fix = "its host key is not known or has changed", f"ssh {name} once by hand"
+    elif "Permission denied" in text and code == 255:
+        problem = f"does not let us in: {last}"
+        fix = f"make `ssh {name} true` work without a password, with a key or an agent; user: names another user"
+    elif "Could not resolve" in text or "not known" in text:
+        problem, fix = f"is not a name ssh knows: {last}", "correct it, or put it in ~/.ssh/config"
+    elif code in (126, 127) or "ommand not found" in text:
         return UsageError(f"{name}: cannot run {python}: {last}", fix="name its interpreter with python: or venv:")
-    if code is None:
-        return UnreachableError(f"{name}: did not answer in time", fix=f"see what `ssh {name} true` says")
-    return UnreachableError(
-        f"{name}: does not answer: {last or f'ssh ended with {code}'}", fix=f"see what `ssh {name} true` says"
-    )
+    elif code is None:
+        problem = "did not answer in time"
+    return UnreachableError(f"{name}: {problem}", fix=fix)
 
 
 def joined(problems: Sequence[ParamServerError]) -> ParamServerError:

@@ -169,7 +169,7 @@ class Supervisor:
 
     def abort(self, exit_code: int, reason: str, now: float) -> list[Decision]:
         """Something that is no process's failure makes the job impossible."""
-        return [] if self.phase is Phase.DRAINING else self._end_with(Finish(exit_code, reason), now)
+        return [] if self.phase is Phase.DRAINING else self._drain(Finish(exit_code, reason), now)
 
     def exited(self, child: Child, code: int, now: float) -> list[Decision]:
         """A process has ended; `code` is negative for a signal."""
@@ -192,8 +192,7 @@ class Supervisor:
         if all(self._states[worker] is State.ENDED for worker in self._workers):
             down = next((server for server in self._servers if server in self._pending), None)
             if down is not None:  # nobody is left whom it could serve
-                self._outcome = self._pending[down].otherwise
-                return self._drain(self._outcome.reason, now)
+                return self._drain(self._pending[down].otherwise, now)
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
         return self._finish_when_empty()
 
@@ -203,8 +202,7 @@ class Supervisor:
         if self.phase is Phase.DRAINING:
             self._patience = None
             return [Kill(child, f"{name} while ending") for child in self._alive()]
-        self._outcome = Finish(128 + signal_number, f"interrupted by {name}")
-        return self._drain(f"{name}: the job ends", now)
+        return self._drain(Finish(128 + signal_number, f"interrupted by {name}"), now, f"{name}: the job ends")
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed; does nothing before `deadline`."""
@@ -223,12 +221,10 @@ class Supervisor:
 
     def _server_is_late(self, now: float) -> list[Decision]:
         wait_s = _SERVER_WRITE_GRACES * self._grace_s
-        running = [child for child in self._servers if self._states[child] is State.RUNNING]
-        if running:
+        told = self._tell_to_end(self._servers, "every worker is done")
+        if told:
             self._patience = now + wait_s
-            for child in running:
-                self._states[child] = State.STOPPING
-            return [Terminate(child, "every worker is done") for child in running]
+            return list(told)
         self.phase = Phase.DRAINING
         late = self._alive()
         reason = f"the {late[0]} was told to end and was still there after {wait_s:g} s"
@@ -242,16 +238,16 @@ class Supervisor:
         self._restarts.failed(failure, now)
         final = self._final(shell_code(code), failure)
         if how or not self._may_restart(child, code):
-            return self._end_with(final, now)
+            return self._drain(final, now)
         if child in self._servers and not self._keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
-            return self._end_with(self._final(shell_code(code), failure, hint), now)
+            return self._drain(self._final(shell_code(code), failure, hint), now)
         attempt = self._restarts.next(child)
         if attempt is None:
             times = "once" if self._restarts.max_restarts == 1 else f"{self._restarts.max_restarts} times"
             spent = f"; it had been started again {times}, as often as launch.max_restarts allows"
-            return self._end_with(self._final(BUDGET_SPENT, failure, spent), now)
+            return self._drain(self._final(BUDGET_SPENT, failure, spent), now)
         self._states[child] = State.WAITING
         self._pending[child] = _Pending(now + attempt.in_s, attempt, final)
         of = self._restarts.max_restarts
@@ -272,19 +268,18 @@ class Supervisor:
             more += f"; the first to fail was {first.child}: {first.how}"
         return Finish(exit_code, f"{failure}{more}", failure.child)
 
-    def _end_with(self, outcome: Finish, now: float) -> list[Decision]:
-        self._outcome = outcome
-        return self._drain(outcome.reason, now)
-
-    def _drain(self, reason: str, now: float) -> list[Decision]:
+    def _drain(self, outcome: Finish, now: float, reason: str = "") -> list[Decision]:
+        """End the job with `outcome`, and tell who runs why, if that is another sentence."""
         self._give_up_restarts()
+        self._outcome = outcome
         self.phase, self._patience = Phase.DRAINING, now + self._grace_s
-        decisions: list[Decision] = []
-        for child in self._alive():
-            if self._states[child] is State.RUNNING:
-                self._states[child] = State.STOPPING
-                decisions.append(Terminate(child, reason))
-        return decisions + self._finish_when_empty()
+        told = self._tell_to_end([*self._servers, *self._workers], reason or outcome.reason)
+        return [*told, *self._finish_when_empty()]
+
+    def _tell_to_end(self, children: list[Child], reason: str) -> list[Terminate]:
+        running = [child for child in children if self._states[child] is State.RUNNING]
+        self._states |= dict.fromkeys(running, State.STOPPING)
+        return [Terminate(child, reason) for child in running]
 
     def _give_up_restarts(self) -> None:
         for child in self._pending:

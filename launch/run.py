@@ -1,0 +1,158 @@
+"""What ps-launch does: from the settings to plans to running processes to tables of results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from ..common.config.cli import Flags
+from ..common.config.option import LAUNCHER
+from ..common.config.schema import Config
+from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
+from ..common.errors import OutputError, UsageError
+from ..common.registry import BACKENDS, MODES, canonical_mode, check_contributions, check_pipelined, mode_label
+from ..common.reporting.output import check_writable
+from ..common.reporting.report import comparison_table, report_console, summary_table
+from ..common.user_code import is_in_file
+from .backends.base import Backend, Site
+from .hosts.agent import num_cores
+from .hosts.remote import check_exposure, check_remote, hosts_of, placement_of
+from .job import Outcome, run_all
+from .plan.files import SINGLE
+from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
+from .view.screen import discard_from_now_on
+
+_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
+
+
+def resolve(config_path: str | None, flags: Flags, sets: list[str]) -> tuple[tuple[str, ...], Resolved]:
+    """The modes that are to run, and the settings. The launcher's own RANK and the like mean nothing here."""
+    modes = _modes(flags["run.mode"])
+    told = {
+        **flags,
+        "run.mode": next((name for name in modes if name != SINGLE), None),
+        "run.other_modes": [name for name in modes if is_in_file(name) and len(modes) > 1] or None,
+    }
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
+    resolved = load_config(config_path, told, sets, environ)
+    defaults: dict[str, tuple[Any, str]] = {}
+    if resolved.config.run.workers is None:  # checked together with what depends on it
+        defaults["run.workers"] = (DEFAULT_NUM_WORKERS, f"default of {LAUNCHER}")
+    if resolved.config.launch.hosts is not None and not resolved.was_set("launch.backend"):
+        defaults["launch.backend"] = ("ssh", "launch.hosts")
+    if defaults:
+        told |= {key: value for key, (value, _) in defaults.items()}
+        resolved = load_config(config_path, told, sets, environ)
+        resolved.origins |= {key: origin for key, (_, origin) in defaults.items()}
+    return modes or (resolved.config.run.mode,), resolved
+
+
+def _modes(text: str | None) -> tuple[str, ...]:
+    """The modes of a comma list, by their own names; empty when the flag was not given."""
+    if text is None:
+        return ()
+    modes: list[str] = []
+    for word in text.split(","):
+        try:
+            modes.append(SINGLE if word.strip().lower() == SINGLE else canonical_mode(word))
+        except UsageError as error:
+            fix = error.fix if error.fix.startswith("did") else f"known: {', '.join([*MODES.names(), SINGLE])}"
+            raise UsageError(f"flag --mode: {error.message}", fix=fix) from None
+        if len({mode_label(mode) for mode in modes}) < len(modes):  # what each leaves is called by it
+            raise UsageError(f"flag --mode: {mode_label(modes[-1])} is named twice", fix="each mode runs once")
+    return tuple(modes)
+
+
+def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
+    """Plans whose files and backend exist. Raises UsageError, AuthError and OutputError before anything starts."""
+    config = resolved.config
+    backend = _backend(config)
+    if config.launch.hosts is not None and not backend.takes_hosts:
+        raise UsageError(
+            f"{resolved.origins['launch.backend']}: backend {config.launch.backend} takes no hosts, and "
+            f"{resolved.origins['launch.hosts']} names some",
+            fix="leave one of the two out; hosts mean --backend ssh",
+        )
+    if backend.takes_hosts and config.launch.hosts is None:
+        origin = resolved.origins["launch.backend"]
+        raise UsageError(f"{origin}: backend {config.launch.backend} needs hosts", fix="--hosts hosts.yaml")
+    site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
+    check_remote(resolved, site.hosts, config.run.workers or 1)
+    if config.launch.script is not None and not backend.spans_hosts and not os.path.isfile(config.launch.script):
+        origin = resolved.origins["launch.script"]
+        raise UsageError(f"{origin}: no file {config.launch.script}", fix="the path is relative to where you are")
+    machine = Machine(
+        python=sys.executable,
+        num_cores=num_cores(),
+        environ=os.environ,
+        exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # looked for where it is to be
+        spans_hosts=backend.spans_hosts,
+        placement=placement_of(config, site.hosts, config.run.workers or 1, site.folder),
+    )
+    plans = plan_runs(resolved, request, machine)
+    for plan in plans:
+        if plan.server is not None:
+            if config.policy.pipelined:
+                check_pipelined(plan.mode, config.policy.options(plan.mode))
+            check_contributions(plan.mode, config.policy.aggregation, config.store.max_norm)
+        if backend.spans_hosts:
+            check_exposure(plan)
+        for path in (plan.save, plan.history):
+            if path is not None and not backend.spans_hosts:
+                check_writable(path)
+    if config.output.summary is not None:
+        check_writable(config.output.summary)
+    return plans, site
+
+
+def _backend(config: Config) -> type[Backend]:
+    found: type[Backend] = BACKENDS.load(config.launch.backend)
+    return found
+
+
+def show(plans: list[Plan], site: Site) -> None:
+    """What would be started."""
+    for plan in plans:
+        print(f"# {plan.headline()}")
+        for line in _backend(site.config).dry_run(plan.processes("HOST:PORT"), site):
+            print(line)
+
+
+def run(plans: list[Plan], site: Site) -> int:
+    """Run the plans, then show and write what came of them; the exit code."""
+    outcomes = asyncio.run(run_all(plans, _backend(site.config), site))
+    code = outcomes[-1].finish.exit_code
+    try:
+        _show_results(plans, outcomes)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_from_now_on(1)
+        code = code or _EXIT_OUTPUT_LOST
+    return code
+
+
+def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
+    """One run: its table. Several: the comparison, and one file for all summaries, {"runs": [...]}."""
+    console = report_console()
+    finished = [outcome.summary for outcome in outcomes if outcome.summary is not None]
+    if len(plans) > 1:
+        if finished:
+            console.print(comparison_table([(mode_label(summary.mode), summary) for summary in finished]))
+        _write(plans[0].config.output.summary, {"runs": [summary.model_dump() for summary in finished]})
+    elif finished:
+        console.print(summary_table(finished[0]))
+        _write(plans[0].summary, finished[0].model_dump())
+
+
+def _write(path: str | None, summary: dict[str, Any]) -> None:
+    """What the launcher itself writes. Raises OutputError."""
+    if path is None:
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None
