@@ -60,12 +60,9 @@ class Bus:
 
     def publish(self, at: float, fact: Fact) -> None:
         kind = type(fact)
-        told = self._told.get(kind)
-        if told is None:
-            told = self._told[kind] = [
-                one for one in self._subscriptions if one.sink.kinds is None or kind in one.sink.kinds
-            ]
-        for subscription in told:
+        if kind not in self._told:
+            self._told[kind] = [one for one in self._subscriptions if one.sink.kinds is None or kind in one.sink.kinds]
+        for subscription in self._told[kind]:
             subscription.publish(at, fact)
 
     def close(self, within_s: float = _CLOSE_S) -> None:
@@ -85,7 +82,6 @@ class _Subscription:
         self._has_raised = False
         self._num_dropped = 0  # that never came to the sink
         self._num_lost = 0  # that it had when it raised, or after
-        self._is_gap_said = False
         self._queue: SimpleQueue[tuple[float, Fact] | None] = SimpleQueue()  # None: there will be no more
         self._thread: Thread | None = None
         if sink.does_io:
@@ -96,11 +92,13 @@ class _Subscription:
     def publish(self, at: float, fact: Fact) -> None:
         if self._thread is None:
             self._give([(at, fact)])
-        elif not self._is_open or self._queue.qsize() >= self._capacity:
+        elif self._is_open and self._queue.qsize() < self._capacity:
+            self._queue.put((at, fact))
+        else:
+            if self._is_open and not self._num_dropped:
+                self._warn("sink_slow", meaning="facts come faster than it takes them: some are dropped")
             self._num_dropped += 1
             self._is_open = self._is_open and not self.sink.needs_all
-        else:
-            self._queue.put((at, fact))
 
     def close(self, within_s: float) -> None:
         if self._thread is None:
@@ -111,7 +109,7 @@ class _Subscription:
             if self._thread.is_alive():
                 self._num_dropped += self._queue.qsize()
         if num_dropped := self._num_dropped + self._num_lost:
-            _warn("sink_incomplete", sink=self.sink.name, dropped=num_dropped)
+            self._warn("sink_incomplete", dropped=num_dropped)
 
     def _carry(self) -> None:
         """The sink's thread. It takes all that is there at once: each wait costs the event loop a switch."""
@@ -123,33 +121,26 @@ class _Subscription:
                     batch.append(self._queue.get_nowait())
             is_last = batch[-1] is None
             self._give([item for item in batch if item is not None])
-            if self._num_dropped and not self._is_gap_said:
-                self._is_gap_said = True
-                _warn(
-                    "sink_slow", sink=self.sink.name, meaning="facts come faster than it takes them: some are dropped"
-                )
         self._end()
 
     def _give(self, batch: list[tuple[float, Fact]]) -> None:
-        if self._has_raised:
-            self._num_lost += len(batch)
-            return
-        try:
-            for at, fact in batch:
-                self.sink.take(at, fact)
-            self.sink.flush()
-        except Exception as error:  # its own bug, or its disk: the run goes on without it
-            self._num_lost += len(batch)
-            self._has_raised, self._is_open = True, False
-            _warn("sink_off", sink=self.sink.name, reason=f"{type(error).__name__}: {error}")
+        if not self._has_raised:
+            try:
+                for at, fact in batch:
+                    self.sink.take(at, fact)
+                self.sink.flush()
+                return
+            except Exception as error:  # its own bug, or its disk: the run goes on without it
+                self._has_raised, self._is_open = True, False
+                self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
+        self._num_lost += len(batch)
 
     def _end(self) -> None:
         try:
             self.sink.close()
         except Exception as error:
-            _warn("sink_off", sink=self.sink.name, reason=f"{type(error).__name__}: {error}")
+            self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
 
-
-def _warn(event: str, **fields: object) -> None:
-    with suppress(OSError, ValueError):  # the log itself may be what does not work
-        log.warning(event, **fields)
+    def _warn(self, event: str, **fields: object) -> None:
+        with suppress(OSError, ValueError):  # the log itself may be what does not work
+            log.warning(event, sink=self.sink.name, **fields)

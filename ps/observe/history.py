@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common.reporting.history import HistoryFile
-from ..core.effects import (
-    Answer,
-    Commit,
-    ContributionTaken,
-    Fact,
-    RunEnded,
-    RunStarted,
-    Seated,
-    SnapshotTaken,
-    WorkerLeft,
-)
+from ..core import effects
 from .bus import Sink
 
 
@@ -30,7 +20,7 @@ class HistorySink(Sink):
         self._file = HistoryFile(path, "server")
         self._lines: list[bytes] = []
 
-    def take(self, at: float, fact: Fact) -> None:
+    def take(self, at: float, fact: effects.Fact) -> None:
         op, fields = line_of(fact)
         if op:
             self._lines.append(self._file.line(op, at, fields))
@@ -43,33 +33,33 @@ class HistorySink(Sink):
         self._file.close()
 
 
-def line_of(fact: Fact) -> tuple[str, dict[str, Any]]:
+def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
     """The operation and the fields of a fact's line; ("", {}) for one that has none."""
     match fact:
-        case ContributionTaken((rank, incarnation, number)):
+        case effects.ContributionTaken((rank, incarnation, number)):
             return "accept", {
                 "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
                 "version": fact.version, "outcome": fact.outcome,
             }  # fmt: skip
-        case Commit(version, contributions, members):
+        case effects.Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}
-        case Answer(rank, incarnation, outcome):
+        case effects.Answer(rank, incarnation, outcome):
             return "answer", {
                 "rank": rank, "incarnation": incarnation, "step": fact.number, "version": fact.version,
                 "outcome": outcome,
             }  # fmt: skip
-        case Seated(_, rank, incarnation, is_resumed, number):
+        case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "step": number, "resumed": is_resumed}
-        case WorkerLeft(rank, incarnation, how):
+        case effects.WorkerLeft(rank, incarnation, how):
             return "leave", {"rank": rank, "incarnation": incarnation, "how": how}
-        case SnapshotTaken(version, contributions, path, sha256):
+        case effects.SnapshotTaken(version, contributions, path, sha256):
             return "snapshot", {"version": version, "steps": contributions, "path": path, "sha256": sha256}
-        case RunStarted():
+        case effects.RunStarted():
             return "start", {
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
                 "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
             }  # fmt: skip
-        case RunEnded(version, contributions):
+        case effects.RunEnded(version, contributions):
             return "end", {"version": version, "steps": contributions}
     return "", {}
