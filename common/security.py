@@ -1,6 +1,4 @@
-"""Credentials: certificates and keys from PEM files, the token from a file or the environment.
-
-What each side does with them is in `ps/wire/security.py` and `worker/conversation/security.py`; what they mean:
+"""Credentials: certificates and keys from PEM files, the token from a file or the environment. What they mean:
 
 * A server with `security.cert` and `security.key` speaks TLS 1.2 or 1.3, a worker with `security.ca` too.
   With `security.mutual` the server also asks for the worker's certificate, signed by `security.ca`.
@@ -34,14 +32,10 @@ if TYPE_CHECKING:
 log = get_logger()
 
 TOKEN_VARIABLE = "PS_TOKEN"
-# All metadata of a call must fit into 8 KiB.
-_MAX_TOKEN = 4096
+_MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"
 SHARD_PREFIX = "shard-"
-
-
-# ---- addresses --------------------------------------------------------------------------------
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -57,9 +51,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
-
-
-# ---- the token ----------------------------------------------------------------------------------
 
 
 def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -106,9 +97,6 @@ def shows_token(value: str | bytes, token: str) -> bool:
     given = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
     scheme, _, rest = given.partition(b" ")
     return hmac.compare_digest(rest, token.encode()) and scheme.lower() == b"bearer"
-
-
-# ---- certificates -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

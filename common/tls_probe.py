@@ -12,9 +12,8 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from .config.schema import SecurityConfig
 from .errors import AuthError, UsageError
-from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, Pem, facts_of, split_address
+from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, facts_of, split_address
 
 _PROBE_S = 1.0  # for one connection by hand
 _SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice
@@ -35,35 +34,36 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
     `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something answers, at most a
     few times `_PROBE_S` otherwise.
     """
-    config, pem = credentials.config, credentials.pem
+    server = f"the server at {address}"
     try:
-        place = split_address(address)
-        if pem.ca is None:
-            return _speaks_tls(address, place, caller)
+        host, port = split_address(address)
+        if credentials.pem.ca is None:
+            return _untold(server, host, port, caller)
         try:
-            if _is_served(place, config, pem.ca):
+            if _is_served(host, port, credentials):
                 return None
             time.sleep(_SURE_AFTER_S)
-            return None if _is_served(place, config, pem.ca) else _refused(address, config, pem, caller)
+            return None if _is_served(host, port, credentials) else _refused(server, credentials, caller)
         except ssl.SSLCertVerificationError as error:
-            return _distrusted(address, place, config, error)
+            certificate = ssl.get_server_certificate((host, port), timeout=_PROBE_S)
+            return _distrusted(server, host, certificate.encode(), str(credentials.config.ca), error)
         except ssl.SSLError as error:
-            return _failed(address, config, pem, caller, str(error.reason))
+            return _failed(server, credentials, caller, str(error.reason))
     except (OSError, UsageError):  # not there, or no HOST:PORT that we could try by hand
         return None
 
 
-def _is_served(place: tuple[str, int], config: SecurityConfig, ca: bytes) -> bool:
+def _is_served(host: str, port: int, credentials: Credentials) -> bool:
     """Connect as gRPC would. After the handshake the server's first word follows; one that wants another
     certificate hangs up. Raises SSLError, OSError."""
-    context = ssl.create_default_context(cadata=ca.decode("ascii", errors="ignore"))
+    context = ssl.create_default_context(cadata=(credentials.pem.ca or b"").decode("ascii", errors="ignore"))
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN  # no stricter than gRPC, in newer Pythons too
     context.set_alpn_protocols(["h2"])
-    if config.cert is not None:
-        context.load_cert_chain(config.cert, config.key)
+    if credentials.config.cert is not None:
+        context.load_cert_chain(credentials.config.cert, credentials.config.key)
     with (
-        socket.create_connection(place, timeout=_PROBE_S) as plain,
-        context.wrap_socket(plain, server_hostname=place[0]) as connection,
+        socket.create_connection((host, port), timeout=_PROBE_S) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         try:
             connection.sendall(_PREFACE)
@@ -72,31 +72,25 @@ def _is_served(place: tuple[str, int], config: SecurityConfig, ca: bytes) -> boo
             return False
 
 
-# ---- the mistakes, in words -----------------------------------------------------------------------
-
-
-def _speaks_tls(address: str, place: tuple[str, int], caller: str) -> AuthError | None:
-    """Of a server that should not, as nobody told this caller."""
+def _untold(server: str, host: str, port: int, caller: str) -> AuthError | None:
+    """The server speaks TLS, and should not as far as this caller knows."""
     try:
-        ssl.get_server_certificate(place, timeout=_PROBE_S)
+        ssl.get_server_certificate((host, port), timeout=_PROBE_S)
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
     return AuthError(
-        f"the server at {address} speaks TLS, and this {caller} was told nothing of it",
+        f"{server} speaks TLS, and this {caller} was told nothing of it",
         fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine",
     )
 
 
-def _distrusted(
-    address: str, place: tuple[str, int], config: SecurityConfig, error: ssl.SSLCertVerificationError
-) -> AuthError:
-    facts = facts_of(ssl.get_server_certificate(place, timeout=_PROBE_S).encode())
-    whose, code = f"the certificate of the server at {address}", error.verify_code
+def _distrusted(server: str, host: str, pem: bytes, ca: str, error: ssl.SSLCertVerificationError) -> AuthError:
+    facts, whose, code = facts_of(pem), f"the certificate of {server}", error.verify_code
     if code in (_NAME_MISMATCH, _ADDRESS_MISMATCH):
         return AuthError(
-            f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {place[0]}",
-            fix=f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {place[0]}",
+            f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {host}",
+            fix=f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {host}",
         )
     problem = facts.problem(datetime.now(UTC))
     if code in (_EXPIRED, _NOT_YET_VALID) and problem is not None:
@@ -105,34 +99,34 @@ def _distrusted(
         return AuthError(f"{whose} {problem}", fix=renew if code == _EXPIRED else clocks)
     if code in _UNKNOWN_ISSUER:
         return AuthError(
-            f"{whose} was signed by '{facts.issuer}', and not by the CA in {config.ca}",
+            f"{whose} was signed by '{facts.issuer}', and not by the CA in {ca}",
             fix="copy ca.crt from the directory that ps-certs init made the server's certificate in",
         )
-    return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {config.ca}")
+    return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {ca}")
 
 
-def _failed(address: str, config: SecurityConfig, pem: Pem, caller: str, reason: str) -> AuthError | None:
+def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> AuthError | None:
     if any(word in reason for word in _REFUSED):
-        return _refused(address, config, pem, caller)
+        return _refused(server, credentials, caller)
     if "ALERT" in reason:
-        return AuthError(f"the server at {address} broke off the TLS handshake: {reason}")
+        return AuthError(f"{server} broke off the TLS handshake: {reason}")
     if reason in _NO_TLS:
         return AuthError(
-            f"the server at {address} speaks no TLS, and this {caller} was told to (security.ca)",
+            f"{server} speaks no TLS, and this {caller} was told to (security.ca)",
             fix="start ps-server with --cert and --key; or drop --ca here",
         )
     return None
 
 
-def _refused(address: str, config: SecurityConfig, pem: Pem, caller: str) -> AuthError:
-    if pem.cert is None:
+def _refused(server: str, credentials: Credentials, caller: str) -> AuthError:
+    if credentials.pem.cert is None:
         own = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
         return AuthError(
-            f"the server at {address} asks for a {caller}'s certificate (security.mutual), and there is none",
+            f"{server} asks for a {caller}'s certificate (security.mutual), and there is none",
             fix=f"add --cert and --key: {own}.crt and {own}.key of ps-certs init, from the server's machine",
         )
-    facts = facts_of(pem.cert)
+    facts = facts_of(credentials.pem.cert)
     return AuthError(
-        f"the server at {address} refused the certificate {config.cert} ('{facts.name}', signed by '{facts.issuer}')",
+        f"{server} refused the certificate {credentials.config.cert} ('{facts.name}', signed by '{facts.issuer}')",
         fix=f"use one that the server's CA (its security.ca) has signed for {caller}s: ps-certs init",
     )

@@ -7,18 +7,17 @@ left out, so that it fits 100 columns. Written to a file or a pipe, nothing is e
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import IO, Any
+from collections.abc import Callable, Iterable
+from typing import IO
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .status import Status
 from .summary import Summary, WorkerSummary
 
-# Without a terminal: wide enough that no table is cut; tables take only what they need.
-_FILE_WIDTH = 160
+_FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 
 _RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("wall s", lambda run: f"{run.wall_s:,.1f}"),
@@ -66,16 +65,15 @@ def report_console(file: IO[str] | None = None) -> Console:
 
 def summary_table(summary: Summary) -> RenderableType:
     """The end of one run: a headline with the figures that matter, and a row per worker."""
-    table = _table()
     rare = [(name, get) for name, get in _RARE_COLUMNS if any(get(worker) for worker in summary.workers)]
-    for name, _ in [*_WORKER_COLUMNS, *rare]:
-        table.add_column(name, justify="right", overflow="fold", vertical="bottom")
+    table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(f"{get(worker):,}" for _, get in rare))
+    rate = f"{summary.num_samples / summary.wall_s:,.0f}" if summary.wall_s else "-"
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
         f"   {summary.updates:,} updates in {duration(summary.wall_s)}",
-        f"   {_rate(summary)}   waiting {share(summary.wait_share)}",
+        f"   {rate} samples/s   waiting {share(summary.wait_share)}",
         f"   {_lanes(summary)}" if summary.workers else "",
     )
     final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
@@ -91,10 +89,7 @@ def summary_table(summary: Summary) -> RenderableType:
 def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
     """One row per run: its final figures, then what it cost."""
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    table = _table()
-    table.add_column("mode", style="bold", overflow="fold")
-    for name in [*finals, *(name for name, _ in _RUN_COLUMNS)]:
-        table.add_column(name, justify="right", overflow="fold")
+    table = _table([*finals, *(name for name, _ in _RUN_COLUMNS)], Column("mode", style="bold", overflow="fold"))
     for mode, run in runs:
         figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
         table.add_row(mode, *figures, *(get(run) for _, get in _RUN_COLUMNS))
@@ -154,10 +149,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.1f} TB"
 
 
-def _rate(summary: Summary) -> str:
-    return f"{summary.num_samples / summary.wall_s:,.0f} samples/s" if summary.wall_s else "- samples/s"
-
-
 def _lanes(summary: Summary) -> str:
     """`over tcp`, `through shared memory`, or which ranks do what."""
     ranks = [str(worker.rank) for worker in summary.workers if worker.lane == "shared memory"]
@@ -168,6 +159,7 @@ def _lanes(summary: Summary) -> str:
     return f"through shared memory: rank {', '.join(ranks)}; the others over tcp"
 
 
-def _table() -> Table:
-    options: dict[str, Any] = {"box": None, "header_style": "dim", "pad_edge": False, "padding": (0, 2, 0, 0)}
-    return Table(**options)
+def _table(names: Iterable[str], *first: Column) -> Table:
+    """After `first`, columns of figures."""
+    figures = (Column(name, justify="right", overflow="fold", vertical="bottom") for name in names)
+    return Table(*first, *figures, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

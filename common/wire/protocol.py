@@ -204,18 +204,12 @@ def check_header(header: Message) -> None:
             _check_text("a metric's name", name)
 
 
-# ---- shared memory ------------------------------------------------------------------------------
-
-
 def segment_to_proto(address: SegmentAddress | None) -> pb.Segment | None:
     return pb.Segment(**dataclasses.asdict(address)) if address is not None else None
 
 
 def segment_from_proto(message: pb.Segment) -> SegmentAddress:
     return SegmentAddress(message.host, message.pid, message.descriptor, message.label, message.num_bytes)
-
-
-# ---- refusals ---------------------------------------------------------------------------------
 
 
 def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:

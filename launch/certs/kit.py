@@ -76,9 +76,6 @@ def show(directory: Path) -> None:
     report_console().print(table)
 
 
-# ---- the directory ------------------------------------------------------------------------------
-
-
 def _own_names() -> tuple[str, ...]:
     """How this machine is reached by itself, and its name where a certificate can hold it."""
     here = ("localhost", "127.0.0.1", "::1")
@@ -138,9 +135,6 @@ def _write(directory: Path, files: Files, replaces_all: bool) -> None:
                     path.unlink()
     except OSError as error:
         raise OutputError(f"cannot write to {directory}: {error.strerror}", fix="choose another directory") from None
-
-
-# ---- what to do with it ---------------------------------------------------------------------------
 
 
 def _say_what_is_there(directory: Path, ranks: list[str], places: list[str], renewed: bool) -> None:

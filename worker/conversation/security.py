@@ -41,9 +41,6 @@ def _is_here(address: str) -> bool:
     return False
 
 
-# ---- channels -----------------------------------------------------------------------------------
-
-
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
     """A channel to `address`, in TLS where there is a CA. Its calls show the token by `credentials.metadata`."""
     pem = credentials.pem

@@ -13,7 +13,7 @@ from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.ps.core.effects import Answer, Commit, Fact, RunEnded, Seated, StatusTaken, WorkerLeft
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
-from paramserver.ps.observe.status_log import StatusSink
+from paramserver.ps.observe.sinks import StatusSink
 from paramserver.tests.loopback.conftest import Cluster
 
 
