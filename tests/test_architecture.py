@@ -93,6 +93,7 @@ WIRE_USERS = {
     "worker/lanes/up.py",
     "common/wire/frames.py",
     "common/wire/protocol.py",
+    "common/wire/segments.py",
 }
 
 
@@ -106,6 +107,7 @@ GRPC_USERS = WIRE_USERS - {
     "worker/lanes/shared.py",
     "worker/lanes/up.py",
     "common/wire/frames.py",
+    "common/wire/segments.py",
 }
 
 

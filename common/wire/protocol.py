@@ -6,7 +6,6 @@ BAD_REQUEST refusal that names field, limit and value.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from ...proto import parameter_server_pb2 as pb
 from ..errors import ParamServerError, Reason, UnreachableError, refusal
 from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec
-from .segments import SegmentAddress
 
 SERVICE = "paramserver.v1.ParameterServer"
 # What a message may hold. Each of these numbers is far beyond real models, and bounds the time one message takes.
@@ -202,14 +200,6 @@ def check_header(header: Message) -> None:
             raise refusal(Reason.BAD_REQUEST, f"{len(header.metrics)} metrics; at most {_MAX_METRICS} are possible")
         for name in header.metrics:
             _check_text("a metric's name", name)
-
-
-def segment_to_proto(address: SegmentAddress | None) -> pb.Segment | None:
-    return pb.Segment(**dataclasses.asdict(address)) if address is not None else None
-
-
-def segment_from_proto(message: pb.Segment) -> SegmentAddress:
-    return SegmentAddress(message.host, message.pid, message.descriptor, message.label, message.num_bytes)
 
 
 def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:

@@ -17,10 +17,10 @@ import os
 import re
 import secrets
 import sys
-from dataclasses import dataclass
 
 import torch
 
+from ...proto import parameter_server_pb2 as pb
 from ..tensors.layout import as_bytes, new_body
 
 _PREFIX = "paramserver-"
@@ -31,21 +31,10 @@ class SegmentError(Exception):
     """A segment cannot be made or opened; the text says why."""
 
 
-@dataclass(frozen=True)
-class SegmentAddress:
-    """Where a segment is. `host` is the kernel's boot id: two hosts never share one."""
-
-    host: str
-    pid: int
-    descriptor: int
-    label: str
-    num_bytes: int
-
-
 class Segment:
-    """Shared memory as a body, uint8 [num_bytes]. `address` is None in memory nobody else can open."""
+    """Shared memory as a body, uint8 [num_bytes]. `address` says where; None in memory nobody else can open."""
 
-    def __init__(self, body: torch.Tensor, address: SegmentAddress | None, descriptor: int | None = None) -> None:
+    def __init__(self, body: torch.Tensor, address: pb.Segment | None, descriptor: int | None = None) -> None:
         self.body = body
         self.bytes = as_bytes(body)
         self.address = address
@@ -78,7 +67,7 @@ def new_segment(num_bytes: int) -> Segment:
             raise
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise SegmentError(f"no shared memory of {num_bytes} bytes: {error}") from None
-    address = SegmentAddress(_host(), os.getpid(), descriptor, label, num_bytes)
+    address = pb.Segment(host=_host(), pid=os.getpid(), descriptor=descriptor, label=label, num_bytes=num_bytes)
     return Segment(body, address, descriptor)
 
 
@@ -87,7 +76,7 @@ def private_segment(num_bytes: int) -> Segment:
     return Segment(new_body(num_bytes), None)
 
 
-def open_segment(address: SegmentAddress) -> Segment:
+def open_segment(address: pb.Segment) -> Segment:
     """Map a segment that another process made. Raises SegmentError for anything that is not exactly it."""
     if address.host != _host():
         raise SegmentError("the other process runs on another host")

@@ -12,8 +12,6 @@ from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, copy_of
 from ...common.wire.frames import INLINE_BYTES, Frame, body_frames, frame, message_frames
-from ...common.wire.protocol import segment_to_proto
-from ...common.wire.segments import SegmentAddress
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
@@ -143,7 +141,7 @@ class Delivery:
     async def answer(self, go: Go) -> None:
         said = go.answer
 
-        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
+        def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             answer = pb.Answer(
                 outcome=said.outcome,
                 step=said.number,
@@ -156,7 +154,7 @@ class Delivery:
                 num_workers=said.num_workers,
                 worker_index=said.worker_index,
                 training_steps=said.training_steps,
-                segment=segment_to_proto(segment),
+                segment=segment,
             )
             return pb.ServerMessage(answer=answer)
 
@@ -172,10 +170,8 @@ class Delivery:
         traffic.num_received, stream.num_sent = traffic.num_received + stream.num_sent, 0
 
     async def final(self, done: Done) -> None:
-        def header(version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage:
-            final = pb.Final(
-                version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment_to_proto(segment)
-            )
+        def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
+            final = pb.Final(version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment)
             return pb.ServerMessage(final=final)
 
         await self._send(self.lane, header, done.min_version)

@@ -23,7 +23,6 @@ from paramserver.common.wire.protocol import (
     hyperparameters_from_proto,
     layout_from_proto,
     optimizer_from_proto,
-    segment_from_proto,
 )
 from paramserver.common.wire.segments import SegmentError, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
@@ -146,7 +145,7 @@ def take(raw: bytes) -> None:
     check_header(header)
     if received.kind == "model":
         if header.HasField("segment"):
-            open_segment(segment_from_proto(header.segment))
+            open_segment(header.segment)
         layout = layout_from_proto(header.tensors)
         assert 0 <= layout.exchange_bytes <= layout.total_bytes < 2**50
         assert len(layout.fingerprint) == 64

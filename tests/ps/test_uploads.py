@@ -12,7 +12,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,11 +26,9 @@ from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import (
     layout_to_proto,
     optimizer_to_proto,
-    segment_from_proto,
-    segment_to_proto,
     struct,
 )
-from paramserver.common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
+from paramserver.common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
@@ -88,13 +85,13 @@ class Worker:
         self.task = asyncio.ensure_future(server.service.exchange(None, self.stream))
         server.calls.append(self.task)
 
-    async def join(self, offered: SegmentAddress | None = None) -> None:
+    async def join(self, offered: pb.Segment | None = None) -> None:
         spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
             fingerprint=self.layout.fingerprint,
             optimizer=optimizer_to_proto(spec),
-            segment=segment_to_proto(offered),
+            segment=offered,
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()
@@ -133,7 +130,7 @@ class Worker:
         body = new_body(answer.header.body_bytes)
         segment = None
         if answer.header.HasField("segment"):
-            segment = open_segment(segment_from_proto(answer.header.segment))
+            segment = open_segment(answer.header.segment)
         for received in self.stream.received[at:]:
             start, end = received.offset, received.offset + (received.placed or len(received.data))
             as_bytes(body)[start:end] = segment.bytes[start:end] if received.placed else received.data
@@ -817,8 +814,8 @@ async def test_a_rank_that_comes_back_without_a_segment_is_shown_without(server:
     assert torch.equal(second.weights(), torch.full((100_000,), -0.5))
 
 
-def _spoil(address: SegmentAddress, **changes: Any) -> SegmentAddress:
-    return replace(address, **changes)
+def _spoil(address: pb.Segment, **changes: Any) -> pb.Segment:
+    return pb.Segment(**{field.name: value for field, value in address.ListFields()} | changes)
 
 
 @pytest.mark.parametrize(
@@ -1037,7 +1034,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: p
 
     opened: list[weakref.ref[Segment]] = []
 
-    def open_and_note(address: SegmentAddress) -> Segment:
+    def open_and_note(address: pb.Segment) -> Segment:
         segment = open_segment(address)
         opened.append(weakref.ref(segment))
         return segment

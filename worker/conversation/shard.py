@@ -17,7 +17,6 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.frames import Frame
-from ...common.wire.protocol import segment_from_proto
 from ...common.wire.segments import SegmentError
 from ..lanes.choice import Lanes
 from ..lanes.down import Down
@@ -135,7 +134,7 @@ class Shard:
         memory = None
         if announced.HasField("segment"):
             try:
-                memory = self.lanes.lane.memory(segment_from_proto(announced.segment))
+                memory = self.lanes.lane.memory(announced.segment)
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes

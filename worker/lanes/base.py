@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from ...common.wire.frames import body_frames
-from ...common.wire.segments import SegmentAddress, SegmentError
+from ...common.wire.segments import SegmentError
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import Indices, Source
@@ -51,6 +51,6 @@ class Lane:
         for stretch in transfer.gather(source, indices):
             yield body_frames(stretch.pieces, stretch.offset)
 
-    def memory(self, address: SegmentAddress) -> memoryview:
+    def memory(self, address: pb.Segment) -> memoryview:
         """What the weights of an answer are placed in. Raises SegmentError."""
         raise SegmentError("nothing is placed on this lane")

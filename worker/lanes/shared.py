@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ...common.wire.frames import INLINE_BYTES, placed_frame
-from ...common.wire.protocol import segment_from_proto, segment_to_proto
-from ...common.wire.segments import Segment, SegmentAddress, SegmentError, new_segment, open_segment
+from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import Indices, Source
@@ -41,7 +40,7 @@ class SharedLane(Lane):
             self.reason = "the server shares no memory"
             return
         try:
-            open_segment(segment_from_proto(welcome.probe))
+            open_segment(welcome.probe)
             self._may_offer = True
         except SegmentError as error:
             self.reason = str(error)
@@ -52,9 +51,9 @@ class SharedLane(Lane):
                 self._offered = new_segment(num_bytes)
             except SegmentError as error:
                 self.reason = str(error)
-        if self._offered is None or (address := segment_to_proto(self._offered.address)) is None:
+        if self._offered is None or self._offered.address is None:
             return False
-        model.segment.CopyFrom(address)
+        model.segment.CopyFrom(self._offered.address)
         return True
 
     def decided(self, verdict: pb.SharedMemory) -> None:
@@ -70,7 +69,7 @@ class SharedLane(Lane):
         for start, end in transfer.place(source, self.segment, indices):
             yield [placed_frame(start, end - start)]
 
-    def memory(self, address: SegmentAddress) -> memoryview:
+    def memory(self, address: pb.Segment) -> memoryview:
         """When it cannot be opened, there is no more sharing."""
         segment = self._mapped.get(address.label)
         if segment is None:

@@ -9,7 +9,6 @@ from typing import ClassVar, Protocol
 
 from ....common.codecs.base import Codec
 from ....common.wire.frames import frame
-from ....common.wire.segments import SegmentAddress
 from ....proto import parameter_server_pb2 as pb
 from ...engine.engine import Engine
 from ...tensors.publication import Publication
@@ -20,7 +19,7 @@ from ..stream import Stream
 class Header(Protocol):
     """Makes the message that announces a body: its version, its size, and where it lies."""
 
-    def __call__(self, version: int, num_bytes: int, segment: SegmentAddress | None) -> pb.ServerMessage: ...
+    def __call__(self, version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage: ...
 
 
 class Lane:

@@ -8,7 +8,6 @@ from ....common.codecs.base import Codec
 from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Layout
 from ....common.wire.frames import body_frames, frame
-from ....common.wire.protocol import segment_from_proto, segment_to_proto
 from ....common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ....proto import parameter_server_pb2 as pb
 from ...tensors.publication import Publication
@@ -31,7 +30,7 @@ class Probe:
 
     @property
     def shown(self) -> pb.Segment | None:
-        return segment_to_proto(self._segment.address if self._segment is not None else None)
+        return self._segment.address if self._segment is not None else None
 
     async def open(self, known: Lane, layout: Layout, offered: pb.Segment) -> Lane:
         """The lane of a worker that offers a segment; `known` where it cannot be opened. The worker is told."""
@@ -42,7 +41,7 @@ class Probe:
             if offered.num_bytes < layout.exchange_bytes:
                 raise SegmentError(f"{offered.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
             lane = SharedLane(known.engine, known.stream)
-            lane.segment = open_segment(segment_from_proto(offered))
+            lane.segment = open_segment(offered)
         except SegmentError as error:
             verdict, lane = pb.SharedMemory(accepted=False, reason=str(error)), known
             log.info("not_shared", rank=known.stream.rank, reason=verdict.reason)
