@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Annotated, NamedTuple
 
@@ -94,7 +94,7 @@ class Entry(NamedTuple):
         return body[self.offset : self.end].view(DTYPES[self.spec.dtype]).view(self.spec.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatRun:
     """Consecutive entries of one kind and dtype, as one flat tensor of `num_elements`."""
 
@@ -136,29 +136,14 @@ def joined(entries: Iterable[Entry]) -> list[FlatRun]:
     return runs
 
 
-class Views:
-    """Views of flat runs in bodies. Small models keep them: making one takes as long as adding 10,000 floats.
+# As `FlatRun.view`.
+View = Callable[[FlatRun, torch.Tensor], torch.Tensor]
 
-    Kept views keep their bodies, so bodies must be few and used again.
-    """
 
-    _MAX_KEPT = 256
-
-    def __init__(self, keep: bool) -> None:
-        self._keep = keep
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, FlatRun, torch.Tensor]] = {}
-
-    def of(self, run: FlatRun, body: torch.Tensor) -> torch.Tensor:
-        """As `run.view(body)`."""
-        if not self._keep:
-            return run.view(body)
-        key = (id(run), id(body))
-        kept = self._kept.get(key)
-        if kept is None:
-            if len(self._kept) >= self._MAX_KEPT:
-                self._kept.clear()
-            kept = self._kept[key] = (run.view(body), run, body)  # whose ids cannot be given to others then
-        return kept[0]
+def kept_views() -> View:
+    """For small models, where making a view takes as long as adding 10,000 floats. Kept views keep their bodies, so
+    bodies must be few and used again."""
+    return lru_cache(256)(FlatRun.view)
 
 
 class Layout:

@@ -67,13 +67,12 @@ class Loaded(NamedTuple):
         return self.files.get(OPTIMIZER, {})
 
 
-def write(directory: str | Path, manifest: Manifest, files: Files) -> Written:
+def write(directory: Path, manifest: Manifest, files: Files) -> Written:
     """Write one snapshot; when this returns it is on the disk, and a crash at any moment before leaves none.
 
     Raises CheckpointError when there is no space, no permission, or another process writes there;
     older snapshots stay as they were.
     """
-    directory = Path(directory)
     final = directory / snapshot_name(manifest.version, manifest.server_incarnation)
     with writing_to(directory):
         try:
@@ -107,10 +106,9 @@ def _hash_line(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def load(path: str | Path, is_verified: bool = False) -> Loaded:
+def load(path: Path, is_verified: bool = False) -> Loaded:
     """One snapshot, every byte of it verified, unless that was done a moment ago. Raises CheckpointError with what is
     wrong with it."""
-    path = Path(path)
     try:
         manifest = _load_manifest(path)
         for name, entry in manifest.files.items():

@@ -1,14 +1,13 @@
 """Snapshots as directories: their names and order, written whole or not at all, the oldest removed.
 
     DIR/snapshot-000000001200-3/      version 1200, written by the third server process of the run
-    DIR/.writing-<pid>-<random>/      not whole yet; DIR/.removing-... no longer
+    DIR/.writing-snapshot-.../        not whole yet; DIR/.removing-... no longer
     DIR/.lock                         held while one process writes or removes there
     DIR/begun                         all shards have had a snapshot: before that no worker is let in
 
-A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is
-killed leaves a `.writing-` directory. The kernel frees a lock with its process, so whoever holds the
-lock knows that such leftovers are nobody's and removes them: unlike a process id, which is 1 for
-every server in a container, a lock cannot be mistaken for somebody else's.
+A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is killed leaves a
+`.writing-` directory. The kernel frees a lock with its process, so whoever holds the lock knows that such leftovers
+are nobody's, and removes them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ from ...common.errors import CheckpointError
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"snapshot-([0-9]{12,20})-([0-9]{1,20})(\.old)?")
-_LEFTOVERS = (".writing-", ".removing-")
+_WRITING, _REMOVING = ".writing-", ".removing-"
 _BEGUN = "begun"
 
 
@@ -36,14 +34,12 @@ def snapshot_name(version: int, server_incarnation: int) -> str:
     return f"snapshot-{version:012d}-{server_incarnation}"
 
 
-def candidates(place: str | Path) -> list[Path]:
+def candidates(place: Path) -> list[Path]:
     """The snapshots at `place`, one of them or a directory of them, newest first; none where there is nothing.
 
-    Newest is the highest server incarnation, then the highest version. A server that went on from version
-    900 because 1000 was damaged writes 950 later than the other 1000 was written: what it makes continues
-    the run, and the lost 1000 does not. Clocks play no part. Raises CheckpointError where it may not look.
+    Newest is the highest server incarnation, then the highest version (`SnapshotName`); clocks play no part. Raises
+    CheckpointError where it may not look.
     """
-    place = Path(place)
     try:
         if _NAME.fullmatch(place.name) or (place / MANIFEST).exists():
             return [place] if place.is_dir() else []
@@ -55,8 +51,8 @@ def candidates(place: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: (age_of(path), path.suffix != ".old"), reverse=True)
 
 
-def next_incarnation(directory: str | Path) -> int:
-    """One more than of any snapshot in `directory`, damaged ones included: what its writer has to be called."""
+def next_incarnation(directory: Path) -> int:
+    """One more than of any snapshot in `directory`, damaged ones included."""
     return 1 + max((age_of(path)[0] for path in candidates(directory)), default=0)
 
 
@@ -66,11 +62,10 @@ def age_of(path: Path) -> tuple[int, int]:
     return (int(name[2]), int(name[1])) if name else (0, 0)
 
 
-def prepare(directory: str | Path) -> None:
+def prepare(directory: Path) -> None:
     """Make `directory` where it is missing, and see now that snapshots can be written there. CheckpointError."""
-    directory = Path(directory)
     with writing_to(directory):
-        probe = directory / f"{_LEFTOVERS[0]}{os.getpid()}-{secrets.token_hex(4)}"
+        probe = directory / f"{_WRITING}probe"
         probe.mkdir()
         probe.rmdir()
 
@@ -88,14 +83,13 @@ def has_begun(directory: Path) -> bool:
     return (directory / _BEGUN).exists()
 
 
-def prune(directory: str | Path, keep: int, least_common: int | None = None) -> list[Path]:
+def prune(directory: Path, keep: int, least_common: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` snapshots and those of version `least_common`, the newest on all shards of the
     run (None: there are no others); returns those removed. CheckpointError when that fails.
 
     An attempt at a snapshot begins when that of all shards before it has ended. So of what is newer than the newest
     common one, only the newest can still become common, and the others are of no use to anybody.
     """
-    directory = Path(directory)
     with writing_to(directory):
         old = [path for path in candidates(directory)[keep:] if age_of(path)[1] != least_common]
         for path in old:
@@ -143,39 +137,34 @@ def new_snapshot(final: Path) -> Iterator[Path]:
 
     Call with the lock held. A snapshot of that name that is there already is replaced.
     """
-    folder = final.parent / f"{_LEFTOVERS[0]}{os.getpid()}-{secrets.token_hex(4)}"
+    folder = final.with_name(_WRITING + final.name)
     folder.mkdir()
     try:
         yield folder
         sync(folder)
-        _publish(folder, final)
+        # No directory can be renamed over another one. Until the new one is there the old one can be found as .old.
+        old = final.with_name(final.name + ".old")
+        if final.exists():
+            final.rename(old)
+        folder.rename(final)
+        sync(final.parent)
+        if old.exists():
+            _remove(old)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _publish(folder: Path, final: Path) -> None:
-    # No directory can be renamed over another one. Until the new one is there the old one can be found as .old.
-    old = final.with_name(final.name + ".old")
-    if final.exists():
-        final.rename(old)
-    folder.rename(final)
-    sync(final.parent)
-    if old.exists():
-        _remove(old)
-
-
 def _remove(path: Path) -> None:
     """At once for all who look for snapshots, then for good."""
-    if not path.name.startswith(_LEFTOVERS):
-        path = path.rename(path.with_name(f"{_LEFTOVERS[1]}{secrets.token_hex(4)}"))
-    shutil.rmtree(path)
+    shutil.rmtree(path.rename(path.with_name(_REMOVING + path.name)))
 
 
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir():
-        is_replaced = path.suffix == ".old" and _NAME.fullmatch(path.name) and path.with_suffix("").exists()
-        if path.name.startswith(_LEFTOVERS) or is_replaced:
+        if path.name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(path)
+        elif path.suffix == ".old" and _NAME.fullmatch(path.name) and path.with_suffix("").exists():
             _remove(path)
 
 

@@ -15,7 +15,7 @@ import torch
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
-from ..tensors.flat_optimizer import OptimizerState
+from ..tensors.flat_optimizer import GroupState, OptimizerState
 from ..tensors.store import Store
 from .checkpoint import Loaded
 from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Files, Manifest, Tensors, members_of, state_keys
@@ -72,20 +72,20 @@ def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | No
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **facts: Any) -> Manifest:
     """The manifest of a snapshot; `facts` are its other fields: run, server_incarnation, mode, policy, steps (which
     count contributions), num_joins, training, seed, share, paramserver_version."""
-    state = captured.optimizer
+    groups = captured.optimizer.groups if captured.optimizer is not None else []
     return Manifest(
         version=captured.version,
         tensors=layout.specs,
         optimizer=optimizer,
-        hyperparameters=tuple(state.hyperparameters) if state is not None else None,
-        scalars=tuple(sorted({key for group in state.scalars for key in group})) if state is not None else (),
+        hyperparameters=tuple(group.hyperparameters for group in groups) or None,
+        scalars=tuple(sorted({key for group in groups for key in group.scalars})),
         **facts,
     )
 
 
 def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerState) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for members, keys, scalars in zip(members_of(layout, optimizer), state.keys, state.scalars, strict=True):
+    for members, (_, keys, scalars) in zip(members_of(layout, optimizer), state.groups, strict=True):
         for entry in members:
             found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
             found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
@@ -129,12 +129,13 @@ def _fill(layout: Layout, body: torch.Tensor, tensors: Tensors) -> None:
 def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
     """The optimizer's state as bodies again."""
     scalars, tensors = set(loaded.manifest.scalars), loaded.state
-    state = OptimizerState([dict(values) for values in loaded.manifest.hyperparameters or ()])
-    for members in members_of(loaded.layout, spec):
-        keys = set(state_keys(members, tensors))
-        state.keys.append(keys - scalars)
-        state.scalars.append({key: tensors[f"{key}/{members[0].spec.name}"] for key in keys & scalars})
-        for key in keys - scalars:
+    state = OptimizerState()
+    groups = zip(members_of(loaded.layout, spec), loaded.manifest.hyperparameters or (), strict=True)
+    for members, hyperparameters in groups:
+        found = set(state_keys(members, tensors))
+        values = {key: tensors[f"{key}/{members[0].spec.name}"] for key in found & scalars}
+        state.groups.append(GroupState(dict(hyperparameters), found - scalars, values))
+        for key in found - scalars:
             for entry in members:
                 entry.view(state.body(key, loaded.layout)).copy_(tensors[f"{key}/{entry.spec.name}"])
     return state

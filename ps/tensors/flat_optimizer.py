@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ...common.errors import ParamServerError
-from ...common.tensors.layout import FlatRun, Layout, Views, joined
+from ...common.tensors.layout import FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
     Hyperparameters,
     OptimizerSpec,
@@ -27,19 +28,21 @@ from ...common.tensors.optimizers import (
 from .windows import Window
 
 
+class GroupState(NamedTuple):
+    """Of one parameter group. `keys` say of which state it has a value for each element (exp_avg); state with one value
+    per parameter (step) is the same for all of a group, since they are stepped together: `scalars`, 0-dim."""
+
+    hyperparameters: Hyperparameters
+    keys: set[str]
+    scalars: dict[str, torch.Tensor]
+
+
 @dataclass
 class OptimizerState:
-    """What an optimizer remembers, independent of windows.
+    """What an optimizer remembers, independent of windows. Elementwise state lies in `bodies` by key, uint8
+    [layout.parameter_bytes], where the weights have their element."""
 
-    `hyperparameters`, `keys` and `scalars` have one item per parameter group. State that has a value for each
-    element (exp_avg) lies in `bodies` by key, uint8 [layout.parameter_bytes], where the weights have their
-    element; `keys` says for which of them a group has any. State with one value per parameter (step) is the
-    same for all of a group, since they are stepped together: `scalars`, 0-dim.
-    """
-
-    hyperparameters: list[Hyperparameters] = field(default_factory=list)
-    keys: list[set[str]] = field(default_factory=list)
-    scalars: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    groups: list[GroupState] = field(default_factory=list)
     bodies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def body(self, key: str, layout: Layout) -> torch.Tensor:
@@ -49,8 +52,7 @@ class OptimizerState:
         return self.bodies[key]
 
 
-@dataclass
-class _Flat:
+class _Flat(NamedTuple):
     """Part of a run that one parameter group holds, as a parameter of the optimizer."""
 
     run: FlatRun
@@ -98,7 +100,7 @@ class FlatOptimizer:
             for flat in flats:
                 flat.parameter.data = flat.run.view(weights)
 
-    def step(self, index: int, gradient: torch.Tensor, views: Views) -> None:
+    def step(self, index: int, gradient: torch.Tensor, view: View) -> None:
         """One step of window `index` along `gradient`, uint8 [exchange_bytes]."""
         window = self._windows[index]
         if len(self._windows) > 1:
@@ -106,7 +108,7 @@ class FlatOptimizer:
                 group["params"] = [flat.parameter for flat in flats]
         for flats in window:
             for flat in flats:
-                flat.parameter.grad = views.of(flat.run, gradient)
+                flat.parameter.grad = view(flat.run, gradient)
         self._step(self.torch)
         for flats in window:
             for flat in flats:
@@ -115,29 +117,26 @@ class FlatOptimizer:
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
         """A copy of what is remembered, in the memory of an earlier copy when one is given."""
         state = OptimizerState(bodies=into.bodies if into is not None else {})
-        for index, group in enumerate(self.torch.param_groups):
-            keys: set[str] = set()
-            scalars: dict[str, torch.Tensor] = {}
+        for index, torch_group in enumerate(self.torch.param_groups):
+            group = GroupState(current_hyperparameters(torch_group), set(), {})
+            state.groups.append(group)
             for flat in self._flats_of(index):
                 for key, value in self.torch.state.get(flat.parameter, {}).items():
                     if value is None:
                         continue
                     if value.dim() == 0:
-                        scalars[key] = scalars[key] if key in scalars else value.clone()
+                        group.scalars.setdefault(key, value.clone())
                         continue
                     if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
                         raise ParamServerError(f"{type(self.torch).__name__} keeps {key} in a form unlike its weights")
-                    keys.add(key)
+                    group.keys.add(key)
                     flat.run.view(state.body(key, self._layout)).copy_(value)
-            state.keys.append(keys)
-            state.scalars.append(scalars)
-            state.hyperparameters.append(current_hyperparameters(group))
         return state
 
     def set_state(self, state: OptimizerState) -> None:
         """Go on from `state`, of an optimizer of the same groups; its memory is this optimizer's from now on."""
-        self.set_hyperparameters(state.hyperparameters)
-        for index, (keys, scalars) in enumerate(zip(state.keys, state.scalars, strict=True)):
+        self.set_hyperparameters([group.hyperparameters for group in state.groups])
+        for index, (_, keys, scalars) in enumerate(state.groups):
             if not keys and not scalars:
                 continue  # taken before the first step: what the constructor made is right
             for flat in self._flats_of(index):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...common.tensors.layout import Kind, Views
+from ...common.tensors.layout import Kind, View
 from ..core.judgement import SOUND, Judgement, Limits, decide
 from .windows import Window
 
@@ -36,12 +36,12 @@ class Sanity:
     `is_part`: of a gradient whose norm no shard sees, about which `judge_whole` decides."""
 
     def __init__(
-        self, limits: Limits, windows: list[Window], views: Views, is_gradient: bool, is_part: bool = False
+        self, limits: Limits, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False
     ) -> None:
         self.limits = limits
         self._is_part = is_part
         self._windows = windows
-        self._views = views
+        self._view = view
         self._is_gradient = is_gradient
 
     # ---- measuring ------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Sanity:
         for piece in window.pieces:
             if not piece.is_float:
                 continue
-            values = self._views.of(piece, body)
+            values = self._view(piece, body)
             is_measured = self.limits.max_norm is not None and piece.kind is Kind.PARAMETER
             norm = _norm(values) if is_measured else values.sum().item()
             if not math.isfinite(norm):
@@ -116,7 +116,7 @@ class Sanity:
             for piece in window.pieces:
                 if not piece.is_float:
                     continue
-                values = self._views.of(piece, body)
+                values = self._view(piece, body)
                 if piece.kind is Kind.PARAMETER and self._is_gradient:
                     torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
                 else:
@@ -129,7 +129,7 @@ class Sanity:
             for piece in window.pieces:
                 if piece.kind is Kind.PARAMETER:
                     for one in factors:
-                        self._views.of(piece, body).mul_(one)
+                        self._view(piece, body).mul_(one)
 
 
 def _norm(values: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ...common.tensors.layout import Kind, Layout, Views
+from ...common.tensors.layout import FlatRun, Kind, Layout, View, kept_views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ..core.judgement import Limits
 from .aggregation.base import Aggregator, Buffers
@@ -53,10 +53,10 @@ class Store:
         self.weights = weights
         self.version = 0
         self.windows = windows_of(layout)
-        self._views = Views(keep=layout.exchange_bytes <= INLINE_BYTES)
+        self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
-        self.aggregator = aggregation(self.windows, self._views, buffers, trim)
-        self.sanity = Sanity(limits or Limits(), self.windows, self._views, optimizer is not None, is_part)
+        self.aggregator = aggregation(self.windows, self._view, buffers, trim)
+        self.sanity = Sanity(limits or Limits(), self.windows, self._view, optimizer is not None, is_part)
         self._polyak = polyak
         self.averaged = weights.clone() if polyak is not None else None
         self.optimizer: FlatOptimizer | None = None
@@ -116,8 +116,8 @@ class Store:
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
         if self.optimizer is not None:
-            self.optimizer.step(index, mean, self._views)
-        view = self._views.of
+            self.optimizer.step(index, mean, self._view)
+        view = self._view
         for piece in self.windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER
             if is_buffer and self._buffers != "keep":

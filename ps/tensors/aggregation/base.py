@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ....common.tensors.layout import FlatRun, Kind, Views
+from ....common.tensors.layout import FlatRun, Kind, View
 from ..windows import Window
 
 Buffers = Literal["average", "lowest_rank", "keep"]
@@ -37,10 +37,10 @@ class Aggregator:
     window are right once the window is complete. `lowest_rank` is the lowest that was folded.
     """
 
-    def __init__(self, windows: list[Window], views: Views, buffers: Buffers, trim: int) -> None:
+    def __init__(self, windows: list[Window], view: View, buffers: Buffers, trim: int) -> None:
         self.trim = trim
         self._windows = windows
-        self._views = views
+        self._view = view
         self._buffers = buffers
         self._reset()
 
@@ -97,8 +97,8 @@ class Aggregator:
         One pass, and equal values give exactly themselves. Integers are of the lowest rank.
         """
         assert self.result is not None
-        of = self._views.of
+        view = self._view
         if piece.is_float and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
-            of(piece, self.result).lerp_(of(piece, part.body), part.share)
+            view(piece, self.result).lerp_(view(piece, part.body), part.share)
         elif part.is_lowest:
-            of(piece, self.result).copy_(of(piece, part.body))
+            view(piece, self.result).copy_(view(piece, part.body))

@@ -39,7 +39,7 @@ class OrderAggregator(Aggregator):
                     self._blend(piece, part)
 
     def _order(self, piece: FlatRun) -> None:
-        values = [self._views.of(piece, body) for body in self.bodies]
+        values = [self._view(piece, body) for body in self.bodies]
         count = len(values)
         if count == 1:
             return

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, Views
+from paramserver.common.tensors.layout import DTYPES, FlatRun, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.aggregation import order
@@ -69,7 +69,7 @@ def aggregate(name: str, bodies: list[torch.Tensor], trim: int = 1, layout: Layo
 
 
 def make(name: str, trim: int = 1, layout: Layout = LAYOUT, buffers: Any = "average") -> Aggregator:
-    made: Aggregator = AGGREGATIONS.load(name)(windows_of(layout), Views(keep=False), buffers, trim)
+    made: Aggregator = AGGREGATIONS.load(name)(windows_of(layout), FlatRun.view, buffers, trim)
     return made
 
 
