@@ -89,9 +89,6 @@ class _Forgetful:
     rollback = commit
 
 
-# ---- whole bodies: parameters and buffers ----------------------------------------------------------------------------
-
-
 def body_bytes(codec: Codec, layout: Layout) -> int:
     """Size of every body that is exchanged in this codec."""
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes

@@ -158,7 +158,8 @@ def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparamete
         is_changed = known is not None and not isinstance(value, (float, list)) and value != expected
         if is_changed or (key in accepted and expected is not None and _kind_of(expected) != _kind_of(value)):
             raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {key} is {value!r}, it was {expected!r}")
-        if any(abs(number) > _MAX_NUMBER for number in _numbers_in(value)):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, (int, float)) and abs(item) > _MAX_NUMBER for item in items):
             message = f"optimizer {name}: {key} is {value!r}; at most {_MAX_NUMBER:g} is possible"
             raise refusal(Reason.BAD_REQUEST, message)
     # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
@@ -175,11 +176,6 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_kind_of(item) for item in value]
     return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
-
-
-def _numbers_in(value: Any) -> list[float]:
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
 
 
 def build_optimizer(

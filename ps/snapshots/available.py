@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ...common.config.schema import Config
@@ -39,17 +40,37 @@ def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
 
 @dataclass
 class _Moment:
-    """What lies here of one moment of a run, which had `num_shards` shards."""
+    """What lies in `place` of one moment of a run, which had `num_shards` shards."""
 
+    place: Path
     num_shards: int
     age: tuple[int, int]  # server incarnation, version
     paths: dict[int, Path]  # the snapshots to read, by shard; of a run divided as this one, its own alone
     missing: tuple[int, ...] = ()  # shards whose snapshot is needed and not here
-    entry: Entry | None = None  # once it was looked at
 
     @property
     def path(self) -> Path:
         return next(iter(self.paths.values()))
+
+    @cached_property
+    def entry(self) -> Entry:
+        """Read all of it, once: is it whole?"""
+        name, problem = SnapshotName(*self.age, ""), ""
+        try:
+            manifests = [load(path).manifest for path in self.paths.values()]
+            names = {SnapshotName(one.server_incarnation, one.version, one.run) for one in manifests}
+            name = min(names)
+            if len(names) > 1:
+                problem = f"its parts are of different runs, {' and '.join(sorted(one.run for one in names))}"
+            elif self.missing:
+                of = ", ".join(map(str, self.missing))
+                problem = f"the part of shard {of} of {self.num_shards} is not in {self.place}"
+        except CheckpointError as error:
+            problem = error.message
+        if problem:
+            log.warning("snapshot_skipped", path=str(self.path), reason=problem)
+        may_have_trained = name.version > 0 or any(has_begun(path.parent) for path in self.paths.values())
+        return Entry(name, problem, may_have_trained)
 
 
 class Available:
@@ -73,63 +94,41 @@ class Available:
             )
 
     def _look(self, place: Path) -> list[_Moment]:
-        own = _shard_dir(place, self._shard, self._num_shards)
-        found = [_Moment(self._num_shards, age_of(path), {self._shard: path}) for path in candidates(own)]
-        for num_shards in _other_numbers(place, self._num_shards):
+        here = self._num_shards
+        own = candidates(_shard_dir(place, self._shard, here))
+        found = [_Moment(place, here, age_of(path), {self._shard: path}) for path in own]
+        for num_shards in _other_numbers(place, here):
             parts = [_by_age(_shard_dir(place, shard, num_shards)) for shard in range(num_shards)]
             for age in set().union(*parts):
                 paths = {shard: of[age] for shard, of in enumerate(parts) if age in of}
                 missing = tuple(shard for shard in range(num_shards) if shard not in paths)
-                found.append(_Moment(num_shards, age, paths, missing))
+                found.append(_Moment(place, num_shards, age, paths, missing))
         return sorted(found, key=lambda moment: moment.age, reverse=True)  # of two of one age, this division's first
-
-    def _entry(self, moment: _Moment) -> Entry:
-        """Read all of it, once: is it whole?"""
-        if moment.entry is None:
-            name, problem = SnapshotName(*moment.age, ""), ""
-            try:
-                manifests = [load(path).manifest for path in moment.paths.values()]
-                names = {SnapshotName(one.server_incarnation, one.version, one.run) for one in manifests}
-                name = min(names)
-                if len(names) > 1:
-                    problem = f"its parts are of different runs, {' and '.join(sorted(one.run for one in names))}"
-                elif moment.missing:
-                    of = ", ".join(map(str, moment.missing))
-                    problem = f"the part of shard {of} of {moment.num_shards} is not in {self._place}"
-            except CheckpointError as error:
-                problem = error.message
-            if problem:
-                log.warning("snapshot_skipped", path=str(moment.path), reason=problem)
-            may_have_trained = name.version > 0 or any(has_begun(path.parent) for path in moment.paths.values())
-            moment.entry = Entry(name, problem, may_have_trained)
-        return moment.entry
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All that is here, whole or not, newest first."""
-        return tuple(self._entry(moment) for moment in self._moments)
+        return tuple(moment.entry for moment in self._moments)
 
     def newest(self) -> SnapshotName | None:
         """The newest whole one, for a server of one process; None where there is none at all. Raises CheckpointError
         where there are some and none is whole. Older ones are not read."""
         for moment in self._moments:
-            entry = self._entry(moment)
-            if entry.is_whole:
-                return entry.name
+            if moment.entry.is_whole:
+                return moment.entry.name
         if not self._moments:
             return None
         raise CheckpointError(
-            f"no snapshot in {self._place} can be used: "
-            + "; ".join(moment.entry.problem for moment in self._moments if moment.entry is not None),
+            f"no snapshot in {self._place} can be used: " + "; ".join(entry.problem for entry in self.entries),
             fix="put back a copy of one, or begin anew with checkpoint.resume=never",
         )
 
     def load(self, name: SnapshotName) -> Loaded:
         """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
         them is gone: let go of it once the store has been restored."""
-        moment = next(one for one in self._moments if self._entry(one).is_whole and self._entry(one).name == name)
+        moment = next(one for one in self._moments if one.entry.is_whole and one.entry.name == name)
         newer = [one for one in self._moments if one.age > moment.age]
-        self.skipped = [one.path for one in newer if one.entry is not None and not one.entry.is_whole]
+        self.skipped = [one.path for one in newer if not one.entry.is_whole]
         if moment.num_shards == self._num_shards:
             return load(moment.path, is_verified=True)
         log.warning("resharded", path=str(moment.path.parent), shards=moment.num_shards, now=self._num_shards)

@@ -97,9 +97,6 @@ def prune(directory: Path, keep: int, least_common: int | None = None) -> list[P
     return old
 
 
-# ---- for the writer of a snapshot ----------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
     """Hold the lock of `directory`, without its leftovers. What goes wrong inside becomes a CheckpointError."""

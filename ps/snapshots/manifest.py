@@ -77,9 +77,6 @@ class Manifest(_Strict):
     files: dict[FileName, FileEntry] = Field(default_factory=dict)
 
 
-# ---- reading ---------------------------------------------------------------------------------------
-
-
 def read_manifest(text: bytes) -> Manifest:
     """Raises CheckpointError that names the first thing wrong."""
     try:

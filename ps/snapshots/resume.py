@@ -78,6 +78,5 @@ def new_incarnation(config: Config, least: int) -> int:
 def after_going_back(config: Config, has_written: bool) -> Config:
     """The configuration of a server that goes back in its process: what it wrote itself is what it goes on from,
     also where it was told to begin anew or to go on from elsewhere."""
-    if not has_written:
-        return config
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": None})})
+    checkpoint = config.checkpoint.model_copy(update={"resume": None})
+    return config.model_copy(update={"checkpoint": checkpoint}) if has_written else config

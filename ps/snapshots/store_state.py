@@ -50,9 +50,6 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
     return Captured(store.version, copies, optimizer)
 
 
-# ---- to files ----------------------------------------------------------------------------------
-
-
 def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
     """The tensors of each file of a snapshot, by name; they share `captured`'s memory, but for aliases."""
     files: dict[FileName, Tensors] = {}
@@ -90,9 +87,6 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
             found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
             found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
     return found
-
-
-# ---- and back ------------------------------------------------------------------------------------
 
 
 def restore(store: Store, loaded: Loaded) -> None:

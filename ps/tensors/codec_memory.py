@@ -21,8 +21,6 @@ class CodecMemory:
         self._encoder: Coder | None = None
         self._num_answers = 0  # encoded since START
 
-    # ---- contributions --------------------------------------------------------------------
-
     def take(self, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> None:
         """A contribution, uint8 [body_bytes], into `body`, uint8 [exchange_bytes]; what was begun before and is not
         settled has never been. Raises BAD_REQUEST for what the codec cannot decode."""
@@ -35,8 +33,6 @@ class CodecMemory:
         """What was taken last is folded, or will never be."""
         for decoder in self._decoders.values():
             decoder.commit() if is_folded else decoder.rollback()
-
-    # ---- answers --------------------------------------------------------------------------
 
     def encode(self, codec: Codec, body: torch.Tensor) -> torch.Tensor:
         """Weights, uint8 [>= exchange_bytes], as they are sent, uint8 [body_bytes]. Who asks for them on the stream on

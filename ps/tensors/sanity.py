@@ -44,8 +44,6 @@ class Sanity:
         self._view = view
         self._is_gradient = is_gradient
 
-    # ---- measuring ------------------------------------------------------------------------
-
     def look(self, body: torch.Tensor, windows: slice, findings: Findings) -> None:
         """Add what some windows of a body hold. After the first NaN or Inf nothing else is looked at."""
         for index in range(*windows.indices(len(self._windows))):
@@ -75,8 +73,6 @@ class Sanity:
             if is_measured:
                 norms.append(norm)
         return math.hypot(*norms)
-
-    # ---- deciding -------------------------------------------------------------------------
 
     def examine(self, body: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """`look` at the whole of a body, and `judge` it."""

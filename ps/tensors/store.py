@@ -63,8 +63,6 @@ class Store:
         if optimizer is not None:
             self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows)
 
-    # ---- contributions ------------------------------------------------------------------
-
     def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool = False) -> list[torch.Tensor]:
         """Add a contribution to the round's; returns bodies that may be reused at once.
 
@@ -134,8 +132,6 @@ class Store:
                     average.copy_(view(piece, weights))
                 else:
                     average.lerp_(view(piece, weights), 1 - self._polyak)
-
-    # ---- reading --------------------------------------------------------------------------
 
     def body(self, averaged: bool = False) -> torch.Tensor:
         """The weights, or their Polyak average if one is kept; uint8 [layout.total_bytes]."""

@@ -24,9 +24,6 @@ INLINE_BYTES = 256 << 10
 class TensorsBroken(ParamServerError):
     """Earlier tensor work failed half way: what the tensors hold is no version, and nothing more is done with them."""
 
-    def __init__(self) -> None:
-        super().__init__("earlier work on the weights failed half way: they are in no known state")
-
 
 class TensorThread:
     """`submit` work and `then` callbacks run in the order they were given.
@@ -74,7 +71,7 @@ class TensorThread:
     def _carry_out(self, work: Callable[[], Result], changes_weights: bool) -> tuple[Result | None, Exception | None]:
         """On the thread: at the moment of a failure, nothing later may run."""
         if self.is_broken:
-            return None, TensorsBroken()
+            return None, TensorsBroken("earlier work on the weights failed half way: they are in no known state")
         try:
             return work(), None
         except Exception as error:
