@@ -1,0 +1,199 @@
+"""Damaged and forged snapshots: noticed, named, and the one before is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import CheckpointError
+from paramserver.ps.snapshots.available import Available
+from paramserver.ps.snapshots.checkpoint import load
+from paramserver.ps.snapshots.files import candidates, prepare
+from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS
+from paramserver.tests.ps.snapshots.making import files_of, load_newest, snapshot
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def become_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def become_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink, become_directory, become_fifo])
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, "manifest.json", "manifest.json.sha256"])
+def test_damage_of_any_file_is_noticed_and_the_previous_one_used(
+    tmp_path: Path, file: str, harm: Callable[[Path], object]
+) -> None:
+    snapshot(tmp_path, 1)
+    path = snapshot(tmp_path, 2)
+    harm(path / file)
+    available = Available(Config(checkpoint={"dir": str(tmp_path)}))
+    found = available.load(available.newest())
+    assert found.manifest.version == 1 and available.skipped == [path]
+    newest, older = available.entries
+    assert newest.name.version == 2 and ("manifest.json" in newest.problem or file in newest.problem)
+    assert older.is_whole
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        load_newest(path)
+
+
+def test_none_left_names_each_and_why(tmp_path: Path) -> None:
+    paths = [snapshot(tmp_path, version) for version in (1, 2)]
+    truncate(paths[0] / WEIGHTS)
+    (paths[1] / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load_newest(tmp_path)
+    assert caught.value.exit_code == 14 and caught.value.fix
+    size = (paths[0] / WEIGHTS).stat().st_size
+    assert f"{paths[0]}: {WEIGHTS} has {size} bytes, {size + 1} were written" in caught.value.message
+    assert f"{paths[1]}: it has no manifest.json" in caught.value.message
+
+
+def test_a_place_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for use in (load_newest, candidates, prepare):
+        with pytest.raises(CheckpointError):
+            use(tmp_path / "file")
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, with a hash that is right."""
+    document = json.loads((path / "manifest.json").read_text())
+    change(document)
+    put_manifest(path, json.dumps(document).encode())
+
+
+def put_manifest(path: Path, text: bytes) -> None:
+    (path / "manifest.json").write_bytes(text)
+    (path / "manifest.json.sha256").write_text(hashlib.sha256(text).hexdigest() + "  manifest.json\n")
+
+
+def forge_file(path: Path, file: str, tensors: dict[str, torch.Tensor] | bytes) -> None:
+    if isinstance(tensors, bytes):
+        (path / file).write_bytes(tensors)
+    else:
+        save_file(tensors, path / file)
+    content = (path / file).read_bytes()
+    entry = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    forge(path, lambda m: m["files"].update({file: entry}))
+
+
+def group(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda m: m["optimizer"]["groups"][0]["hyperparameters"].update(values)
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "version of text": (lambda m: m.update(version="7"), "version: Input should be a valid integer"),
+    "negative version": (lambda m: m.update(version=-1), "version"),
+    "huge version": (lambda m: m.update(version=2**70), "version"),
+    "nothing in it": (lambda m: m.clear(), "Field required"),
+    "unknown key": (lambda m: m.update(more=1), "more: Extra inputs"),
+    "steps of no rank": (lambda m: m["steps"].update(x=1), r"steps\.x"),
+    "policy a list": (lambda m: m.update(policy=[]), "policy"),
+    "other format": (lambda m: m.update(format=2), "format 2, this version of paramserver reads format 1"),
+    "path out of the directory": (lambda m: m["files"].update({"../../etc/passwd": m["files"][WEIGHTS]}), "files"),
+    "no weights": (lambda m: m["files"].pop(WEIGHTS), "has no weights.safetensors"),
+    "no optimizer": (lambda m: m.update(optimizer=None), "no optimizer"),
+    "hash of text": (lambda m: m["files"][WEIGHTS].update(sha256="../x"), "sha256"),
+    "negative size": (lambda m: m["files"][WEIGHTS].update(num_bytes=-5), "num_bytes"),
+    "unknown dtype": (lambda m: m["tensors"][0].update(dtype="complex64"), "complex64"),
+    "other dtype": (lambda m: m["tensors"][0].update(dtype="float64"), "'w' is torch.float32"),
+    "unknown kind": (lambda m: m["tensors"][0].update(kind="OTHER"), "kind"),
+    "other shape": (lambda m: m["tensors"][0].update(shape=[2, 3]), r"\[3, 2\], the manifest says .* \[2, 3\]"),
+    "impossible shape": (lambda m: m["tensors"][0].update(shape=[2**62, 2**62]), "impossible shape"),
+    "negative shape": (lambda m: m["tensors"][0].update(shape=[-3, -2]), "impossible shape"),
+    "shape of floats": (lambda m: m["tensors"][0].update(shape=[3.5]), "shape"),
+    "missing tensor": (lambda m: m["tensors"].pop(), "has a tensor 'count' that the manifest does not know"),
+    "extra tensor": (lambda m: m["tensors"].append({**m["tensors"][0], "name": "x/../y", "aliases": []}), "no tensor"),
+    "two of one name": (lambda m: m["tensors"].append(m["tensors"][0]), "two tensors are named 'w'"),
+    "all at once": (lambda m: m.update(tensors=[]), "no parameter of the model"),
+    "optimizer unknown": (lambda m: m["optimizer"].update(name="Oracle"), "unknown optimizer 'Oracle'"),
+    "optimizer not elementwise": (lambda m: m["optimizer"].update(name="LBFGS"), "elementwise"),
+    "optimizer of another kind": (lambda m: m["optimizer"].update(name="Rprop"), "cannot go on from it"),
+    "optimizer without groups": (lambda m: (m["optimizer"].update(groups=[]), m.update(hyperparameters=[])), "exp_avg"),
+    "rate of text": (group(lr="fast"), "cannot go on from it"),
+    "betas a number": (group(betas=1.0), "cannot go on from it"),
+    "three betas": (group(betas=[0.1, 0.2, 0.3]), "cannot go on from it"),
+    "current rate of text": (lambda m: m["hyperparameters"][0].update(lr=[[]]), "cannot go on from it"),
+    "params among them": (group(params=[1, 2]), "'params' is no hyperparameter"),
+    "fused among them": (group(fused="yes"), "'fused' is no hyperparameter"),
+    "groups that differ": (lambda m: m["hyperparameters"].append({}), "hyperparameters of 2 groups for 1"),
+    "group of a buffer": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w", "count"]), "'count' is no param"),
+    "group twice": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w", "b", "w"]), "'w' is no param"),
+    "group without b": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w"]), "does not know"),
+    "step for each element": (lambda m: m.update(scalars=[]), "step/w"),
+    "Adagrad's": (lambda m: m["optimizer"].update(name="Adagrad"), "cannot go on from it"),
+    "scalar exp_avg": (lambda m: m.update(scalars=["step", "exp_avg"]), "exp_avg/w"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_manifest_is_refused(tmp_path: Path, what: str) -> None:
+    change, why = FORGED[what]
+    path = snapshot(tmp_path, 2)
+    forge(path, change)
+    with pytest.raises(CheckpointError, match=why):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff\xfe", b'{"version": ' + b"9" * 100_000 + b"}"]
+)
+def test_a_manifest_that_is_none(tmp_path: Path, text: bytes) -> None:
+    path = snapshot(tmp_path, 2)
+    put_manifest(path, text)
+    with pytest.raises(CheckpointError, match="manifest is damaged"):
+        load(path)
+
+
+def header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        (WEIGHTS, b"", "not safetensors"),
+        (WEIGHTS, b"\xff" * 100, "not safetensors"),
+        (WEIGHTS, header(w={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 64]}), "not safetensors"),
+        (WEIGHTS, header(w={"dtype": "F8_E8M0", "shape": [64], "data_offsets": [0, 64]}), "weights.safetensors"),
+        (WEIGHTS, header(w={"dtype": "NOPE", "shape": [64], "data_offsets": [0, 64]}), "not safetensors"),
+        (WEIGHTS, {}, "no tensor"),
+        (OPTIMIZER, {"exp_avg/w": torch.zeros(3, 2)}, "no tensor 'exp_avg/b'"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "step/b": torch.tensor(9.0)}, "'step' differs between"),
+        (OPTIMIZER, {"exp_avg/w": torch.zeros(3, 2), "exp_avg/b": torch.zeros(4)}, "cannot go on from it"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/x": torch.tensor(9.0)}, "'exp_avg/x' that the manifest"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/b": torch.zeros(5)}, "'exp_avg/b' is"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "no slash": torch.zeros(5)}, "'no slash'"),
+    ],
+)
+def test_forged_tensors_are_refused(tmp_path: Path, file: str, content: Any, why: str) -> None:
+    path = snapshot(tmp_path, 1)
+    forge_file(path, file, content)
+    with pytest.raises(CheckpointError, match=why):
+        load(path)
