@@ -32,7 +32,8 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC's own back-off reaches two minutes.
+    # To an address that does not answer gRPC tries to connect for 20 s; its own back-off reaches two minutes.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
     # Every worker process has its own connection.

@@ -14,13 +14,13 @@ import grpc
 
 from ...common.security import Credentials
 from ...common.wire.protocol import SERVICE
-from .client import OPTIONS
+from .client import OPTIONS as CLIENT_OPTIONS
 from .security import open_channel
 
 # Beats in one lease: two may be lost.
 _BEATS = 4
 _TRY_AGAIN_S = 0.2
-_WITHOUT_KEEPALIVE = [option for option in OPTIONS if not option[0].startswith(("grpc.keepalive_", "grpc.http2."))]
+OPTIONS = [option for option in CLIENT_OPTIONS if not option[0].startswith(("grpc.keepalive_", "grpc.http2."))]
 
 
 class Heartbeat:
@@ -52,7 +52,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._channel is None:
-                self._channel = open_channel(self._address, self._credentials.renewed(), _WITHOUT_KEEPALIVE)
+                self._channel = open_channel(self._address, self._credentials.renewed(), OPTIONS)
             call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat")
             try:
                 for _ in call(self._beats(), metadata=self._credentials.metadata):
