@@ -111,8 +111,8 @@ def _work(resolved: Resolved) -> None:
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             if isinstance(session, AloneSession):
                 with AloneReport(session, config) as report:
-                    trained = train(session, task, batch_size, device)
-                report.write(trained.model.state_dict(), trained.wall_s)
+                    model, wall_s = train(session, task, batch_size, device)
+                report.write(model.state_dict(), wall_s)
             else:
                 train(session, task, batch_size, device)
     except UserCodeError as error:

@@ -1,4 +1,4 @@
-"""What a worker knows about its place in the run, and what it does when the connection is lost. Pure.
+"""What a worker knows about its place in the run, and when it tries again to reach the server. Pure.
 
     joining --welcomed--> joined --answered(START)--> computing --took_step--> exchanging
        ^                                                  ^                        |

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +17,9 @@ from .tasks.base import Task
 from .training.data import to_device
 
 
-@dataclass
-class Trained:
-    """The model at the end, what its evaluation found (empty when another worker evaluated), seconds taken."""
-
-    model: nn.Module
-    figures: dict[str, float]
-    wall_s: float
-
-
-def train(session: Session, task: Task, batch_size: int, device: torch.device) -> Trained:
-    """Train `task` to the end of the run, with the optimizer the run's settings name."""
+def train(session: Session, task: Task, batch_size: int, device: torch.device) -> tuple[nn.Module, float]:
+    """Train `task` to the end of the run, with the optimizer the run's settings name, and report its figures where
+    this worker is to evaluate it. Returns the model and the seconds that training took."""
     settings = session.settings
     torch.manual_seed(settings.seed)
     with user_code():
@@ -48,14 +39,13 @@ def train(session: Session, task: Task, batch_size: int, device: torch.device) -
         optimizer.step()
         num_batches += 1
     wall_s = time.perf_counter() - started
-    if not session.finish():
-        return Trained(model, {}, wall_s)
-    figures = _evaluate(session, task, model)
-    tokens = getattr(task, "tokens_per_sample", None)
-    if tokens and wall_s:
-        figures["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
-    session.report(**figures)
-    return Trained(model, figures, wall_s)
+    if session.finish():
+        figures = _evaluate(session, task, model)
+        tokens = getattr(task, "tokens_per_sample", None)
+        if tokens and wall_s:
+            figures["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
+        session.report(**figures)
+    return model, wall_s
 
 
 def _checked(batches: Any) -> Any:

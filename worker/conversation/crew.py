@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from ...common.errors import ParamServerError
@@ -22,11 +23,6 @@ class Crew:
     def __init__(self) -> None:
         self._helpers: list[Helper] = []
 
-    def hire(self, count: int) -> None:
-        """Have so many threads."""
-        while len(self._helpers) < count:
-            self._helpers.append(Helper(f"shard {len(self._helpers) + 1}"))
-
     def all(self, shards: Sequence[Shard], work: Callable[[Shard], Result]) -> list[Result]:
         """`work` for each shard; their results in order. When one fails, the others' streams are closed, since nothing
         can come of them any more; a refusal is raised rather than the losses that follow from it."""
@@ -36,41 +32,41 @@ class Crew:
         def guarded(shard: Shard) -> Result:
             try:
                 return work(shard)
-            except Lost as lost:
-                self._hang_up(shards)
-                raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
-            except Exception:
-                self._hang_up(shards)
+            except Exception as error:
+                _hang_up(shards)
+                if isinstance(error, Lost):
+                    raise Lost(f"shard {shard.number} at {shard.client.address}: {error}") from None
                 raise
 
-        futures = [
-            helper.submit(lambda shard=shard: guarded(shard))  # type: ignore[misc]
-            for helper, shard in zip(self._helpers, shards[1:], strict=False)
+        while len(self._helpers) < len(shards) - 1:
+            self._helpers.append(Helper(f"shard {len(self._helpers) + 1}"))
+        first: Future[Result] = Future()
+        others = [
+            helper.submit(partial(guarded, shard)) for helper, shard in zip(self._helpers, shards[1:], strict=False)
         ]
-        failures: list[BaseException] = []
-        results = []
         try:
             try:
-                results.append(guarded(shards[0]))
+                first.set_result(guarded(shards[0]))
             except (Lost, ParamServerError) as error:
-                failures.append(error)
-            for future in futures:
+                first.set_exception(error)
+            for future in others:
                 wait_for(future)
         except BaseException:  # interrupted, and about to say goodbye to the first shard
-            self._hang_up(shards[1:])
-            wait(futures, _END_S)
+            _hang_up(shards[1:])
+            wait(others, _END_S)
             raise
-        failures += [failure for future in futures if (failure := future.exception()) is not None]
+        futures = [first, *others]
+        failures = [failure for future in futures if (failure := future.exception()) is not None]
         if failures:
             raise next((error for error in failures if not isinstance(error, Lost)), failures[0])
-        return results + [future.result() for future in futures]
-
-    @staticmethod
-    def _hang_up(shards: Sequence[Shard]) -> None:
-        for shard in shards:
-            shard.client.hang_up()
+        return [future.result() for future in futures]
 
     def dismiss(self) -> None:
         """No more work; waits for the threads to end. Their connections must be closed."""
         for helper in self._helpers:
             helper.end()
+
+
+def _hang_up(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        shard.client.hang_up()

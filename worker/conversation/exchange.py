@@ -102,7 +102,6 @@ class Exchange:
             old.client.close()
         self._addresses = addresses
         self._shards[1:] = [self._shard(number, address) for number, address in enumerate(addresses) if number]
-        self._crew.hire(len(self._shards) - 1)
         if self._model is not None:
             self._divide()
 

@@ -13,7 +13,6 @@ from then on nothing leaves early, since the loop would change it again. What go
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -32,13 +31,6 @@ _MAX_BUCKETS = 64
 MIN_MODEL_BYTES = 1 << 20
 
 
-class _Seen(NamedTuple):
-    """A gradient as it was when it left."""
-
-    gradient: torch.Tensor
-    changes: int
-
-
 class EarlySender:
     """Watches the gradients of a model and sends full buckets through the exchange."""
 
@@ -49,7 +41,7 @@ class EarlySender:
         self._bucket_bytes = 0
         self._full_bytes = max(_BUCKET_BYTES, model.layout.exchange_bytes // _MAX_BUCKETS)
         self._waiting: list[int] = []  # a bucket on its way out of the device
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # gradients when they left: how often they had changed
         self._is_wrong = False
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
@@ -63,7 +55,7 @@ class EarlySender:
         self._is_wrong |= index in self._seen or gradient is None or gradient.is_sparse
         if self._is_wrong or gradient is None:
             return
-        self._seen[index] = _Seen(gradient, gradient._version)
+        self._seen[index] = (gradient, gradient._version)
         self._bucket.append(index)
         self._bucket_bytes += self._model.layout.entries[index].num_bytes
         if self._bucket_bytes >= self._full_bytes:
@@ -83,19 +75,19 @@ class EarlySender:
         for index in bucket:  # it may lie in shared memory now
             gradient = self._model.tensors[index].grad
             assert gradient is not None
-            self._seen[index] = _Seen(gradient, gradient._version)
+            self._seen[index] = (gradient, gradient._version)
 
     def settle(self) -> None:
         """Called by `step()`: what has left may count, or is sent again."""
-        if self._is_wrong or any(self._has_changed(index, seen) for index, seen in self._seen.items()):
+        if self._is_wrong or any(self._has_changed(index) for index in self._seen):
             self._exchange.recall()
             self.stop()
             log.info("overlap_off", reason="gradients change between backward and step(): they are sent at step()")
         self._seen, self._bucket, self._bucket_bytes, self._waiting = {}, [], 0, []
 
-    def _has_changed(self, index: int, seen: _Seen) -> bool:
-        gradient = self._model.tensors[index].grad
-        return gradient is None or gradient is not seen.gradient or gradient._version != seen.changes
+    def _has_changed(self, index: int) -> bool:
+        gradient, (seen, num_changes) = self._model.tensors[index].grad, self._seen[index]
+        return gradient is not seen or seen._version != num_changes
 
     def stop(self) -> None:
         """Watch no more."""

@@ -63,7 +63,7 @@ class AloneReport:
             workers=[worker],
         )
 
-    def write(self, model_tensors: dict[str, torch.Tensor], wall_s: float) -> Summary:
+    def write(self, model_tensors: dict[str, torch.Tensor], wall_s: float) -> None:
         """Save weights and summary where the configuration says; show or log the summary."""
         session = self._session
         worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
@@ -75,4 +75,3 @@ class AloneReport:
         if self._config.output.save is not None:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
         write_results(self._config, summary, tensors, {"mode": "single", "version": str(session.num_steps)})
-        return summary

@@ -31,7 +31,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self.state = inner.state
         self._strategy = strategy
         self._slowdown = slowdown
-        self._local_step = inner.step if strategy.source == "weights" else _nothing
+        self._inner = inner if strategy.source == "weights" else None  # otherwise the server steps
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
@@ -59,14 +59,14 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._local_step()
+        if self._inner is not None:
+            self._inner.step()
         self._num_steps += 1
         self._slow_down()
         if self.progress.took_step():
             mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-            self._strategy.contribute(
-                Work(self._num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
-            )
+            hyperparameters = self._current_hyperparameters()
+            self._strategy.contribute(Work(self._num_samples, mean_loss, self._compute_s, hyperparameters))
             self._num_samples, self._losses, self._compute_s = 0, [], 0.0
         self._resumed_at = time.perf_counter()
         return loss
@@ -95,7 +95,3 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 def _as_number(value: Any) -> Any:
     """A learning rate may be a tensor that a scheduler fills in place."""
     return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _nothing() -> None:
-    """The server steps."""
