@@ -147,8 +147,8 @@ class Exchange:
         return answer
 
     def _return(self, lost: Lost) -> Answer | None:
-        """After a lost connection: the answer that says where to start again. None when this worker is still
-        a member, and the welcome counts what `progress` does or one contribution more: nothing is to be started."""
+        """After a lost connection: the answer that says where to start again. None when this worker is still a member
+        (the welcome counts what `progress` does or one contribution more): then nothing is to be started."""
         for shard in self._shards:
             shard.transfer.leave_segment()
         while True:

@@ -21,7 +21,7 @@ class Stopped(BaseException):
 
 
 class Helper:
-    """One thread that does one thing at a time. A daemon: a process that ends does not wait for it for ever."""
+    """A daemon thread: a process that ends does not wait for it for ever."""
 
     def __init__(self, name: str = "exchange") -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()

@@ -1,12 +1,9 @@
 """Signals that wait for a safe place.
 
-An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, and
-the goodbye could not be said any more. So the handlers of `ps-worker` raise at once only where
-no operation is under way, and otherwise at its end. A waiting worker hears from its server
-every second, so that end is near.
-
-Python runs signal handlers on the main thread only. An operation on another thread (`strategies/pipelined.py`)
-holds nothing back there, and is itself ended in the same way, at its next safe place, by `stop`.
+An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, and the goodbye could not be
+said any more. So the handlers of `ps-worker` raise at once only where no operation is under way, and otherwise at its
+end, which is near: a waiting worker hears from its server every second. Python runs signal handlers on the main thread
+only; an operation on another thread (`strategies/pipelined.py`) is ended at its next safe place by `stop`.
 """
 
 from __future__ import annotations
@@ -19,9 +16,7 @@ from typing import Any
 
 
 class _Depth(threading.local):
-    """How many `with uninterrupted:` blocks this thread is in."""
-
-    value = 0
+    value = 0  # of `with uninterrupted:` blocks that this thread is in
 
 
 class _Uninterrupted:

@@ -1,13 +1,12 @@
 """Gradients that leave while backward is still running.
 
-Backward produces the last layer's gradient first. Each one that is ready goes into a bucket; a full
-bucket leaves at once, ahead of the contribution it belongs to (as PyTorch's DistributedDataParallel
-does, Li et al. 2020). At `step()` only the rest is left to send.
+Each gradient that is ready goes into a bucket; a full bucket leaves at once, ahead of the contribution it belongs to
+(as PyTorch's DistributedDataParallel does, Li et al. 2020). At `step()` only the rest is left to send.
 
-A gradient may change after it has left: clipping, unscaling, a second backward that accumulates. Torch
-counts every change of a tensor in place, so this is noticed at `step()`: everything is sent again, and
-from then on nothing leaves early, since the loop would change it again. What goes around that count
-(`grad.data`) is not noticed, therefore scripts of one's own must ask for this (worker.overlap).
+A gradient may change after it has left: clipping, unscaling, a second backward that accumulates. Torch counts every
+change of a tensor in place, so this is noticed at `step()`: everything is sent again, and from then on nothing leaves
+early. What goes around that count (`grad.data`) is not noticed, therefore scripts of one's own must ask for this
+(worker.overlap).
 """
 
 from __future__ import annotations

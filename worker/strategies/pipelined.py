@@ -3,23 +3,17 @@
     training thread   compute 1 | compute 2 | take 1 | compute 3 | take 2 | ...
     helper thread               | exchange 1 ....... | exchange 2 ....... |
 
-A contribution is handed over as a snapshot and answered into memory of its own (`Shadow`), so
-neither thread touches what the other uses: the hand-over is a call, the answer a future. The
-exchange belongs to the helper while a flight is pending, to the training thread otherwise. Taking
-an answer happens at a fixed place, before the next hand-over, whenever it came: two runs that
-get the same answers compute the same.
+A contribution is handed over as a snapshot and answered into memory of its own (`Shadow`). The exchange belongs to the
+helper while a flight is pending, to the training thread otherwise. An answer is taken at a fixed place, before the next
+hand-over, whenever it came: two runs that get the same answers compute the same.
 
-Gradients: contribution k + 1 is computed on the weights that came with the answer to k - 1, and
-says so (`base_version`), so the server counts its staleness.
+Gradients: contribution k + 1 is computed on the weights that came with the answer to k - 1, and says so
+(`base_version`).
 
-Weights (localsgd): after the average of the snapshot has come, the model is
-
-    average + (weights now - snapshot)
-
-which is also what is contributed next, on the average's version: the local steps taken meanwhile
-are kept, and the next average of these is the one before plus the mean of everyone's new steps
-(CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's
-own until the run ends: a difference of variances may be negative.
+Weights (localsgd): after the average of the snapshot has come, the model is average + (weights now - snapshot), which
+is also what is contributed next, on the average's version: the local steps taken meanwhile are kept (CoCoD-SGD, Shen
+et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends: a difference of
+variances may be negative.
 
 A flight whose connection was lost is flown again, by the exchange. Only a worker that is told where to
 start (its lease had ended, or the server went back to a snapshot) throws away what it computed meanwhile.

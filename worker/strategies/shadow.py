@@ -1,8 +1,7 @@
 """A second copy of a model in host memory, which an exchange may use while the model computes.
 
-To the exchange it is a model like any other: contributions are gathered from the last snapshot,
-weights are written into a second body. Two copies a step on the training thread, into memory that
-is kept; pinned where the model is on a GPU, with copies on a stream of their own.
+To the exchange it is a model like any other: contributions are gathered from the last snapshot, weights are written
+into a second body. Two copies a contribution on the training thread, into memory that is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A small transformer that predicts text byte by byte: any text file will do, no tokenizer, no download.
 
-A model of some megabytes with a real loss curve, for measuring exchanges that are not tiny. By
-default it reads the Python standard library's own sources, which every machine with Python has
-(other versions of Python: slightly other bytes).
+A model of some megabytes with a real loss curve. By default it reads the Python standard library's own sources, which
+every machine with Python has (other versions of Python: slightly other bytes).
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Gpt:
         eval_bytes: int = 32_768,
     ) -> None:
         self.tokens_per_sample = check_whole("context", context, least=2)
-        self._num_layers = check_whole("num_layers", num_layers, least=1)
-        self._num_heads = check_whole("num_heads", num_heads, least=1)
-        self._width = check_whole("width", width, least=1)
+        self._sizes = {"num_layers": num_layers, "num_heads": num_heads, "width": width}
+        for key, size in self._sizes.items():
+            check_whole(key, size, least=1)
         if width % (2 * num_heads):  # rotary embeddings turn pairs of a head's channels
             near = max(1, width // (2 * num_heads)) * 2 * num_heads
             raise UsageError(
@@ -73,7 +72,7 @@ class Gpt:
         self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
 
     def model(self) -> nn.Module:
-        return Transformer(num_layers=self._num_layers, num_heads=self._num_heads, width=self._width)
+        return Transformer(**self._sizes)
 
     def train_data(self) -> Dataset[Any]:
         """Samples: a window (context + 1,) uint8, the last byte of which is only predicted."""
@@ -85,11 +84,8 @@ class Gpt:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out `loss` (nats per byte), `bits_per_byte`, and the yardstick `unigram_bits_per_byte`.
-
-        The yardstick is the entropy of the evaluated bytes' own frequencies, what no model that
-        ignores the context can beat.
-        """
+        """Held-out `loss` (nats per byte), `bits_per_byte`, and as a yardstick `unigram_bits_per_byte`: the entropy of
+        the evaluated bytes' own frequencies, which no model that ignores the context can beat."""
 
         def measure(windows: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.loss(model, (windows,)) * len(windows)}
@@ -97,12 +93,8 @@ class Gpt:
         loss = held_out_means(model, (self._eval,), measure, _EVAL_BATCH)["loss"]
         counts = self._eval[:, 1:].flatten().bincount(minlength=_VOCABULARY)  # (256,)
         unigram = torch.special.entr(counts / counts.sum()).sum().item()  # nats
-        nats_per_bit = math.log(2)
-        return {
-            "loss": loss,
-            "bits_per_byte": loss / nats_per_bit,
-            "unigram_bits_per_byte": unigram / nats_per_bit,
-        }
+        bits = 1 / math.log(2)  # of a nat
+        return {"loss": loss, "bits_per_byte": loss * bits, "unigram_bits_per_byte": unigram * bits}
 
 
 class Transformer(nn.Module):

@@ -16,12 +16,9 @@ from .slowdown import Slowdown
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):
-    """Stands in for the optimizer it is made from, and shares its parameter groups and state.
-
-    Where gradients are contributed the server runs an optimizer of the same class and arguments,
-    and `step()` leaves its result in the parameters. Where weights are, the given optimizer runs
-    here. Schedulers work on it as on any other: the current hyperparameters go with every
-    contribution.
+    """Stands in for the optimizer it is made from, and shares its parameter groups and state, so schedulers work on it
+    as on any other: the current hyperparameters go with every contribution. Where gradients are contributed the server
+    steps; where weights are, the given optimizer does, here.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown) -> None:

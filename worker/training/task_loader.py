@@ -22,12 +22,8 @@ _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
-    """The task `name`, a built-in one or `FILE.py:NAME`, constructed with `args`.
-
-    NAME is a class or a function that returns a task. Parameters called `seed` and `device` are
-    filled in where `args` does not. Raises UsageError for what the user can correct in the
-    configuration and UserCodeError for what the user's code raises.
-    """
+    """The task `name`, a built-in one or `FILE.py:NAME` (a class, or a function that returns a task), constructed
+    with `args`. Parameters called `seed` and `device` are filled in where `args` does not."""
     make = _from_file(name) if is_in_file(name) else TASKS.load(name)
     kwargs = _arguments(name, make, args, {"seed": seed, "device": device})
     with user_code():
@@ -37,7 +33,6 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
 
 
 def _from_file(name: str) -> Callable[..., Any]:
-    """The class or function of `FILE.py:NAME`."""
     make: Any = load_from_file("task", name)
     if not callable(make):
         file, _, attribute = name.rpartition(":")
@@ -50,8 +45,7 @@ def _from_file(name: str) -> Callable[..., Any]:
 
 def _arguments(name: str, make: Callable[..., Any], args: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
     """`args`, plus those of `offered` that `make` has a parameter for. Decided by the signature,
-    so that a TypeError inside the user's code is not mistaken for a wrong argument.
-    """
+    so that a TypeError inside the user's code is not mistaken for a wrong argument."""
     parameters = inspect.signature(make).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
