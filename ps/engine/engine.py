@@ -72,6 +72,7 @@ class Engine:
         self._is_applying = False
         self._said_waiting_at = -float("inf")
         self._news = asyncio.Event()
+        self._carry_out = self._handlers()
 
     # ---- events ---------------------------------------------------------------------------
 
@@ -96,7 +97,8 @@ class Engine:
         try:
             found = self.run.apply(event)
             for effect in found:
-                self._carry_out(effect)
+                if (carry_out := self._carry_out.get(type(effect))) is not None:
+                    carry_out(effect)
                 if isinstance(effect, Fact):
                     self.publish(event.at, effect)
             self.sequencer.applied(found)
@@ -104,6 +106,8 @@ class Engine:
             where = traceback.extract_tb(error.__traceback__)[-1]
             self._break("event", error, at_event=events.LINES.write(event), where=f"{where.filename}:{where.lineno}")
             return
+        if isinstance(event, events.Failed) and self.snapshots is not None:
+            self.snapshots.drop()
         if self.model.has_weights:
             self.model.staging.look_again()  # who left may have been folded before others
 
@@ -211,56 +215,55 @@ class Engine:
 
     # ---- effects --------------------------------------------------------------------------
 
-    def _carry_out(self, effect: effects.Effect) -> None:
-        match effect:
-            case effects.Keep(identity):
-                self.folding.keep(identity)
-            case effects.Fold():
-                self.folding.fold(effect)
-            case effects.Commit():
-                self.folding.commit(effect)
-            case effects.Answer():
-                self.streams.answer(effect)
-            case effects.Log(level, event, fields):
-                self._log(level, event, fields)
-            case effects.Discard(identity):
-                self.folding.discard(identity)
-            case effects.Withdraw():
-                self._withdraw(effect)
-            case effects.Seated() | effects.NotSeated():
-                if effect.stream in self._joining:
-                    self._joining[effect.stream] = effect
-                self._make_room()
-            case effects.Adopt(rank, incarnation):
-                offer = self.peers[rank, incarnation].offer
-                assert offer is not None
-                self.model.adopt(*offer)
-            case effects.ForgetModel():
-                self.model.forget()
-            case effects.AskForWeights():
-                self.streams.ask_for_weights(effect)
-            case effects.Begin(rank, incarnation):
-                weights = self.peers[rank, incarnation].weights
-                assert weights is not None
-                self.model.begin(weights)
-                self._make_room()
-            case effects.Refuse():
-                self.streams.refuse(effect)
-            case effects.TellDone():
-                self.streams.tell_done(effect)
-            case effects.TakeSnapshot():
-                self._take_snapshot(effect)
-            case effects.Prune(version):
-                if self.snapshots is not None:
-                    self.snapshots.prune(version)
-            case effects.End(error):
-                self._resolve(error)
+    def _handlers(self) -> dict[type[effects.Effect], Callable[[Any], object]]:
+        """By kind of effect, what carries one out; a kind that is only told has none."""
+        return {
+            effects.Seated: self._seat,
+            effects.NotSeated: self._seat,
+            effects.Adopt: self._adopt,
+            effects.ForgetModel: lambda _: self.model.forget(),
+            effects.AskForWeights: self.streams.ask_for_weights,
+            effects.Begin: self._begin,
+            effects.Keep: self.folding.keep,
+            effects.Discard: self.folding.discard,
+            effects.Fold: self.folding.fold,
+            effects.Commit: self.folding.commit,
+            effects.Answer: self.streams.answer,
+            effects.Refuse: self.streams.refuse,
+            effects.Withdraw: self._withdraw,
+            effects.TakeSnapshot: self._take_snapshot,
+            effects.Prune: self._prune,
+            effects.TellDone: self.streams.tell_done,
+            effects.End: lambda end: self._resolve(end.error),
+            effects.Log: self._log,
+        }
 
-    def _log(self, level: str, event: str, fields: dict[str, Any]) -> None:
+    def _seat(self, effect: effects.Seated | effects.NotSeated) -> None:
+        if effect.stream in self._joining:
+            self._joining[effect.stream] = effect
+        self._make_room()
+
+    def _adopt(self, adopt: effects.Adopt) -> None:
+        offer = self.peers[adopt.rank, adopt.incarnation].offer
+        assert offer is not None
+        self.model.adopt(*offer)
+
+    def _begin(self, begin: effects.Begin) -> None:
+        weights = self.peers[begin.rank, begin.incarnation].weights
+        assert weights is not None
+        self.model.begin(weights)
+        self._make_room()
+
+    def _prune(self, prune: effects.Prune) -> None:
+        if self.snapshots is not None:
+            self.snapshots.prune(prune.version)
+
+    def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the others would say the same
-            if event in ("admitted", "resumed"):
+            fields = line.fields
+            if line.event in ("admitted", "resumed"):
                 fields = {**fields, "tensors": self.traffic[fields["rank"]].lane}
-            getattr(log, level)(event, **fields)
+            getattr(log, line.level)(line.event, **fields)
 
     def _make_room(self) -> None:
         """Of several shards each may hold an upload of every worker, and one more of who comes back: two that wait for

@@ -66,13 +66,13 @@ class Folding:
         else:
             self._staged[identity] = body
 
-    def keep(self, identity: Identity) -> None:
-        self._kept[identity] = self._staged.pop(identity)
-        self.codec_memories.settle(identity.rank, True)
+    def keep(self, keep: effects.Keep) -> None:
+        self._kept[keep.identity] = self._staged.pop(keep.identity)
+        self.codec_memories.settle(keep.identity.rank, True)
 
-    def discard(self, identity: Identity) -> None:
-        self._give_back(identity)
-        self.codec_memories.settle(identity.rank, False)
+    def discard(self, discard: effects.Discard) -> None:
+        self._give_back(discard.identity)
+        self.codec_memories.settle(discard.identity.rank, False)
 
     def _give_back(self, identity: Identity) -> None:
         if (body := self._staged.pop(identity, None)) is not None:

@@ -97,6 +97,12 @@ def prune(directory: Path, keep: int, least_common: int | None = None) -> list[P
     return old
 
 
+def drop(path: Path) -> None:
+    """Remove one snapshot. CheckpointError when that fails."""
+    with writing_to(path.parent):
+        _remove(path)
+
+
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
     """Hold the lock of `directory`, without its leftovers. What goes wrong inside becomes a CheckpointError."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...common.config.schema import Config
@@ -30,7 +31,7 @@ from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .available import snapshot_dir
 from .checkpoint import Written, write
-from .files import mark_begun, prune
+from .files import age_of, drop, mark_begun, prune
 from .manifest import ShareEntry
 from .store_state import Captured, capture, manifest_of, tensors_of
 
@@ -58,6 +59,8 @@ class Snapshots:
         self.num_written = 0
         self._captured: Captured | None = None  # memory of the last one, for the next
         self._taken: SnapshotTaken | None = None  # here, perhaps not yet on all shards
+        self._not_common: Path | None = None  # the newest here, while it is not on all shards; the thread's
+        self._is_dropped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
 
     def take(self, saved: dict[str, Any], done: Callable[[int], object]) -> None:
@@ -94,6 +97,8 @@ class Snapshots:
         done(version)
 
     def _write(self, saved: dict[str, Any], captured: Captured) -> Written:
+        if self._is_dropped:
+            raise CheckpointError("the shards were not in the same state when it was taken")
         model, server, run = self._model, self._config.server, self._config.run
         assert model.layout is not None
         share = None
@@ -111,7 +116,9 @@ class Snapshots:
             share=share,
             paramserver_version=PROGRAM_VERSION,
         )
-        return write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer))
+        written = write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer))
+        self._not_common = written.path
+        return written
 
     def prune(self, least_common: int) -> None:
         """This version is on all shards now: older ones may go, and workers may begin."""
@@ -122,11 +129,25 @@ class Snapshots:
         self._thread.submit(self._prune, least_common)
 
     def _prune(self, least_common: int) -> None:
+        if self._not_common is not None and age_of(self._not_common)[1] == least_common:
+            self._not_common = None
         try:
             mark_begun(self._directory)
             prune(self._directory, self._config.checkpoint.keep, least_common)
         except CheckpointError as error:
             log.error("prune_failed", reason=error.message, fix=error.fix)
+
+    def drop(self) -> None:
+        """The shards differ, nobody knows since when: what is not on all of them goes, also what is on its way."""
+        self._is_dropped = True
+        self._thread.submit(self._drop)
+
+    def _drop(self) -> None:
+        try:
+            if self._not_common is not None:
+                drop(self._not_common)
+        except CheckpointError as error:
+            log.error("drop_failed", reason=error.message, fix=error.fix)
 
     def close(self) -> None:
         """Returns when everything that was begun is on the disk."""

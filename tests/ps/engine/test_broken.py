@@ -102,3 +102,23 @@ def test_the_same_engine_takes_a_last_snapshot_when_nothing_fails(tmp_path: Path
 
     asyncio.run(main())
     assert len(candidates(tmp_path)) == 1
+
+
+def test_the_snapshot_of_the_event_after_which_shards_differ_goes(tmp_path: Path) -> None:
+    """It is on this shard's disk when the coordinator says so, and would be taken for a good one."""
+
+    async def main() -> None:
+        engine = _training(tmp_path)
+        assert engine.snapshots is not None
+        engine.snapshots.least_common = 0
+        written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        saved = engine.run.saved(0.0)
+        engine.snapshots.take(saved, written.set_result)
+        await written
+        assert len(candidates(tmp_path)) == 1
+        engine.offer(events.Failed("the shards are not in the same state after event 9", exit_code=1))
+        assert isinstance(engine.finished.exception(), ParamServerError)
+        engine.close()
+
+    asyncio.run(main())
+    assert not candidates(tmp_path)

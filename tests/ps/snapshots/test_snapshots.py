@@ -192,3 +192,29 @@ def test_who_goes_back_goes_on_from_what_it_wrote_whatever_it_was_to_begin_with(
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "never"})})
     assert after_going_back(config, has_written=True).checkpoint.resume is None
     assert after_going_back(config, has_written=False).checkpoint.resume == "never"
+
+
+# ---- shards that are not in the same state ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_what_is_not_on_all_shards_goes_when_they_differ(tmp_path: Path, is_on_its_way: bool) -> None:
+    """The newest that all have is sound; one that was taken after it holds nobody knows what."""
+
+    async def main() -> None:
+        rig = Rig(of(tmp_path))
+        rig.commit()
+        rig.snapshots.prune(await rig.take())
+        rig.commit()
+        taking = asyncio.ensure_future(rig.take())
+        if not is_on_its_way:
+            await taking
+            assert versions(tmp_path) == [2, 1]
+        else:
+            await asyncio.sleep(0)
+        rig.snapshots.drop()
+        await taking
+        rig.snapshots.close()
+
+    asyncio.run(main())
+    assert versions(tmp_path) == [1]
