@@ -1,0 +1,160 @@
+"""What becomes of NaN, Inf and norms beyond the cap, from a worker's stream to the weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from paramserver.common.tensors.layout import Layout, as_bytes
+from paramserver.common.wire.frames import message_frames
+
+from ..streams import LARGE, SMALL, Server, Worker, served, weight_of
+
+# Of 8 or of 100,000 elements: looked at inline, and part by part on the tensor thread.
+
+SIZES = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["inline", "large"])
+
+
+def counters(server: Server, rank: int) -> tuple[int, int, int, int]:
+    row = server.engine.run.roster.stats[rank].summary()
+    return row.steps, row.rejected, row.skipped, row.clipped
+
+
+@SIZES
+def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None:
+    """The round's mean is the other's alone, and the sender is told that its own is not in it."""
+
+    @served(layout=layout, max_staged=2, workers=2, steps=3, store={"on_nonfinite": "skip"})
+    async def play(server: Server) -> None:
+        broken, other = await server.workers(2)
+        broken.contribute(value=math.nan)
+        other.contribute(value=3.0)
+        await server.settle()
+        assert broken.outcomes == ["START", "REJECTED"]
+        assert other.outcomes == ["START", "APPLIED"]
+        answer = [received.header for received in broken.stream.received if received.kind == "answer"][-1]
+        assert answer.step == 1
+        assert "NaN or Inf (store.on_nonfinite is skip): counted as a contribution, nothing folded" in answer.reason
+        assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
+        for worker in (broken, other):
+            worker.contribute(step=2, base_version=1)
+        await server.settle()
+        assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
+        assert (weight_of(server), counters(server, 0), counters(server, 1)) == (-2.0, (2, 0, 1, 0), (2, 0, 0, 0))
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@SIZES
+def test_a_round_of_nothing_but_skipped_contributions(layout: Layout) -> None:
+    """It is a round: a version with the same weights, after which everybody goes on."""
+
+    @served(layout=layout, max_staged=1, workers=2, steps=2, store={"on_nonfinite": "skip"})
+    async def play(server: Server) -> None:
+        workers = await server.workers(2)
+        for worker in workers:
+            worker.contribute(value=math.inf)
+        await server.settle()
+        assert [worker.outcomes for worker in workers] == [["START", "REJECTED"]] * 2
+        assert (weight_of(server), server.engine.run.policy.version, server.engine.model.store.version) == (0.0, 1, 1)
+        assert bool((workers[0].weights() == 0).all())
+        for worker in workers:
+            worker.contribute(step=2, base_version=1)
+        await server.settle()
+        assert (weight_of(server), server.engine.run.policy.version) == (-0.5, 2)
+        server.check_no_memory_is_kept()
+        server.check_nobody_reads()
+
+    play()
+
+
+@served(workers=1, mode="async", store={"on_nonfinite": "skip"})
+async def test_a_repeat_of_a_skipped_contribution_says_so_again(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    worker.contribute(value=math.nan)
+    await server.settle()
+    worker.announce(1, repeat=True, body_bytes=0)
+    await server.settle()
+    assert worker.outcomes == ["START", "REJECTED", "REJECTED"]
+    worker.contribute(step=2, base_version=1)
+    await server.settle()
+    assert worker.outcomes[-1] == "APPLIED"
+    assert (weight_of(server), counters(server, 0)) == (-0.5, (2, 0, 1, 0))
+
+
+@SIZES
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: str) -> None:
+    num_elements = layout.exchange_bytes // 4
+    cap = 0.5 * math.sqrt(num_elements)  # the norm of a gradient of 0.5 everywhere
+
+    @served(layout=layout, workers=1, mode="async", store={"max_norm": cap})
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        for step, value in enumerate([0.25, 100.0, 0.25], start=1):
+            if codec == "raw":
+                worker.contribute(step, value)
+            else:
+                body = torch.full((num_elements,), value, dtype=torch.bfloat16)
+                header = worker._header(step, codec="bf16", body_bytes=2 * num_elements)
+                worker.stream.send(*message_frames(header, [as_bytes(body)]))
+            await server.settle()
+        assert worker.outcomes == ["START"] + ["APPLIED"] * 3
+        assert weight_of(server) == pytest.approx(-0.125 - 0.25 - 0.125, abs=1e-4)
+        assert counters(server, 0) == (3, 0, 0, 1)
+
+    play()
+
+
+@served(layout=LARGE, workers=1, mode="async", store={"max_norm": 1.0})
+async def test_a_gradient_is_clipped_in_the_workers_segment(server: Server) -> None:
+    worker = Worker(server, 0)
+    await worker.share()
+    worker.place(value=7.0)
+    await server.settle()
+    assert torch.linalg.vector_norm(worker.weights()).item() == pytest.approx(0.5, rel=1e-4)
+
+
+@SIZES
+@pytest.mark.parametrize("on_large", ["reject", "skip", "halt"])
+def test_a_gradient_beyond_the_cap(layout: Layout, on_large: str) -> None:
+    @served(layout=layout, workers=1, mode="async", store={"max_norm": 1.0, "on_large": on_large, "max_nonfinite": 3})
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        worker.contribute(value=7.0)
+        await server.settle()
+        assert (weight_of(server), server.engine.finished.done()) == (0.0, on_large == "halt")
+        server.check_no_memory_is_kept()
+        if on_large == "skip":
+            assert (worker.outcomes, counters(server, 0)) == (["START", "REJECTED"], (1, 0, 1, 0))
+            return
+        assert counters(server, 0) == (0, 1, 0, 0)
+        if on_large == "reject":
+            for _ in range(2):
+                assert worker.outcomes[-1] == "REJECTED"
+                worker.contribute(value=7.0)
+                await server.settle()
+        message = str(server.engine.finished.exception())
+        assert server.engine.finished.exception().exit_code == 16
+        for word in ("rank 0", f"norm {7 * math.sqrt(layout.exchange_bytes / 4):.4g}", "store.max_norm is 1"):
+            assert word in message
+        assert ("step 1" if on_large == "halt" else "3 contributions") in message
+        assert await worker.end() == "DIVERGED"
+
+    play()
+
+
+@served(workers=2, store={"on_nonfinite": "halt"})
+async def test_the_first_nan_is_the_end_of_the_run(server: Server) -> None:
+    broken, other = await server.workers(2)
+    other.contribute()
+    broken.contribute(value=math.nan)
+    await server.settle()
+    message = str(server.engine.finished.exception())
+    assert "rank 0 sent NaN or Inf as its step 1 (store.on_nonfinite is halt)" in message
+    assert [await worker.end() for worker in (broken, other)] == ["DIVERGED"] * 2
+    assert server.engine.run.roster.workers == {}
+    assert server.engine.run.policy.version == 0, "a round was closed by the departure of who ended the run"

@@ -1,0 +1,161 @@
+"""An upload that begins before the facts of its contribution are known."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+
+from paramserver.proto import parameter_server_pb2 as pb
+
+from ..streams import LARGE, Server, Worker, served, turns
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+@pytest.mark.parametrize("num_before", range(5))
+def test_pieces_before_and_after_the_contribution(order: list[int], num_before: int) -> None:
+    @served(layout=LARGE, max_staged=1, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        worker.begin()
+        for index, quarter in enumerate([*order, -1]):
+            if index == num_before:
+                worker.announce()
+            if quarter >= 0:
+                await turns()
+                worker.piece(100_000 * quarter, 100_000, value=float(quarter))
+        await server.settle()
+        assert worker.outcomes == ["START", "APPLIED"]
+        assert worker.weights()[::25_000].tolist() == [0.0, -0.5, -1.0, -1.5]
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@served(layout=LARGE, max_staged=1, workers=1, mode="async")
+async def test_a_second_begin_forgets_the_first_attempt(server: Server) -> None:
+    """Also that it held NaN, in a part that had been looked through."""
+    (worker,) = await server.workers(1)
+    for value in (math.nan, 5.0, math.inf):
+        worker.begin()
+        worker.piece(0, 400_000 if math.isnan(value) else 4000, value)
+        await server.settle()
+    worker.begin()
+    worker.announce()
+    worker.piece(0, 400_000, 1.0)
+    await server.settle()
+    assert worker.outcomes == ["START", "APPLIED"]
+    assert torch.equal(worker.weights(), torch.full((100_000,), -0.5))
+    server.check_no_memory_is_kept()
+
+
+def _end_begun(worker: Worker, how: str) -> None:
+    match how:
+        case "leave":
+            worker.send(leave=pb.Leave())
+        case "stream ends":
+            worker.stream.close()
+        case "cancelled":
+            worker.task.cancel()
+        case "another codec":
+            worker.announce(codec="bf16", body_bytes=LARGE.exchange_bytes // 2)
+        case "another size":
+            worker.announce(body_bytes=4)
+        case "a bad size again":
+            worker.begin(body_bytes=2**40)
+        case "in a segment that is not":
+            worker.announce(in_segment=True)
+        case "begun in another way":
+            worker.begin(codec="bf16", body_bytes=LARGE.exchange_bytes // 2)
+        case "the same piece":
+            worker.piece(0, 4000)
+        case "placed":
+            worker.send(placed=400, offset=8000)
+        case "no samples":
+            worker.announce(num_samples=0)
+        case "another step":
+            worker.announce(step=7)
+            worker.piece(4000, 396_000)
+        case "two contributions":
+            worker.announce()
+            worker.announce()
+        case "begin after contribution":
+            worker.announce()
+            worker.begin()
+
+
+BEGUN_ENDS = {
+    "leave": "ok",
+    "stream ends": "ok",
+    "cancelled": "cancelled",
+    "another codec": "BAD_REQUEST",
+    "another size": "BAD_REQUEST",
+    "a bad size again": "BAD_REQUEST",
+    "in a segment that is not": "BAD_REQUEST",
+    "begun in another way": "BAD_REQUEST",
+    "the same piece": "BAD_REQUEST",
+    "placed": "BAD_REQUEST",
+    "no samples": "BAD_REQUEST",
+    "another step": "STEP_GAP",
+    "two contributions": "BAD_REQUEST",
+    "begin after contribution": "BAD_REQUEST",
+}
+
+
+@pytest.mark.parametrize("how", BEGUN_ENDS)
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_every_end_of_a_begun_upload_gives_its_memory_back_once(how: str, is_busy: bool) -> None:
+    """Also while the tensor thread still looks through what had come."""
+
+    @served(layout=LARGE, max_staged=1, workers=2)
+    async def play(server: Server) -> None:
+        broken, other = await server.workers(2)
+        go_on = threading.Event()
+        if is_busy:
+            server.engine.tensors.submit(lambda: go_on.wait(10))
+        broken.begin()
+        broken.piece(0, 4000)
+        await turns()
+        assert server.engine.model.staging.num_lent == 1
+        _end_begun(broken, how)
+        await turns()
+        go_on.set()
+        await server.settle()
+        assert await broken.end() == BEGUN_ENDS[how]
+        server.check_no_memory_is_kept()
+        free = server.engine.model.staging._free
+        assert len({id(body) for body in free}) == len(free) == 1
+        other.contribute()
+        await server.settle()
+        assert other.outcomes == ["START", "APPLIED"]
+        assert torch.equal(other.weights(), torch.full((100_000,), -0.5))
+
+    play()
+
+
+@served(layout=LARGE, max_staged=1, workers=1, steps=1, mode="async")
+async def test_finish_after_a_begin_throws_the_upload_away(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    worker.contribute()
+    await server.settle()
+    worker.begin()
+    worker.piece(0, 4000)
+    worker.send(finish=pb.Finish())
+    await server.settle()
+    server.check_no_memory_is_kept()
+    assert worker.kinds[-1] in ("final", None)
+    assert torch.equal(worker.weights(), torch.full((100_000,), -0.5))
+    worker.send(leave=pb.Leave())
+    await server.settle()
+    assert await worker.end() == "ok"
+
+
+@served(layout=LARGE, max_staged=1, workers=1, mode="async")
+async def test_pieces_that_nothing_announced(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    worker.piece(0, 4000)
+    await turns()
+    assert await worker.end() == "BAD_REQUEST"
+    server.check_no_memory_is_kept()

@@ -1,0 +1,100 @@
+"""No contribution that is refused keeps memory, or a round."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.common.wire.frames import frame
+from paramserver.common.wire.protocol import (
+    struct,
+)
+
+from ..streams import Server, Worker, served, turns
+
+
+@served(max_staged=2, workers=2)
+async def test_every_refused_upload_gives_its_memory_back(server: Server) -> None:
+    wrong = [
+        {"body_bytes": 2**40},
+        {"body_bytes": 0},
+        {"num_samples": 0},
+        {"num_samples": 2**63},
+        {"codec": "nonsense"},
+        {"step": 7},
+    ]
+    _, other = await server.workers(2)
+    for fields in wrong:
+        worker = Worker(server, 0)  # replaces the one before
+        await worker.join()
+        worker.contribute(**fields)
+        await turns()
+        assert await worker.end() == ("STEP_GAP" if "step" in fields else "BAD_REQUEST"), fields
+        server.check_no_memory_is_kept()
+    assert other.outcomes == ["START"]
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, "fast", None, [0.1], {}], ids=repr)
+def test_a_learning_rate_that_is_none(lr: Any) -> None:
+    """A broken schedule of one worker is its own problem: refused, and nobody else notices."""
+
+    @served(max_staged=1, workers=2)
+    async def play(server: Server) -> None:
+        broken, other = await server.workers(2)
+        other.contribute()
+        broken.contribute(hyperparameters=[struct({"lr": lr})])
+        await turns()
+        assert not server.engine.finished.done(), f"the run ended: {server.engine.finished.exception()!r}"
+        assert await broken.end() == "BAD_REQUEST"
+        server.check_no_memory_is_kept()
+        assert other.outcomes == ["START", "APPLIED"]
+        assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
+
+    play()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 8), (0, 8)],
+        [(8, 8), (0, 9)],
+        [(16, 8), (17, 1)],
+        [(25, 8)],
+        [(0, 33)],
+        [(2**63, 8)],
+        [(0, 8), (8, 0)],
+    ],
+)
+def test_pieces_that_do_not_fit(pieces: list[tuple[int, int]]) -> None:
+    @served(max_staged=1, workers=2)
+    async def play(server: Server) -> None:
+        broken, other = await server.workers(2)
+        broken.announce()
+        broken.stream.send(*[frame(None, offset, [memoryview(bytes(size))]) for offset, size in pieces if size])
+        if pieces[-1][1] == 0:
+            broken.stream.send(frame(None, pieces[-1][0]))
+        await turns()
+        assert await broken.end() == "BAD_REQUEST"
+        server.check_no_memory_is_kept()
+        other.contribute()
+        await turns()
+        assert other.outcomes == ["START", "APPLIED"]
+
+    play()
+
+
+@served(max_staged=1, workers=2)
+async def test_a_contribution_with_nan_is_answered_and_not_folded(server: Server) -> None:
+    broken, other = await server.workers(2)
+    broken.contribute(value=math.nan)
+    await turns()
+    assert broken.outcomes == ["START", "REJECTED"]
+    server.check_no_memory_is_kept()
+    broken.contribute(value=3.0)
+    other.contribute(value=1.0)
+    await turns()
+    assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
+    assert torch.equal(server.engine.model.store.tensors()["w"], torch.full((8,), -1.0))
