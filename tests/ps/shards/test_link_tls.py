@@ -1,0 +1,101 @@
+"""A shard that cannot reach the coordinator because of TLS says why, in a sentence, and does not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import AuthError
+from paramserver.launch.certs.authority import Validity, issue, make_ca
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.engine.clock import Clock
+from paramserver.ps.shards.link import Link
+from paramserver.ps.shards.messages import LINES, BeginRun, Register
+
+from ...certificates import write
+
+HERE = ["127.0.0.1"]
+DAY = timedelta(days=1)
+BEGIN = BeginRun("r", 1, None, "{}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of one CA, and of another."""
+    folder, now = tmp_path_factory.mktemp("certificates"), datetime.now(UTC)
+    ca, other = make_ca("our CA", Validity.days(9)), make_ca("their CA", Validity.days(9))
+    for name in ("shard-0", "shard-1", "shard-2"):
+        write(folder, name, issue(ca, name, Validity.days(9), HERE))
+    write(folder, "expired", issue(ca, "shard-0", Validity(now - 2 * DAY, now - DAY), HERE))
+    write(folder, "foreign", issue(other, "shard-0", Validity.days(9), HERE))
+    write(folder, "ca", ca)
+    return folder
+
+
+async def _attend(reports, context) -> None:
+    assert isinstance(LINES.read((await anext(reports)).said), Register)
+    await context.write(pb.ShardOrder(said=LINES.write(BEGIN)))
+
+
+def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool) -> object:
+    """What comes of registering with a coordinator that shows this certificate, or speaks no TLS."""
+
+    async def main() -> object:
+        server = grpc.aio.server()
+        handler = grpc.stream_stream_rpc_method_handler(
+            _attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("paramserver.v1.ParameterServer", {"Attend": handler}),)
+        )
+        if coordinators is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            pair = tuple((folder / f"{coordinators}.{part}").read_bytes() for part in ("key", "crt"))
+            ca = (folder / "ca.crt").read_bytes()
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair], ca, is_mutual))
+        await server.start()
+        files = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/shard-1.crt", "key": f"{folder}/shard-1.key"}
+        config = Config(
+            server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"},
+            security={**(files if has_ca else {}), "mutual": is_mutual},
+            worker={"give_up_s": 60},
+        )
+        link = Link(config, Clock())
+        try:
+            return await asyncio.wait_for(link.register(Register(1, 2, "127.0.0.1:1")), 30)
+        finally:
+            await link.close()
+            await server.stop(0)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("coordinators", "has_ca", "is_mutual", "words"),
+    [
+        ("foreign", True, False, "was signed by 'their CA', and not by the CA in"),
+        ("expired", True, False, "expired on 20"),
+        (None, True, False, "speaks no TLS, and this shard was told to"),
+        ("shard-0", False, False, "speaks TLS, and this shard was told nothing of it"),
+        ("shard-2", True, True, "shows the certificate of 'shard-2', and the coordinator is 'shard-0'"),
+    ],
+)
+def test_the_cause_is_named_at_once(
+    folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool, words: str
+) -> None:
+    with pytest.raises(AuthError) as error:
+        register(folder, coordinators, has_ca, is_mutual)
+    assert words in error.value.message
+    assert error.value.fix and error.value.exit_code == 11
+
+
+@pytest.mark.parametrize("is_mutual", [False, True])
+def test_with_the_coordinators_own_certificate_all_is_well(folder: Path, is_mutual: bool) -> None:
+    assert register(folder, "shard-0", True, is_mutual) == BEGIN
