@@ -141,7 +141,7 @@ def test_a_gradient_beyond_the_cap(layout: Layout, on_large: str) -> None:
         assert server.engine.finished.exception().exit_code == 16
         for word in ("rank 0", f"norm {7 * math.sqrt(layout.exchange_bytes / 4):.4g}", "store.max_norm is 1"):
             assert word in message
-        assert ("step 1" if on_large == "halt" else "3 contributions") in message
+        assert ("contribution 1" if on_large == "halt" else "3 contributions") in message
         assert await worker.end() == "DIVERGED"
 
     play()
@@ -154,7 +154,7 @@ async def test_the_first_nan_is_the_end_of_the_run(server: Server) -> None:
     broken.contribute(value=math.nan)
     await server.settle()
     message = str(server.engine.finished.exception())
-    assert "rank 0 sent NaN or Inf as its step 1 (store.on_nonfinite is halt)" in message
+    assert "rank 0 sent NaN or Inf as its contribution 1 (store.on_nonfinite is halt)" in message
     assert [await worker.end() for worker in (broken, other)] == ["DIVERGED"] * 2
     assert server.engine.run.roster.workers == {}
     assert server.engine.run.policy.version == 0, "a round was closed by the departure of who ended the run"
