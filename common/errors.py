@@ -11,9 +11,8 @@
     ├── UnreachableError       15   the peer did not answer within the give-up time
     └── DivergedError          16   too many non-finite contributions in a row
 
-A message says what happened, to whom, the limit and the actual value; `fix` says
-what to do. Programs print both and exit with `exit_code`; nobody sees a traceback
-for a mistake of theirs.
+A message says what happened, to whom, the limit and the actual value; `fix` says what to do. Programs print both and
+exit with `exit_code`; nobody sees a traceback for a mistake of theirs.
 """
 
 from __future__ import annotations
