@@ -19,9 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from ...common.errors import AuthError, UsageError
 from ...common.security import SHARD_PREFIX
 
-CA_DAYS = 3650
-# Clocks of a lab differ a little.
-_CLOCK_SKEW = timedelta(minutes=10)
+_CA_DAYS = 3650
+_CLOCK_SKEW = timedelta(minutes=10)  # clocks of a lab differ a little
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(\*\.)?({_LABEL}\.)*{_LABEL}")
 
@@ -44,18 +43,6 @@ class Identity:
         )
 
 
-@dataclass(frozen=True)
-class Validity:
-    not_before: datetime
-    not_after: datetime
-
-    @classmethod
-    def days(cls, days: int) -> Validity:
-        """From now on."""
-        now = datetime.now(UTC)
-        return cls(now - _CLOCK_SKEW, now + timedelta(days=days))
-
-
 def host_name(text: str) -> x509.GeneralName:
     """A host name or an address, as a certificate names it. UsageError for anything else."""
     try:
@@ -69,19 +56,20 @@ def host_name(text: str) -> x509.GeneralName:
     return x509.DNSName(text)
 
 
-def make_ca(name: str, validity: Validity) -> Identity:
+def make_ca(name: str, days: int = _CA_DAYS) -> Identity:
     """A CA that signs certificates of hosts and workers, and no other CA."""
-    return _sign(None, name, validity)
+    return _sign(None, name, days)
 
 
-def issue(ca: Identity, name: str, validity: Validity, hosts: Iterable[str] = ()) -> Identity:
+def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins: datetime | None = None) -> Identity:
     """For `server`, which is reached by `hosts`; `shard-N`, to the other shards a client too; and of no use to a
-    server: `rank-N`, or `worker` for any rank."""
+    server: `rank-N`, or `worker` for any rank. Valid from now on, or from `begins`."""
     if name == "server":
-        return _sign(ca, "ps-server", validity, [ExtendedKeyUsageOID.SERVER_AUTH], hosts)
+        return _sign(ca, "ps-server", days, [ExtendedKeyUsageOID.SERVER_AUTH], hosts, begins)
     if name.startswith(SHARD_PREFIX):
-        return _sign(ca, name, validity, [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH], hosts)
-    return _sign(ca, name, validity, [ExtendedKeyUsageOID.CLIENT_AUTH])
+        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        return _sign(ca, name, days, both, hosts, begins)
+    return _sign(ca, name, days, [ExtendedKeyUsageOID.CLIENT_AUTH], begins=begins)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
@@ -112,9 +100,10 @@ def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
 def _sign(
     ca: Identity | None,
     name: str,
-    validity: Validity,
+    days: int,
     usages: Sequence[x509.ObjectIdentifier] = (),
     hosts: Iterable[str] = (),
+    begins: datetime | None = None,
 ) -> Identity:
     """A new key and its certificate, valid no longer than its CA's; without a CA it is one, signed by itself."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
@@ -123,15 +112,16 @@ def _sign(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
-    last = validity.not_after if ca is None else min(validity.not_after, ca.certificate.not_valid_after_utc)
+    begins = begins or datetime.now(UTC)
+    last = begins + timedelta(days=days)
     builder = (
         x509.CertificateBuilder(
             issuer_name=subject if ca is None else ca.certificate.subject,
             subject_name=subject,
             public_key=key.public_key(),
             serial_number=x509.random_serial_number(),
-            not_valid_before=validity.not_before,
-            not_valid_after=last,
+            not_valid_before=begins - _CLOCK_SKEW,
+            not_valid_after=last if ca is None else min(last, ca.certificate.not_valid_after_utc),
         )
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
         .add_extension(usage, critical=True)

@@ -15,7 +15,7 @@ from ...common.errors import OutputError, UsageError
 from ...common.reporting.output import write_whole
 from ...common.reporting.report import report_console
 from ...common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX, facts_of
-from .authority import CA_DAYS, Identity, Validity, host_name, is_signed_by, issue, load_ca, make_ca
+from .authority import Identity, host_name, is_signed_by, issue, load_ca, make_ca
 
 _OURS = ("ca.*", "server.*", "worker.*", "rank-*.*", "shard-*.*")
 
@@ -39,11 +39,11 @@ def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int
         places = places or _existing(directory, f"{SHARD_PREFIX}*.crt")
     else:
         _check_free(directory, force)
-        ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64], Validity.days(CA_DAYS)), _own_names()
+        ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64]), _own_names()
     ranks = ranks or [ANY_RANK]
     files: Files = {}
     for name in ("server", *ranks, *places):
-        files |= _pair(name, issue(ca, name, Validity.days(days), dict.fromkeys([*known, *hosts])))
+        files |= _pair(name, issue(ca, name, days, dict.fromkeys([*known, *hosts])))
     if not renew:
         files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}
     _write(directory, files, replaces_all=force)

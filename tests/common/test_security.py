@@ -23,7 +23,7 @@ from paramserver.common.security import (
     split_address,
     warn_of_readable_secrets,
 )
-from paramserver.launch.certs.authority import Validity, issue, make_ca
+from paramserver.launch.certs.authority import issue, make_ca
 
 SECRET = "s3cret-of-this-test"
 tokens = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=200)
@@ -33,13 +33,13 @@ tokens = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CA, server.*, rank-3.*, and an expired.crt, a future.crt with their keys."""
     path = tmp_path_factory.mktemp("certs")
-    ca, now, day = make_ca("lab", Validity.days(30)), datetime.now(UTC), timedelta(days=1)
+    ca, now, day = make_ca("lab", 30), datetime.now(UTC), timedelta(days=1)
     made = {
         "ca": ca,
-        "server": issue(ca, "server", Validity.days(30), ["localhost", "127.0.0.1", "::1"]),
-        "rank-3": issue(ca, "rank-3", Validity.days(30)),
-        "expired": issue(ca, "rank-3", Validity(now - 2 * day, now - day)),
-        "future": issue(ca, "rank-3", Validity(now + day, now + 2 * day)),
+        "server": issue(ca, "server", 30, ["localhost", "127.0.0.1", "::1"]),
+        "rank-3": issue(ca, "rank-3", 30),
+        "expired": issue(ca, "rank-3", 1, begins=now - 2 * day),
+        "future": issue(ca, "rank-3", 1, begins=now + day),
     }
     for name, identity in made.items():
         (path / f"{name}.crt").write_bytes(identity.certificate_pem)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import facts_of
-from paramserver.launch.certs.authority import Validity, host_name, issue, make_ca
+from paramserver.launch.certs.authority import host_name, issue, make_ca
 from paramserver.launch.certs.main import app
 
 
@@ -178,7 +178,7 @@ HOST_NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,20}[a-z0-9](\.[a-z]{1,8}){0,3}", f
 @settings(max_examples=30)
 @given(st.one_of(st.ip_addresses().map(str), HOST_NAMES))
 def test_every_host_name_and_address_is_in_the_certificate(host: str) -> None:
-    server = issue(make_ca("x", Validity.days(1)), "server", Validity.days(1), [host])
+    server = issue(make_ca("x", 1), "server", 1, [host])
     assert facts_of(server.certificate_pem).names == (host,)
 
 
@@ -192,8 +192,8 @@ def test_any_other_text_is_the_users_mistake(text: str) -> None:
 
 
 def test_validity_ends_with_the_ca() -> None:
-    ca = make_ca("x", Validity.days(2))
-    server = issue(ca, "server", Validity.days(300), ["a"])
+    ca = make_ca("x", 2)
+    server = issue(ca, "server", 300, ["a"])
     assert server.certificate.not_valid_after_utc == ca.certificate.not_valid_after_utc
 
 
@@ -213,8 +213,8 @@ def test_init_says_what_to_type_and_shows_no_secret(tmp_path: Path, capsys: pyte
 
 def test_show_lists_every_certificate_and_what_is_wrong_with_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     certs("init", tmp_path, "--workers", "11", "--days", "30")
-    other = make_ca("other", Validity.days(3))
-    (tmp_path / "server.crt").write_bytes(issue(other, "server", Validity.days(3), ["far.lab"]).certificate_pem)
+    other = make_ca("other", 3)
+    (tmp_path / "server.crt").write_bytes(issue(other, "server", 3, ["far.lab"]).certificate_pem)
     (tmp_path / "rank-4.crt").write_bytes(b"nothing")
     capsys.readouterr()
     certs("show", tmp_path)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.common.security import Credentials
 from paramserver.common.wire.protocol import SERVICE
-from paramserver.launch.certs.authority import Validity, issue
+from paramserver.launch.certs.authority import issue
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.worker.conversation.security import open_channel
@@ -43,7 +43,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """rank-0, rank-1 and worker certificates of one CA; only read."""
     folder = tmp_path_factory.mktemp("lab")
     certs("init", folder, "--workers", "2")
-    write(folder, "worker", issue(load(folder), "worker", Validity.days(1)))
+    write(folder, "worker", issue(load(folder), "worker", 1))
     return folder
 
 
@@ -178,7 +178,7 @@ def test_certificate_names_the_rank(mutual: str, lab: Path, tmp_path: Path) -> N
         join(secured(lab, "rank-1", token), 0)
     assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert refused.value.details() == "the certificate is for rank 1, and the worker asks to be rank 0"
-    write(tmp_path, "somebody", issue(load(lab), "rank-1x", Validity.days(1)))
+    write(tmp_path, "somebody", issue(load(lab), "rank-1x", 1))
     (tmp_path / "ca.crt").write_bytes((lab / "ca.crt").read_bytes())
     with pytest.raises(grpc.RpcError) as refused:
         join(secured(tmp_path, "somebody", token), -1)

@@ -18,7 +18,7 @@ from paramserver.common.config.schema import Config, SecurityConfig
 from paramserver.common.errors import AuthError
 from paramserver.common.security import PLAINTEXT, Credentials, read_pem
 from paramserver.common.tls_probe import diagnose
-from paramserver.launch.certs.authority import Identity, Validity, issue, make_ca
+from paramserver.launch.certs.authority import Identity, issue, make_ca
 from paramserver.worker.conversation.client import Client, Lost
 from paramserver.worker.conversation.security import worker_credentials
 
@@ -47,18 +47,18 @@ def grpc_server(identity: Identity | None, client_ca: bytes | None = None) -> It
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two CAs and what they signed; files of the workers in `folder`."""
     folder, now, day = tmp_path_factory.mktemp("world"), datetime.now(UTC), timedelta(days=1)
-    ca, other = make_ca("our CA", Validity.days(9)), make_ca("their CA", Validity.days(9))
+    ca, other = make_ca("our CA", 9), make_ca("their CA", 9)
     write(folder, "ca", ca)
-    write(folder, "worker", issue(ca, "worker", Validity.days(9)))
-    write(folder, "stranger", issue(other, "worker", Validity.days(9)))
+    write(folder, "worker", issue(ca, "worker", 9))
+    write(folder, "stranger", issue(other, "worker", 9))
     here = ["127.0.0.1"]
     return {
         "folder": folder, "ca": ca.certificate_pem,
-        "good": issue(ca, "server", Validity.days(9), here),
-        "expired": issue(ca, "server", Validity(now - 2 * day, now - day), here),
-        "future": issue(ca, "server", Validity(now + day, now + 2 * day), here),
-        "foreign": issue(other, "server", Validity.days(9), here),
-        "elsewhere": issue(ca, "server", Validity.days(9), ["gpu.lab", "10.0.0.5"]),
+        "good": issue(ca, "server", 9, here),
+        "expired": issue(ca, "server", 1, here, begins=now - 2 * day),
+        "future": issue(ca, "server", 1, here, begins=now + day),
+        "foreign": issue(other, "server", 9, here),
+        "elsewhere": issue(ca, "server", 9, ["gpu.lab", "10.0.0.5"]),
         "plaintext": None,
     }  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_a_server_that_is_not_there_is_no_mistake(world: dict[str, Any], worker:
 
 def test_worker_takes_renewed_files_when_it_reconnects(world: dict[str, Any], tmp_path: Path) -> None:
     """Its certificate is not the CA's; both of its files are replaced; the next attempt uses them."""
-    write(tmp_path, "worker", issue(make_ca("old", Validity.days(1)), "worker", Validity.days(1)))
+    write(tmp_path, "worker", issue(make_ca("old", 1), "worker", 1))
     (tmp_path / "ca.crt").write_bytes(world["ca"])
     with grpc_server(world["good"], world["ca"]) as address:
         client = Client(address, secured(tmp_path, "worker", None))
