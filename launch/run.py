@@ -19,7 +19,7 @@ from ..common.reporting.report import comparison_table, report_console, summary_
 from ..common.user_code import is_in_file
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
-from .hosts.remote import check_exposure, check_remote, hosts_of, placement_of
+from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
 from .job import Outcome, run_all
 from .plan.files import SINGLE
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
@@ -90,7 +90,7 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         environ=os.environ,
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # looked for where it is to be
         spans_hosts=backend.spans_hosts,
-        placement=placement_of(config, site.hosts, config.run.workers or 1, site.folder),
+        places=places_of(config, site.hosts, config.run.workers or 1, site.folder),
     )
     plans = plan_runs(resolved, request, machine)
     for plan in plans:

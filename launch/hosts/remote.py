@@ -15,7 +15,8 @@ from ...common.errors import AuthError, UsageError
 from ...common.security import TOKEN_VARIABLE, is_loopback, split_address
 from ..plan.files import code_file
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
-from ..plan.placement import Placement, num_colocated, place
+from ..plan.placement import Place, num_colocated, place
+from ..plan.process import Child
 from ..plan.runs import Plan
 
 _SSH_CONFIG_S = 10.0
@@ -57,12 +58,12 @@ def _is_command(text: str) -> bool:
         return False
 
 
-def placement_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: str) -> Placement | None:
-    """Who runs where, None without hosts. Raises UsageError."""
+def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: str) -> dict[Child, Place]:
+    """Who runs where, as far as hosts are given. Raises UsageError."""
     if not hosts:
         if config.launch.colocate:
             raise UsageError("--colocate: there are no hosts to put shards on", fix="--hosts hosts.yaml")
-        return None
+        return {}
     return place(hosts, num_workers, config.server.shards, colocate=config.launch.colocate, folder=folder)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...common.errors import UsageError
 from .hosts import THIS_MACHINE, Host
+from .process import Child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +22,9 @@ class Place:
 
     host: str
     python: str
-    listen: str = ""  # of a server: the host part of its address
-    sharing: int = 1  # processes of its kind on this host, which divide the cores
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The places of a run: of its servers, coordinator first, and of its workers by rank."""
-
-    servers: tuple[Place, ...]
-    workers: tuple[Place, ...]
+    listen: str  # the host part of a server's address
+    sharing: int  # processes of its kind on this host, which divide the cores
+    env: Mapping[str, str]
 
 
 def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
@@ -57,41 +50,29 @@ def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
     return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
 
 
-def place(hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str) -> Placement:
+def place(
+    hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str
+) -> dict[Child, Place]:
     """A place for every process. `folder` is where the launcher was started. Raises UsageError."""
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
     _check_addresses(servers, workers)
-    workers_of = Counter(host.host for host in workers)
-    servers_of = Counter(host.host for host in servers)
-    places: list[Place] = []
-    seen: Counter[str] = Counter()
-    for host in workers:
-        device = {}
-        if host.devices:
-            device["CUDA_VISIBLE_DEVICES"] = str(host.devices[seen[host.host] % len(host.devices)])
-        seen[host.host] += 1
-        places.append(
-            Place(
-                host=host.host,
-                python=host.interpreter(folder),
-                sharing=workers_of[host.host],
-                env={**host.env, **device},
-            )
-        )
-    return Placement(
-        servers=tuple(
-            Place(
+    places = {}
+    for role, chosen in (("server", servers), ("worker", workers)):
+        sharing, seen = Counter(host.host for host in chosen), Counter[str]()
+        for rank, host in enumerate(chosen):
+            env = dict(host.env)
+            if role == "worker" and host.devices:
+                env["CUDA_VISIBLE_DEVICES"] = str(host.devices[seen[host.host] % len(host.devices)])
+            seen[host.host] += 1
+            places[Child(role, rank)] = Place(
                 host=host.host,
                 python=host.interpreter(folder),
                 listen=_listen(host),
-                sharing=servers_of[host.host],
-                env=host.env,
+                sharing=sharing[host.host],
+                env=env,
             )
-            for host in servers
-        ),
-        workers=tuple(places),
-    )
+    return places
 
 
 def _listen(host: Host) -> str:

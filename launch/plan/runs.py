@@ -27,7 +27,7 @@ from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.registry import MODES
 from .files import SINGLE, check_snapshots, code_file, file_of, is_flag, own_identity, own_path, read_files
-from .placement import Place, Placement
+from .placement import Place
 from .process import SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
     arguments,
@@ -71,7 +71,7 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=dict)
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
-    placement: Placement | None = None  # on which ones, where that is known beforehand
+    places: Mapping[Child, Place] = field(default_factory=dict)  # on which ones, where that is known beforehand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Plan:
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # settings of those that differ from the server's
-    placement: Placement | None = None
+    places: Mapping[Child, Place]
 
     @property
     def is_script(self) -> bool:
@@ -133,14 +133,13 @@ class Plan:
         assert self.server is not None
         child = Child("server", rank)
         spec = dataclasses.replace(self.server, child=child, leaves=())
-        listen = self.server_listen
-        if self.placement is not None:
-            spec = _placed(spec, self.placement.servers[rank], self.config)
-            if listen.rpartition(":")[0] not in WILDCARDS:
-                listen = f"{self.placement.servers[rank].listen}:0"
+        listen, place = self.server_listen, self.places.get(child)
+        if place is not None and listen.rpartition(":")[0] not in WILDCARDS:
+            listen = f"{place.listen}:0"
         own: dict[str, Any] = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
-        if self.placement is None and self.config.server.metrics is not None:
+        if place is None and self.config.server.metrics is not None:
             own["server.metrics"] = None  # the coordinator has that port on this host
+        spec = _placed(spec, place, self.config)
         return _with_identity(spec, own, self.identities[child], self.config.security, file_of(self.mode))
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
@@ -154,7 +153,7 @@ class Plan:
             spec = ProcessSpec(child, argv, self.worker_env)
         needs = read_files(self.config.security, identity, code_file(self.config))
         spec = dataclasses.replace(spec, needs=needs)
-        return _placed(spec, self.placement.workers[child.rank], self.config) if self.placement else spec
+        return _placed(spec, self.places.get(child), self.config)
 
     def headline(self) -> str:
         """What is started, as a phrase: `ssp (staleness 3): a server and 4 workers, 300 steps each, ...`."""
@@ -203,7 +202,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     several = len(request.modes) > 1
     own = {key: own_path(value_of(config, key), mode, len(request.modes)) for key in _OWN_PATHS}
     settings = told_settings(resolved, with_files=machine.spans_hosts)
-    num_shards = len(machine.placement.servers) if machine.placement else config.server.shards
+    num_shards = sum(child.role == SERVER.role for child in machine.places) or config.server.shards
     settings["run.workers"] = num_workers
     if config.output.summary and (several or machine.spans_hosts):
         settings["output.summary"] = None  # the launcher writes it: one for all runs, or here
@@ -221,7 +220,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     server = None
     identities: dict[Child, Mapping[str, Any]] = {}
-    listen = listen_host(resolved, machine.placement, spans_hosts=machine.spans_hosts)
+    listen = listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)
     if mode != SINGLE:
         shards = [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
         children = [*shards, *(Child("worker", rank) for rank in range(num_workers))]
@@ -244,7 +243,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         worker_argv=(machine.python, *PROGRAMS["worker"], *arguments(config_path, for_workers(settings))),
         identities=identities,
         worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
-        placement=machine.placement,
+        places=machine.places,
     )
     return _with_script(plan, resolved, request, machine) if config.launch.script else plan
 
@@ -255,13 +254,13 @@ def _server(
     """The coordinator; as shard 0 of several it takes its share of the cores."""
     listen, port = resolved.config.server.listen, resolved.config.launch.port
     if port is not None or not resolved.was_set("server.listen"):
-        listen = f"{listen_host(resolved, machine.placement, spans_hosts=machine.spans_hosts)}:{port or 0}"
+        listen = f"{listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)}:{port or 0}"
     own: dict[str, Any] = {"server.listen": listen}
     if num_shards > 1:
         own = {"server.shards": num_shards, **own}
         env = {**env, **_thread_env(resolved.config, machine, num_shards)}
     spec = ProcessSpec(SERVER, (machine.python, *PROGRAMS["server"], *common, *arguments(None, own)), env)
-    return _placed(spec, machine.placement.servers[0], resolved.config) if machine.placement else spec
+    return _placed(spec, machine.places.get(SERVER), resolved.config)
 
 
 def _with_identity(
@@ -272,8 +271,10 @@ def _with_identity(
     return dataclasses.replace(spec, argv=argv, needs=read_files(security, identity, code))
 
 
-def _placed(spec: ProcessSpec, place: Place, config: Config) -> ProcessSpec:
-    """The process at its place: the interpreter, the variables and the share of the cores there."""
+def _placed(spec: ProcessSpec, place: Place | None, config: Config) -> ProcessSpec:
+    """The process at its place, if it has one: the interpreter, the variables and the share of the cores there."""
+    if place is None:
+        return spec
     is_alone = spec.child.role == "server" and place.sharing == 1
     chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in place.env
     return dataclasses.replace(

@@ -11,7 +11,7 @@ from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.user_code import is_in_file
 from .files import is_flag
-from .placement import Placement
+from .placement import Place
 
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
@@ -60,12 +60,12 @@ def for_workers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(("run.mode", "run.other_", "policy."))}
 
 
-def listen_host(resolved: Resolved, placement: Placement | None, *, spans_hosts: bool) -> str:
+def listen_host(resolved: Resolved, first: Place | None, *, spans_hosts: bool) -> str:
     """Where servers listen: a server.listen that someone set, else where the first is placed, else the default."""
     host = resolved.config.server.listen.rpartition(":")[0]
     if not resolved.was_set("server.listen"):
-        if placement is not None:
-            return placement.servers[0].listen
+        if first is not None:
+            return first.listen
         if spans_hosts:
             return "0.0.0.0"
     return host or DEFAULT_ADDRESS.rpartition(":")[0]

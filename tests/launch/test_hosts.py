@@ -13,7 +13,8 @@ from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts
-from paramserver.launch.plan.placement import Placement, place
+from paramserver.launch.plan.placement import Place, place
+from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "hosts.example.yaml"
@@ -90,7 +91,7 @@ def test_where_a_host_keeps_things(entry: str, python: str, folder: str, tmp_pat
 def test_the_example_is_valid() -> None:
     hosts = load_hosts(str(EXAMPLE))
     assert len(hosts) >= 2
-    assert place(hosts, 2, 1, colocate=False, folder="/here").servers
+    assert place(hosts, 2, 1, colocate=False, folder="/here")[SERVER].host
 
 
 # ---- who runs where -------------------------------------------------------------------------------
@@ -109,29 +110,30 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
             place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
         return
     placed = place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
-    assert len(placed.workers) == num_workers
-    names = [spot.host for spot in placed.workers]
+    servers = [placed[child].host for child in placed if child.role == "server"]
+    names = [placed[child].host for child in placed if child.role == "worker"]
+    assert len(names) == num_workers
     assert names == sorted(names)  # slot after slot, in the order of the file
     for host in hosts:
         assert names.count(host.host) <= host.slots
     if colocate:
-        assert [spot.host for spot in placed.servers] == list(dict.fromkeys(names))
+        assert servers == list(dict.fromkeys(names))
     else:
-        assert len(placed.servers) == num_shards
+        assert len(servers) == num_shards
         chosen = {host.host for host in hosts if host.server} or {"h0"}
-        assert {spot.host for spot in placed.servers} == {spot.host for spot in placed.servers} & chosen
-        load = [[spot.host for spot in placed.servers].count(name) for name in chosen]
+        assert set(servers) <= chosen
+        load = [servers.count(name) for name in chosen]
         assert max(load) - min(load) <= 1
-    for spot in placed.workers:
-        assert spot.sharing == names.count(spot.host)
+    for child, spot in placed.items():
+        assert spot.sharing == (names if child.role == "worker" else servers).count(spot.host)
 
 
 def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, "hosts: [{host: a, devices: [3, 5], slots: 3}, b]\n")
     placed = place(hosts, 4, 1, colocate=False, folder="/here")
-    seen = [spot.env.get("CUDA_VISIBLE_DEVICES") for spot in placed.workers]
+    seen = [placed[Child("worker", rank)].env.get("CUDA_VISIBLE_DEVICES") for rank in range(4)]
     assert seen == ["3", "5", "3", None]
-    assert "CUDA_VISIBLE_DEVICES" not in placed.servers[0].env
+    assert "CUDA_VISIBLE_DEVICES" not in placed[SERVER].env
 
 
 def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> None:
@@ -139,18 +141,18 @@ def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="a server runs on localhost, and far could not find it") as raised:
         place(hosts, 2, 1, colocate=False, folder="/here")
     assert "address:" in raised.value.fix
-    assert place(hosts, 1, 1, colocate=False, folder="/here").servers[0].listen == "127.0.0.1"
+    assert place(hosts, 1, 1, colocate=False, folder="/here")[SERVER].listen == "127.0.0.1"
 
 
 # ---- the plan ----------------------------------------------------------------------------------------
 
 
-def placement_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> Placement:
+def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> dict[Child, Place]:
     return place(hosts_of(tmp_path, text), num_workers, num_shards, **{"colocate": False, "folder": "/here", **options})
 
 
-def plan_of(resolved: Resolved, placement: Placement, **request: Any) -> Plan:
-    machine = Machine(python="here", num_cores=8, spans_hosts=True, placement=placement, exists=lambda path: True)
+def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> Plan:
+    machine = Machine(python="here", num_cores=8, spans_hosts=True, places=places, exists=lambda path: True)
     return plan_runs(resolved, Request(modes=("sync",), **request), machine)[0]
 
 
@@ -168,7 +170,7 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
     path = str(tmp_path / "run.yaml")
     flags = {"run.workers": 3, "output.summary": "s.json", "output.save": "w.safetensors"}
     resolved = load_config(path, flags, [], environ)
-    plan = plan_of(resolved, placement_of(TWO, tmp_path, 3), config_path=path)
+    plan = plan_of(resolved, places_of(TWO, tmp_path, 3), config_path=path)
     assert plan.server is not None
     workers = plan.workers("10.0.0.1:4000")
     for spec in (plan.server, *workers):
@@ -191,7 +193,7 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
 
 def test_shards_listen_where_they_are(tmp_path: Path) -> None:
     resolved = load_config(None, {"run.workers": 3, "launch.port": 7000}, [], {})
-    plan = plan_of(resolved, placement_of(TWO, tmp_path, 3, colocate=True))
+    plan = plan_of(resolved, places_of(TWO, tmp_path, 3, colocate=True))
     assert plan.server is not None
     (shard,) = plan.shards("10.0.0.1:7000")
     assert listen_of(plan.server.argv) == "10.0.0.1:7000"
@@ -204,7 +206,7 @@ def test_shards_listen_where_they_are(tmp_path: Path) -> None:
 
 def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
     resolved = load_config(None, {"run.workers": 2, "server.listen": "0.0.0.0:7000"}, [], {})
-    plan = plan_of(resolved, placement_of(TWO, tmp_path, 2, 2))
+    plan = plan_of(resolved, places_of(TWO, tmp_path, 2, 2))
     assert plan.server is not None
     assert listen_of(plan.server.argv) == "0.0.0.0:7000"
     assert listen_of(plan.shards("x:1")[0].argv) == "0.0.0.0:0"
@@ -213,7 +215,7 @@ def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
 def test_files_are_looked_for_where_they_are_read(tmp_path: Path) -> None:
     sets = ["security.ca=c/ca.crt", "security.cert=c/server.crt", "security.key=c/server.key", "security.mutual=true"]
     resolved = load_config(None, {"run.workers": 2, "task.name": "my.py:T"}, sets, {})
-    plan = plan_of(resolved, placement_of(TWO, tmp_path, 2))
+    plan = plan_of(resolved, places_of(TWO, tmp_path, 2))
     assert plan.server is not None
     assert plan.server.needs == ("c/ca.crt", "c/server.crt", "c/server.key")
     assert plan.workers("x:1")[1].needs == ("my.py", "c/ca.crt", "c/rank-1.crt", "c/rank-1.key")
@@ -237,7 +239,7 @@ def test_an_open_address_in_the_clear_needs_insecure(
     monkeypatch.delenv("PS_TOKEN", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    plan = plan_of(load_config(None, {"run.workers": 2}, sets, {}), placement_of(TWO, tmp_path, 2))
+    plan = plan_of(load_config(None, {"run.workers": 2}, sets, {}), places_of(TWO, tmp_path, 2))
     if lacks is None:
         check_exposure(plan)
     else:
