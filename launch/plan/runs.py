@@ -7,8 +7,7 @@ Children read the same `--config FILE`. Settings from the launcher's flags follo
 `--set key=value`, so there is one mechanism for all of them; `PS_SECTION__KEY` variables are
 inherited anyway. A user's script knows no such flags and gets everything as such variables.
 Workers and the other shards of the server need its address, known only once it listens:
-`Plan.workers(address)`, `Plan.shards(address)`. A server that is started again must be found where the first
-one was: `Plan.server_again(child, address)`.
+`Plan.workers(address)`, `Plan.shards(address)`.
 
 Where processes may land on other machines (`Machine.spans_hosts`), no file is: what the launcher read from
 CONFIG follows as --set too, and the summary is written by the launcher. `placement.py` says who runs where.
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.config.documents import scalar_text
-from ...common.config.schema import Config, SecurityConfig
+from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import UsageError
 from ...common.registry import MODES
@@ -30,6 +29,7 @@ from .files import SINGLE, check_snapshots, code_file, file_of, is_flag, own_ide
 from .placement import Place
 from .process import SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
+    DEFAULT_HOST,
     arguments,
     check_one_for_all,
     for_workers,
@@ -86,11 +86,12 @@ class Plan:
     history: str | None  # and what was applied when
     checkpoint_dir: str | None  # and its snapshots
     summary: str | None  # a file the launcher writes after this run, when the server does not
-    server: ProcessSpec | None
-    server_listen: str  # HOST:0 for shards that are not placed
+    listen: str  # the coordinator's address
+    server_argv: tuple[str, ...]
+    server_env: Mapping[str, str]
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
-    identities: Mapping[Child, Mapping[str, Any]]  # settings of those that differ from the server's
+    identities: Mapping[Child, Mapping[str, Any]]  # settings of those whose certificate is not the configured one
     places: Mapping[Child, Place]
 
     @property
@@ -98,14 +99,20 @@ class Plan:
         return self.config.launch.script is not None
 
     @property
+    def server(self) -> ProcessSpec | None:
+        """The coordinator."""
+        return self._server(SERVER, "") if self.mode != SINGLE else None
+
+    @property
     def reporter(self) -> Child:
         """The process whose status and summary events tell about the run."""
-        return SERVER if self.server is not None else Child("worker", 0)
+        return SERVER if self.mode != SINGLE else Child("worker", 0)
 
     def processes(self, address: str = "") -> list[ProcessSpec]:
         """All of them, given the coordinator's address."""
-        server = [self.server] if self.server else []
-        return [*server, *self.shards(address), *self.workers(address if server else None)]
+        if self.server is None:
+            return self.workers(None)
+        return [self.server, *self.shards(address), *self.workers(address)]
 
     def hosts(self) -> dict[Child, str]:
         """The host of each process that has been placed."""
@@ -117,7 +124,7 @@ class Plan:
 
     def shards(self, address: str) -> list[ProcessSpec]:
         """The servers beside the coordinator, given its address."""
-        return [self._shard(rank, address) for rank in range(1, self.num_shards)] if self.server else []
+        return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
 
     def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
         """A server after a failure: at the address it had, since others look for it there.
@@ -129,18 +136,26 @@ class Plan:
             again["checkpoint.resume"] = None
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
 
-    def _shard(self, rank: int, address: str) -> ProcessSpec:
-        assert self.server is not None
-        child = Child("server", rank)
-        spec = dataclasses.replace(self.server, child=child, leaves=())
-        listen, place = self.server_listen, self.places.get(child)
-        if place is not None and listen.rpartition(":")[0] not in WILDCARDS:
-            listen = f"{place.listen}:0"
-        own: dict[str, Any] = {"server.shard": rank, "server.coordinator": address, "server.listen": listen}
-        if place is None and self.config.server.metrics is not None:
-            own["server.metrics"] = None  # the coordinator has that port on this host
-        spec = _placed(spec, place, self.config)
-        return _with_identity(spec, own, self.identities[child], self.config.security, file_of(self.mode))
+    def _server(self, child: Child, address: str) -> ProcessSpec:
+        place, identity = self.places.get(child), self.identities.get(child, {})
+        own: dict[str, Any] = {"server.listen": self.listen}
+        if self.num_shards > 1:
+            own["server.shards"] = self.num_shards
+        if child != SERVER:
+            host = self.listen.rpartition(":")[0] or DEFAULT_HOST
+            listen = place.listen if place is not None and host not in WILDCARDS else host
+            own |= {"server.shard": child.rank, "server.coordinator": address, "server.listen": f"{listen}:0"}
+            if place is None and self.config.server.metrics is not None:
+                own["server.metrics"] = None  # the coordinator has that port on this host
+        kept = (self.save, self.history) if child == SERVER else ()
+        spec = ProcessSpec(
+            child,
+            (*self.server_argv, *arguments(None, {**own, **identity})),
+            self.server_env,
+            needs=read_files(self.config.security, identity, file_of(self.mode)),
+            leaves=tuple(path for path in kept if path),
+        )
+        return _placed(spec, place, self.config)
 
     def _worker(self, child: Child, address: str) -> ProcessSpec:
         identity = self.identities.get(child, {})
@@ -215,60 +230,52 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     elif several or "run.mode" in settings:
         settings["run.mode"] = mode
     config_path = None if machine.spans_hosts else request.config_path
-    common = arguments(config_path, settings)
     level = "debug" if config.log.level == "debug" else "info"
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
-    server = None
-    identities: dict[Child, Mapping[str, Any]] = {}
-    listen = listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)
-    if mode != SINGLE:
-        shards = [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
-        children = [*shards, *(Child("worker", rank) for rank in range(num_workers))]
-        identities = {child: own_identity(config.security, child, machine.exists) for child in children}
-        server = _server(resolved, machine, common, env, num_shards)
-        server = _with_identity(server, {}, identities.get(SERVER, {}), config.security, file_of(mode))
-        kept = tuple(path for path in (own["output.save"], own["output.history"]) if path)
-        server = dataclasses.replace(server, leaves=kept)
-    plan = Plan(
+    shards = [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
+    children = [*shards, *(Child("worker", rank) for rank in range(num_workers))] if mode != SINGLE else []
+    num_workers = 1 if mode == SINGLE else num_workers
+    worker_argv, worker_env = (*PROGRAMS["worker"], *arguments(config_path, for_workers(settings))), env
+    if config.launch.script is not None:
+        worker_argv = (config.launch.script, *request.script_args)
+        worker_env = {**_script_env(resolved, own["output.history"]), **env}
+    return Plan(
         mode=mode,
         config=config,
-        num_workers=1 if mode == SINGLE else num_workers,
+        num_workers=num_workers,
         num_shards=num_shards,
         save=own["output.save"],
         history=own["output.history"],
         checkpoint_dir=own["checkpoint.dir"],
         summary=config.output.summary if machine.spans_hosts and not several else None,
-        server=server,
-        server_listen=f"{listen}:0",
-        worker_argv=(machine.python, *PROGRAMS["worker"], *arguments(config_path, for_workers(settings))),
-        identities=identities,
-        worker_env=env | _thread_env(config, machine, 1 if mode == SINGLE else num_workers),
+        listen=_listen(resolved, machine),
+        server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, settings)),
+        server_env=env | (_thread_env(config, machine, num_shards) if num_shards > 1 else {}),
+        worker_argv=(machine.python, *worker_argv),
+        worker_env=worker_env | _thread_env(config, machine, num_workers),
+        identities={child: own_identity(config.security, child, machine.exists) for child in children},
         places=machine.places,
     )
-    return _with_script(plan, resolved, request, machine) if config.launch.script else plan
 
 
-def _server(
-    resolved: Resolved, machine: Machine, common: tuple[str, ...], env: Mapping[str, str], num_shards: int
-) -> ProcessSpec:
-    """The coordinator; as shard 0 of several it takes its share of the cores."""
-    listen, port = resolved.config.server.listen, resolved.config.launch.port
-    if port is not None or not resolved.was_set("server.listen"):
-        listen = f"{listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)}:{port or 0}"
-    own: dict[str, Any] = {"server.listen": listen}
-    if num_shards > 1:
-        own = {"server.shards": num_shards, **own}
-        env = {**env, **_thread_env(resolved.config, machine, num_shards)}
-    spec = ProcessSpec(SERVER, (machine.python, *PROGRAMS["server"], *common, *arguments(None, own)), env)
-    return _placed(spec, machine.places.get(SERVER), resolved.config)
+def _listen(resolved: Resolved, machine: Machine) -> str:
+    """Where the coordinator listens."""
+    port = resolved.config.launch.port
+    if port is None and resolved.was_set("server.listen"):
+        return resolved.config.server.listen
+    return f"{listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)}:{port or 0}"
 
 
-def _with_identity(
-    spec: ProcessSpec, own: dict[str, Any], identity: Mapping[str, Any], security: SecurityConfig, code: str | None
-) -> ProcessSpec:
-    """A server told what is its own, certificate included, with the files it reads."""
-    argv = (*spec.argv, *arguments(None, {**own, **identity}))
-    return dataclasses.replace(spec, argv=argv, needs=read_files(security, identity, code))
+def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:
+    """Every setting as a variable, for workers that are the user's script."""
+    env = {
+        variable(key): scalar_text(value)
+        for key, value in for_workers(told_settings(resolved, with_files=True)).items()
+        if not key.startswith(_NOT_FOR_SCRIPTS) and key == key.lower()
+    }
+    if history is not None:  # unlike the server's other files this one is the workers' too
+        env["PS_OUTPUT__HISTORY"] = scalar_text(history)
+    return env
 
 
 def _placed(spec: ProcessSpec, place: Place | None, config: Config) -> ProcessSpec:

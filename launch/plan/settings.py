@@ -13,6 +13,7 @@ from ...common.user_code import is_in_file
 from .files import is_flag
 from .placement import Place
 
+DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
 # Each server of a job has its own, given by the launcher.
@@ -68,7 +69,7 @@ def listen_host(resolved: Resolved, first: Place | None, *, spans_hosts: bool) -
             return first.listen
         if spans_hosts:
             return "0.0.0.0"
-    return host or DEFAULT_ADDRESS.rpartition(":")[0]
+    return host or DEFAULT_HOST
 
 
 def arguments(config_path: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
