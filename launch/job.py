@@ -43,7 +43,6 @@ class Job:
         self._plan = plan
         self._make_backend = make_backend
         self._site = site
-        self._specs: dict[Child, ProcessSpec] = {SERVER: plan.server} if plan.server else {}
         self._addresses: dict[Child, str] = {}  # where servers listen, in their own words
         self._reached: dict[Child, str] = {}  # and where others reach them
         self._checking: asyncio.Future[None] | None = None
@@ -75,7 +74,8 @@ class Job:
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
                 if await self._is_prepared():
-                    self._begin()
+                    self._carry_out(self._supervisor.begin(self._loop.time()))
+                    self._tick()
                 finish = await self._finished
             finally:
                 if self._checking is not None:
@@ -103,12 +103,6 @@ class Job:
             return False
         preparing.result()
         return not self._finished.done()
-
-    def _begin(self) -> None:
-        if self._plan.server is None:
-            self._specs |= {spec.child: spec for spec in self._plan.workers(None)}
-        self._carry_out(self._supervisor.begin(self._loop.time()))
-        self._tick()
 
     def _tick(self) -> None:
         self._screen.tick(self._loop.time())
@@ -146,17 +140,13 @@ class Job:
         elif event.name == "listening":
             self._addresses[child] = str(event.fields.get("address", ""))
             self._reached[child] = self._backend.reach(child, self._addresses[child])
-            if child == SERVER:
-                self._specs |= {spec.child: spec for spec in self._plan.shards(self._reached[SERVER])}
-                self._specs |= {spec.child: spec for spec in self._plan.workers(self._reached[SERVER])}
             self._carry_out(self._supervisor.listening(child, self._loop.time()))
             if self._supervisor.all_listen and self._checking is None:
                 self._checking = watched(self._let_workers_start())
 
     async def _let_workers_start(self) -> None:
-        workers = [spec for child, spec in self._specs.items() if child.role != SERVER.role]
         try:
-            await self._backend.check_reach(self._reached, workers)
+            await self._backend.check_reach(self._reached, self._plan.workers(self._reached[SERVER]))
         except ParamServerError as error:
             self._screen.note("unreachable", error.message, "error")
             reason = f"{error.message.splitlines()[0]}; {error.fix}" if error.fix else error.message.splitlines()[0]
@@ -193,7 +183,7 @@ class Job:
             self._loop.call_at(deadline, self._decide)
 
     def _spec(self, child: Child) -> ProcessSpec:
-        spec = self._specs[child]
+        spec = self._plan.process(child, self._reached.get(SERVER))
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
             return self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)

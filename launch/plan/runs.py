@@ -108,8 +108,12 @@ class Plan:
         """The process whose status and summary events tell about the run."""
         return SERVER if self.mode != SINGLE else Child("worker", 0)
 
+    def process(self, child: Child, address: str | None) -> ProcessSpec:
+        """One of them, given the coordinator's address, which it does not need itself (None: there is no server)."""
+        return self._server(child, address or "") if child.role == SERVER.role else self._worker(child, address)
+
     def processes(self, address: str = "") -> list[ProcessSpec]:
-        """All of them, given the coordinator's address."""
+        """All of them."""
         if self.server is None:
             return self.workers(None)
         return [self.server, *self.shards(address), *self.workers(address)]
@@ -119,11 +123,10 @@ class Plan:
         return {spec.child: spec.host for spec in self.processes() if spec.host}
 
     def workers(self, address: str | None) -> list[ProcessSpec]:
-        """The worker processes, given the coordinator's address (None: there is no server)."""
-        return [self._worker(Child("worker", rank), address or "none") for rank in range(self.num_workers)]
+        return [self._worker(Child("worker", rank), address) for rank in range(self.num_workers)]
 
     def shards(self, address: str) -> list[ProcessSpec]:
-        """The servers beside the coordinator, given its address."""
+        """The servers beside the coordinator."""
         return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
 
     def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
@@ -157,8 +160,8 @@ class Plan:
         )
         return _placed(spec, place, self.config)
 
-    def _worker(self, child: Child, address: str) -> ProcessSpec:
-        identity = self.identities.get(child, {})
+    def _worker(self, child: Child, server: str | None) -> ProcessSpec:
+        address, identity = server or "none", self.identities.get(child, {})
         if self.is_script:
             own = {variable(key): scalar_text(value) for key, value in identity.items()}
             places = {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers), "PS_SERVER": address}
