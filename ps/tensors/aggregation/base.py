@@ -21,7 +21,7 @@ from ..windows import Window
 Buffers = Literal["average", "lowest_rank", "keep"]
 
 
-class Part(NamedTuple):
+class Kept(NamedTuple):
     """A body that waits to be taken into the result, its share of the mean of those up to it, and whether
     its rank is the lowest so far, whose integer buffers are taken."""
 
@@ -49,7 +49,7 @@ class Aggregator:
         self.num_folded = 0
         self.lowest_rank = sys.maxsize
         self._weight = 0.0
-        self._parts: list[Part] = []
+        self._kept: list[Kept] = []
 
     @property
     def fewest(self) -> int:
@@ -67,23 +67,23 @@ class Aggregator:
         if self.result is None:
             self.result = body
             return []
-        return self._add(Part(body, weight / self._weight, is_lowest), may_keep)
+        return self._add(Kept(body, weight / self._weight, is_lowest), may_keep)
 
-    def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
+    def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
         """Take in one more body after the first; returns bodies that may be reused at once."""
-        self._parts.append(part)
+        self._kept.append(kept)
         return []
 
     def complete(self, window: Window) -> None:
         """Make the window's bytes of `result` what the round comes to."""
-        for part in self._parts:
+        for kept in self._kept:
             for piece in window.pieces:
-                self._blend(piece, part)
+                self._blend(piece, kept)
 
     @property
     def bodies(self) -> list[torch.Tensor]:
         """All that are held, the result first."""
-        return [] if self.result is None else [self.result, *(part.body for part in self._parts)]
+        return [] if self.result is None else [self.result, *(kept.body for kept in self._kept)]
 
     def close(self) -> list[torch.Tensor]:
         """End the round; returns bodies that may be reused, the result's first."""
@@ -91,7 +91,7 @@ class Aggregator:
         self._reset()
         return bodies
 
-    def _blend(self, piece: FlatRun, part: Part) -> None:
+    def _blend(self, piece: FlatRun, kept: Kept) -> None:
         """One more value into a weighted mean: mean += (x - mean) w / (sum of weights so far).
 
         One pass, and equal values give exactly themselves. Integers are of the lowest rank.
@@ -99,6 +99,6 @@ class Aggregator:
         assert self.result is not None
         view = self._view
         if piece.is_float and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
-            view(piece, self.result).lerp_(view(piece, part.body), part.share)
-        elif part.is_lowest:
-            view(piece, self.result).copy_(view(piece, part.body))
+            view(piece, self.result).lerp_(view(piece, kept.body), kept.share)
+        elif kept.is_lowest:
+            view(piece, self.result).copy_(view(piece, kept.body))

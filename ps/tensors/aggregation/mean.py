@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import torch
 
-from .base import Aggregator, Part
+from .base import Aggregator, Kept
 
 
 class Mean(Aggregator):
-    def _add(self, part: Part, may_keep: bool) -> list[torch.Tensor]:
+    def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
         reusable = self._take_in()
-        self._parts.append(part)
+        self._kept.append(kept)
         return reusable if may_keep else reusable + self._take_in()
 
     def _take_in(self) -> list[torch.Tensor]:
-        reusable = [part.body for part in self._parts]
+        reusable = [kept.body for kept in self._kept]
         if reusable:
             for window in self._windows:
                 self.complete(window)
-            self._parts.clear()
+            self._kept.clear()
         return reusable
 
 

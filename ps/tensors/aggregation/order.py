@@ -35,8 +35,8 @@ class OrderAggregator(Aggregator):
             if piece.kind is Kind.PARAMETER:
                 self._order(piece)
             else:
-                for part in self._parts:
-                    self._blend(piece, part)
+                for kept in self._kept:
+                    self._blend(piece, kept)
 
     def _order(self, piece: FlatRun) -> None:
         values = [self._view(piece, body) for body in self.bodies]
