@@ -148,7 +148,3 @@ def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Ta
 def main() -> None:
     """Entry point of `ps-worker`."""
     run_command(WORKER, _HELP, work)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ from torch import nn
 
 from paramserver.common.errors import UnreachableError
 from paramserver.worker.conversation import interrupts
-from paramserver.worker.conversation.helper import Helper, Stopped
+from paramserver.worker.conversation.crew import Helper, Stopped
 from paramserver.worker.conversation.messages import Answer, Final, Work
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import pipelined as pipeline

@@ -25,8 +25,8 @@ import copy
 from concurrent.futures import Future, wait
 
 from ...common.tensors.optimizers import OptimizerSpec
+from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.helper import Helper, wait_for
 from ..conversation.messages import Answer, Final, Work
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
