@@ -33,7 +33,6 @@ from .conversation.exchange import Exchange
 from .conversation.messages import Final, Settings
 from .conversation.security import worker_credentials
 from .session import Progress
-from .strategies.direct import Direct
 from .strategies.pipelined import make_strategy
 from .tensors.transfer import ModelTensors
 from .training.data import num_samples_of, sharded_batches, step_seed
@@ -109,11 +108,10 @@ class RemoteSession(Session):
     def __init__(self, config: Config, overlap: bool = False) -> None:
         super().__init__()
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
-        self._may_send_early = may_overlap and config.worker.codec == "raw"
         self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
         self._optimizer: ExchangeOptimizer | None = None
-        self._strategy: Direct | None = None
+        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw")
         self._final: Final | None = None
         self._is_closed = False
         self.settings = self._exchange.settings
@@ -134,12 +132,11 @@ class RemoteSession(Session):
     @property
     def _progress(self) -> Progress:
         """The training thread's; the exchange's own may be another thread's for the moment."""
-        return self._strategy.progress if self._strategy is not None else self._exchange.progress
+        return self._strategy.progress
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
         tensors = ModelTensors(model)
-        self._strategy = make_strategy(self._exchange, tensors, self._may_send_early)
-        self._strategy.start(describe_optimizer(optimizer, tensors.names))
+        self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown)
         return self._optimizer
@@ -175,7 +172,7 @@ class RemoteSession(Session):
 
     def _wait_for_final(self) -> Final | None:
         if self._final is None:
-            self._final = (self._strategy or self._exchange).finish(can_evaluate=True)
+            self._final = self._strategy.finish(can_evaluate=True)
         return self._final
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
@@ -204,10 +201,7 @@ class RemoteSession(Session):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._strategy is not None:
-            self._strategy.leave(self.figures, is_interrupted)
-        else:
-            self._exchange.leave(self.figures)
+        self._strategy.leave(self.figures, is_interrupted)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         # Interrupted or asked to stop is leaving in good order; a failure is not.
@@ -215,7 +209,7 @@ class RemoteSession(Session):
             self._close(is_interrupted=kind is not None)
         else:
             self._is_closed = True
-            (self._strategy or self._exchange).drop()
+            self._strategy.drop()
 
 
 class AloneSession(Session):

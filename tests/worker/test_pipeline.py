@@ -100,8 +100,8 @@ class Bench:
     def __init__(self, source: str = "gradient", **options: Any) -> None:
         self.net = Net()
         self.exchange = FakeExchange(source, **options)
-        self.pipelined = Pipelined(self.exchange, ModelTensors(self.net))
-        self.pipelined.start(None)
+        self.pipelined = Pipelined(self.exchange)
+        self.pipelined.start(ModelTensors(self.net), None)
 
     def step(self, gradient: float = 0.0) -> None:
         """Compute: the gradient is put where the last one was; the buffer counts."""
@@ -375,9 +375,9 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
 
 def test_the_settings_choose_the_strategy_once() -> None:
     exchange = FakeExchange("gradient")
-    assert isinstance(make_strategy(exchange, ModelTensors(Net()), may_send_early=True), Pipelined)
+    assert isinstance(make_strategy(exchange, may_send_early=True), Pipelined)
     exchange.settings.pipelined = False
-    assert isinstance(make_strategy(exchange, ModelTensors(Net()), may_send_early=True), Direct)
+    assert isinstance(make_strategy(exchange, may_send_early=True), Direct)
 
 
 def test_what_was_meant_for_a_thread_that_has_ended_reaches_no_other() -> None:

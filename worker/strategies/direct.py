@@ -13,20 +13,18 @@ class Direct:
     """Between a training loop and an exchange, used by the training thread alone. Every contribution is answered
     before the next step begins; `may_send_early`: gradients may leave during backward."""
 
-    def __init__(self, exchange: Exchange, model: ModelTensors, may_send_early: bool) -> None:
+    def __init__(self, exchange: Exchange, may_send_early: bool) -> None:
         self._exchange = exchange
-        self._model = model
         self.source: Source = exchange.settings.source  # what contributions hold
         self.progress = exchange.progress  # where the training loop is in the run
-        is_large = model.layout.exchange_bytes >= MIN_MODEL_BYTES
-        self._may_send_early = may_send_early and is_large and self.source == "gradient"
+        self._may_send_early = may_send_early and self.source == "gradient"
         self._early: EarlySender | None = None
 
-    def start(self, optimizer: OptimizerSpec) -> None:
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model; it has the run's weights when this returns."""
-        self._exchange.start(self._model, optimizer)
-        if self._may_send_early:
-            self._early = EarlySender(self._exchange, self._model)
+        self._exchange.start(model, optimizer)
+        if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
+            self._early = EarlySender(self._exchange, model)
 
     def contribute(self, work: Work) -> None:
         """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from."""

@@ -41,9 +41,10 @@ _STOP_S = 5.0
 class Pipelined(Direct):
     """A contribution is answered before the next one is handed over: the training loop is a step ahead."""
 
-    def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
-        super().__init__(exchange, model, may_send_early=False)
-        self._shadow = Shadow(model)
+    _shadow: Shadow
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, may_send_early=False)
         self._helper = Helper()
         self._flight: Future[Answer] | None = None
         self._received_version = 0  # of the weights received last
@@ -54,7 +55,8 @@ class Pipelined(Direct):
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
         self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source == "weights" else set())
 
-    def start(self, optimizer: OptimizerSpec) -> None:
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+        self._shadow = Shadow(model)
         self._exchange.start(self._shadow, optimizer)
         self._received_version = self._exchange.progress.version
         self._begin()
@@ -142,6 +144,6 @@ class Pipelined(Direct):
         self._helper.end()
 
 
-def make_strategy(exchange: Exchange, model: ModelTensors, may_send_early: bool) -> Direct:
+def make_strategy(exchange: Exchange, may_send_early: bool) -> Direct:
     """The one the run's settings ask for; `may_send_early`: gradients may leave during backward."""
-    return Pipelined(exchange, model) if exchange.settings.pipelined else Direct(exchange, model, may_send_early)
+    return Pipelined(exchange) if exchange.settings.pipelined else Direct(exchange, may_send_early)
