@@ -6,9 +6,7 @@
     clip     taken, with those values as 0, or scaled down to the cap as torch.nn.utils.clip_grad_norm_ does
     halt     the end of the run
 
-`decide` says what the settings make of a measured body, `judge_whole` what all shards do with a contribution of
-which each has judged its part, and the errors at the end say why a run ends over it. What measures bodies is
-`ps/tensors/sanity.py`.
+What measures bodies is `ps/tensors/sanity.py`.
 """
 
 from __future__ import annotations

@@ -52,13 +52,10 @@ class Sequencer:
 
 
 class Tape(Generic[Message]):
-    """One direction's messages on their way, numbered from 1, and how far the other direction has been heard.
-
-    `on_put` is called for each new one.
-    """
+    """One direction's messages on their way, numbered from 1, and how far the other direction has been heard."""
 
     def __init__(self) -> None:
-        self.on_put: Callable[[], object] = lambda: None
+        self.on_put: Callable[[], object] = lambda: None  # called for each new message
         self.num_put = 0
         self.num_heard = 0  # of the other side's
         self._kept: deque[tuple[int, Message]] = deque()
@@ -149,10 +146,8 @@ _WHAT = {
 
 
 class Coordinator(Sequencer):
-    """Shard 0: says what happens, in which order, to itself and to the others.
-
-    `happens` applies an event here, `judge` is what becomes of a contribution by its parts' judgements.
-    """
+    """Shard 0: says what happens, in which order, to itself and to the others. `judge` is what becomes of a
+    contribution by its parts' judgements."""
 
     def __init__(
         self,
@@ -163,8 +158,8 @@ class Coordinator(Sequencer):
         judge: Callable[[list[Judgement]], Judgement],
         digest: Callable[[], str],
     ) -> None:
-        self.tapes: dict[int, Tape[Event]] = {shard: Tape() for shard in range(1, num_shards)}
         super().__init__(happens, now)
+        self.tapes: dict[int, Tape[Event]] = {shard: Tape() for shard in range(1, num_shards)}
         self._judge = judge
         self._digest = digest
         self._gather = Gather(num_shards)
@@ -173,10 +168,7 @@ class Coordinator(Sequencer):
         self._do_differ = False  # said once
 
     def offer(self, event: Event) -> None:
-        if event.is_gathered:
-            self._gathered(0, event)
-        else:
-            self._say(event)
+        self._take(0, event)
 
     def hear(self, shard: int, number: int, said: Event | Digest) -> None:
         """A numbered report of another shard. Refuses what no shard says."""
@@ -184,20 +176,24 @@ class Coordinator(Sequencer):
             return
         if isinstance(said, Digest):
             self._compare(shard, said)
-        elif said.is_gathered:
-            self._gathered(shard, said)
-        else:
+        elif not said.is_gathered:
             raise refusal(Reason.BAD_REQUEST, f"{type(said).__name__} is not for shard {shard} to say")
+        else:
+            self._take(shard, said)
 
-    def _gathered(self, shard: int, event: Event) -> None:
-        parts = self._gather.add(shard, event)
-        if parts:
-            self._say(self._one_of(parts))
+    def _take(self, shard: int, event: Event) -> None:
+        """It happens if it need not come to all shards, or has."""
+        if parts := self._gather.add(shard, event) if event.is_gathered else [event]:
+            event = self._one_of(parts)
+            event.at = self._now()
+            for tape in self.tapes.values():
+                tape.put(event)
+            self._happens(event)
 
     def _one_of(self, parts: list[Event]) -> Event:
         """What has happened when these have come, one to each shard."""
         first = parts[0]
-        for shard, other in enumerate(parts):
+        for shard, other in enumerate(parts[1:], 1):
             if isinstance(first, events.OfAWorker) and (told := events.differences(first, other)):
                 what = f"shards 0 and {shard} were told different things: {'; '.join(told)}"
                 return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, what)
@@ -207,12 +203,6 @@ class Coordinator(Sequencer):
         if isinstance(first, events.Stored):
             return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first
-
-    def _say(self, event: Event) -> None:
-        event.at = self._now()
-        for tape in self.tapes.values():
-            tape.put(event)
-        self._happens(event)
 
     def withdrawn(self, rank: int, incarnation: int) -> None:
         self._gather.withdraw(rank, incarnation)

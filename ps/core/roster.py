@@ -73,7 +73,7 @@ class Roster:
         self._lease_s = lease_s
         self._processes: dict[int, str] = {}  # of each rank's newest join
         self._unknown_joins = 0  # that a rank may have had and that are not known here
-        self._hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
+        self.hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._looked_at: float | None = None
         self.was_anyone_here = False
 
@@ -139,20 +139,13 @@ class Roster:
 
     # ---- signs of life --------------------------------------------------------------------
 
-    def heart_began(self, process: str) -> None:
-        """A heartbeat stream is open."""
-        self._hearts[process] += 1
-
     def heart_stopped(self, process: str) -> Worker | None:
         """A heartbeat stream has ended. Returns the worker that is gone with it."""
-        self._hearts[process] -= 1
-        if self._hearts[process] > 0:
+        self.hearts[process] -= 1
+        if self.hearts[process] > 0:
             return None
-        del self._hearts[process]
+        del self.hearts[process]
         return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
-
-    def has_heart(self, worker: Worker) -> bool:
-        return bool(worker.process) and worker.process in self._hearts
 
     def heard(self, rank: int, process: str, now: float) -> None:
         """A heartbeat: from the first one on, the worker has a lease."""
@@ -161,8 +154,7 @@ class Roster:
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
-        worker = self.workers.get(rank)
-        return worker is not None and bool(process) and worker.process == process
+        return bool(process) and rank in self.workers and self.workers[rank].process == process
 
     def spoke(self, worker: Worker, now: float) -> None:
         """Something of its exchange came: as good as a heartbeat, for who has a lease."""

@@ -69,7 +69,7 @@ class Run:
             case events.Joined():
                 found = self._joined(event)
             case events.HeartBegan(process=process):
-                self.roster.heart_began(process)
+                self.roster.hearts[process] += 1
             case events.HeartStopped(process=process):
                 if (gone := self.roster.heart_stopped(process)) is not None:
                     found = self._leave(gone, "closed", "connection lost", event.at)
@@ -117,11 +117,9 @@ class Run:
     # ---- a worker's way in ----------------------------------------------------------------
 
     def _joined(self, asked: events.Joined) -> Iterator[Effect]:
+        may_resume = self._may_resume(asked)
         try:
-            self._check_join(asked)
-            may_resume = self._may_resume(asked)
-            if self.is_done and not may_resume:
-                raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
+            self._check_join(asked, may_resume)
             worker, old = self.roster.seat(asked)
         except ParamServerError as error:
             yield effects.NotSeated(asked.stream, error)
@@ -134,7 +132,7 @@ class Run:
         number = self.policy.num_counted.get(worker.rank, 0)
         yield effects.Seated(asked.stream, worker.rank, worker.incarnation, may_resume, number)
 
-    def _check_join(self, asked: events.Joined) -> None:
+    def _check_join(self, asked: events.Joined, may_resume: bool) -> None:
         if asked.run and asked.run != self.name:
             raise refusal(
                 Reason.RUN_MISMATCH,
@@ -143,6 +141,8 @@ class Run:
             )
         if self.is_closed:
             raise _stopping()
+        if self.is_done and not may_resume:
+            raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, asked: events.Joined) -> bool:
         """The process lost a connection and nothing else: it goes on where it was."""
@@ -247,14 +247,10 @@ class Run:
 
     def _take_snapshot(self, at: float) -> Iterator[Effect]:
         saved = self.saved(at)
-        if (wrong := _not_json(saved["policy"])) is not None:
-            key, value = wrong
-            error = UsageError(
-                f"mode {self.options.mode} cannot be saved: {key!r} of its saved_state is {value!r:.80}, which is "
-                "not the same after it has been JSON",
-                fix="let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None",
-            )
-            yield from self._fail(error)
+        if wrong := _not_json(saved["policy"]):
+            told = f"mode {self.options.mode} cannot be saved: {wrong}, which is not the same after it has been JSON"
+            fix = "let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None"
+            yield from self._fail(UsageError(told, fix=fix))
             return
         attempt = self.rhythm.begin(self.policy.version, self.policy.min_steps_done, at)
         yield effects.TakeSnapshot(attempt, self.policy.version, saved)
@@ -276,7 +272,7 @@ class Run:
 
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
         """Its stream broke off. While its heart beats it may come back to where it was."""
-        if not (self.roster.has_heart(worker) and worker.rank in self.policy.members):
+        if not (worker.process in self.roster.hearts and worker.rank in self.policy.members):
             yield from self._leave(worker, "closed", event.reason, event.at)
             return
         worker.is_away = True
@@ -452,13 +448,13 @@ def _stopping() -> ParamServerError:
     return refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")
 
 
-def _not_json(state: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The first entry that JSON does not give back as it was; None where there is none."""
+def _not_json(state: dict[str, Any]) -> str:
+    """The first entry that JSON does not give back as it was, as a phrase; empty where there is none."""
     for key, value in state.items():
         try:
             is_same = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
             is_same = False
         if not is_same:
-            return key, value
-    return None
+            return f"{key!r} of its saved_state is {value!r:.80}"
+    return ""

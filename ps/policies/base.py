@@ -61,15 +61,11 @@ class Common:
 
 @dataclass
 class Member:
-    """A live worker.
-
-    It computes while `pending` is None; otherwise that is the outcome it will be answered with. `is_away`:
-    its connection is lost, and what is pending stays so until it asks again.
-    """
+    """A live worker."""
 
     rank: int
-    pending: Outcome | None = None
-    is_away: bool = False
+    pending: Outcome | None = None  # what it will be answered with; None: it computes
+    is_away: bool = False  # its connection is lost: what is pending stays so until it asks again
     is_fresh: bool = True  # nothing contributed since it was let in
 
 
@@ -130,17 +126,15 @@ class Policy(ABC):
         return {}
 
     def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        """Go on from a snapshot, with whichever workers join. Before any event.
-
-        `contributions` and `state` are what `num_committed` and `saved_state` said at that version.
-        """
+        """Go on from a snapshot, with whichever workers join, before any event. `contributions` and `state` are what
+        `num_committed` and `saved_state` said at that version."""
         self.version = version
         self.num_counted = dict(contributions)
         self._first_number = min(contributions.values(), default=0)
 
     def full_state(self) -> dict[str, Any]:
-        """Everything that decides, as JSON, the same for policies that will decide the same: for comparing
-        two that were given the same events. Takes time in proportion to the members."""
+        """Everything that decides, as JSON: for comparing two that were given the same events. Takes time in
+        proportion to the members."""
         told = ("common", "options")
         return {name: _canonical(value) for name, value in sorted(vars(self).items()) if name not in told}
 
@@ -173,16 +167,13 @@ class Policy(ABC):
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """A contribution is staged: fold it, or discard it with an answer or a refusal."""
-        member = self.members.get(rank)
-        if member is None:
-            return [Discard(rank), _not_joined(rank)]
-        if contribution.number == self.num_counted[rank]:
+        if rank in self.members and contribution.number == self.num_counted[rank]:
             # Applied before, and its answer was lost. Where it still waits for its round, so does the repeat.
-            self._owe(member, Outcome.REPEATED)
+            self._owe(self.members[rank], Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
-        refusal = self._why_refuse(member, contribution.number)
-        if refusal is not None:
+        if (refusal := self._refusal(rank, contribution.number)) is not None:
             return [Discard(rank), refusal]
+        member = self.members[rank]
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
         return decisions + self._settle(now)
@@ -190,13 +181,9 @@ class Policy(ABC):
     def rejected(self, rank: int, now: float) -> list[Decision]:
         """The rank's next contribution cannot be used, and nothing of it is staged. It counts for nothing; before
         the worker computes it anew it waits like anybody else."""
-        member = self.members.get(rank)
-        if member is None:
-            return [_not_joined(rank)]
-        refusal = self._why_refuse(member, self.num_counted[rank] + 1)
-        if refusal is not None:
+        if (refusal := self._refusal(rank, self.num_counted.get(rank, 0) + 1)) is not None:
             return [refusal]
-        self._owe(member, Outcome.REJECTED)
+        self._owe(self.members[rank], Outcome.REJECTED)
         return self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
@@ -217,8 +204,7 @@ class Policy(ABC):
 
     def next_local_steps(self, rank: int) -> int:
         """Training steps the worker takes before its next contribution; 0 when it has taken all."""
-        done = self._rounds_done(rank) * self.local_steps
-        return max(0, min(self.local_steps, self.common.training_steps - done))
+        return min(self.local_steps, self.common.training_steps - self.steps_done(rank))
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
@@ -320,19 +306,21 @@ class Policy(ABC):
     def _weight(self, contribution: Contribution) -> float:
         return float(contribution.num_samples) if self.common.weighting == "samples" else 1.0
 
-    def _why_refuse(self, member: Member, number: int) -> Refuse | None:
-        """The refusal of a contribution that cannot be this worker's next; None when it can."""
-        rank, counted = member.rank, self.num_counted[member.rank]
+    def _refusal(self, rank: int, number: int) -> Refuse | None:
+        """Of a contribution that cannot be this rank's next; None when it can."""
+        member = self.members.get(rank)
+        if member is None:
+            return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
+        counted = self.num_counted[rank]
         if number != counted + 1:
-            reason = f"rank {rank} sent contribution {number}; the next one is {counted + 1}"
-            return Refuse(rank, "STEP_GAP", reason)
+            return Refuse(rank, "STEP_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
         # What counts for nothing may be sent again by a worker that never heard so. Any other answer that it has
         # not had may stand for a wait.
         sends_again = member.is_away and member.pending in (Outcome.DROPPED, Outcome.REJECTED)
-        if member.pending is not None and not sends_again:
-            reason = f"rank {rank} sent contribution {number}, and has to ask for the answer to {counted} first"
-            return Refuse(rank, "STEP_GAP", reason)
-        return None
+        if member.pending is None or sends_again:
+            return None
+        reason = f"rank {rank} sent contribution {number}, and has to ask for the answer to {counted} first"
+        return Refuse(rank, "STEP_GAP", reason)
 
     @property
     def _num_needed(self) -> int:
@@ -375,10 +363,6 @@ def names(ranks: Any) -> str:
     """The first few ranks of many, in a sentence."""
     first = list(islice(ranks, _NUM_NAMED + 1))
     return ", ".join(map(str, first[:_NUM_NAMED])) + (", ..." if len(first) > _NUM_NAMED else "")
-
-
-def _not_joined(rank: int) -> Refuse:
-    return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
 
 
 def _canonical(value: Any) -> Any:
