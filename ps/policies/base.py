@@ -18,7 +18,8 @@ A contribution is answered after the commit that it is in, or, where `answers_be
 buffer: fold, answer at once, commit when K are there). It counts from `_count` on: when it comes again, because its
 answer was lost, it is answered and not folded, and when its sender dies it is in the next commit all the same. A
 snapshot holds what its version holds: what was folded since, answered or not, is computed again after a crash, by
-workers that begin where the snapshot has them (`num_committed`). So nothing is lost, and nothing counts twice.
+workers that begin where the snapshot has them (`num_committed`). So nothing is lost, and nothing counts twice. What
+is folded when the last worker has taken all its training steps, the mode commits in that event.
 
 Contributions are numbered from 1, per rank. A *training step* is a batch: in localsgd a contribution covers
 several. Every event costs the same however many workers there are: what all members would have to be asked
@@ -30,7 +31,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -369,12 +370,10 @@ def _canonical(value: Any) -> Any:
     """As JSON, in one way: whatever has no order of its own is sorted."""
     if isinstance(value, Enum):
         return value.value
-    if is_dataclass(value):
-        return {field.name: _canonical(getattr(value, field.name)) for field in fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return [[_canonical(key), _canonical(value[key])] for key in sorted(value)]
     if isinstance(value, set | frozenset):
-        return [_canonical(entry) for entry in sorted(value)]
-    if isinstance(value, list | tuple):
-        return [_canonical(entry) for entry in value]
-    return value
+        value = sorted(value)
+    return [_canonical(entry) for entry in value] if isinstance(value, list | tuple) else value
