@@ -14,8 +14,6 @@ import structlog
 
 from ..config.schema import LogConfig
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-
 
 def setup_logging(config: LogConfig, program: str) -> None:
     """Configure structlog once, at a program's start. `program` is bound to every event."""
@@ -33,7 +31,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.level]),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

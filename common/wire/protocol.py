@@ -30,8 +30,7 @@ _MAX_HYPERPARAMETERS = 200_000  # in all groups, items of lists and groups count
 _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
 _MAX_RANK = 1 << 16
-# gRPC limits all metadata of a call to 8 KiB by default.
-_MAX_TEXT = 2_000
+_MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by default
 
 
 # ---- models and optimizers ------------------------------------------------------------------

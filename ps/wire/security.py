@@ -38,6 +38,7 @@ _HEALTH = "/grpc.health.v1.Health/"
 _RANK_NAME = re.compile(rf"{RANK_PREFIX}(0|[1-9][0-9]{{0,5}})")
 # Whoever tries tokens must not fill the disk with our log.
 _LOG_INTERVAL_S = 1.0
+_GIVE_TOKEN = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
 
 
 # ---- before start -----------------------------------------------------------------------------
@@ -179,9 +180,6 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
         self._next_log_s, self._num_left_out = 0.0, 0
-        fix = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
-        self._without = self._refusing("the server asks for a token, and the call has none", fix)
-        self._wrong = self._refusing("the call's token is not the server's", fix)
 
     async def intercept_service(
         self,
@@ -192,12 +190,14 @@ class TokenCheck(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata).get("authorization")
         if given is None:
-            return self._without
-        return await continuation(handler_call_details) if shows_token(given, self._token) else self._wrong
+            return self._refusing("the server asks for a token, and the call has none")
+        if not shows_token(given, self._token):
+            return self._refusing("the call's token is not the server's")
+        return await continuation(handler_call_details)
 
-    def _refusing(self, message: str, fix: str) -> grpc.RpcMethodHandler:
+    def _refusing(self, message: str) -> grpc.RpcMethodHandler:
         """A handler that reads nothing. Of streams, whatever the call is: for one message gRPC would read it first."""
-        status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=fix))
+        status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=_GIVE_TOKEN))
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             self._report(context.peer(), message)
