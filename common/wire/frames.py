@@ -224,26 +224,20 @@ class BodyReader:
     def _cover(self, start: int, end: int) -> None:
         """Note that bytes [start, end) have come."""
         starts, ends = self._starts, self._ends
-        after = bisect.bisect_right(starts, start)
-        touches_before = after > 0 and ends[after - 1] == start
-        is_free = (after == 0 or ends[after - 1] <= start) and (after == len(starts) or end <= starts[after])
+        at = bisect.bisect_right(starts, start)
+        is_free = (at == 0 or ends[at - 1] <= start) and (at == len(starts) or end <= starts[at])
         if end > self.num_bytes or not is_free or len(starts) >= _MAX_RANGES:
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"a piece at {start}..{end} of a body of {self.num_bytes} bytes: it goes past the end, or some of it "
                 "came before",
             )
-        touches_after = after < len(starts) and starts[after] == end
-        if touches_before and touches_after:
-            ends[after - 1] = ends[after]
-            del starts[after], ends[after]
-        elif touches_before:
-            ends[after - 1] = end
-        elif touches_after:
-            starts[after] = start
-        else:
-            starts.insert(after, start)
-            ends.insert(after, end)
+        starts.insert(at, start)
+        ends.insert(at, end)
+        if at + 1 < len(starts) and starts[at + 1] == end:  # one range with the next
+            del starts[at + 1], ends[at]
+        if at > 0 and ends[at - 1] == start:  # and with the one before
+            del starts[at], ends[at - 1]
 
 
 def _refuse_piece(offset: int, data: memoryview) -> None:

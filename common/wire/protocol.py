@@ -6,9 +6,8 @@ BAD_REQUEST refusal that names field, limit and value.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -99,7 +98,7 @@ def _from_value(value: Any) -> Any:
 def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
     """Raises a BAD_REQUEST refusal for NaN and Inf, and for more than any optimizer has."""
     num_left = _MAX_HYPERPARAMETERS - len(groups)
-    for key, value in itertools.chain.from_iterable(_values(group.fields) for group in groups):
+    for key, value in (item for group in groups for item in _values(group.fields.items())):
         num_left -= 1
         if num_left < 0:
             break
@@ -114,21 +113,15 @@ def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
     return [from_struct(group) for group in groups]
 
 
-def _values(fields: Any) -> Iterator[tuple[str, Any]]:
+def _values(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Every value with the key it stands under, also those within lists and groups. Protobuf bounds the depth."""
-    for key, value in fields.items():
+    for key, value in pairs:
         yield key, value
-        yield from _values_within(key, value)
-
-
-def _values_within(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    kind = value.WhichOneof("kind")
-    if kind == "struct_value":
-        yield from _values(value.struct_value.fields)
-    elif kind == "list_value":
-        for item in value.list_value.values:
-            yield key, item
-            yield from _values_within(key, item)
+        kind = value.WhichOneof("kind")
+        if kind == "struct_value":
+            yield from _values(value.struct_value.fields.items())
+        elif kind == "list_value":
+            yield from _values((key, item) for item in value.list_value.values)
 
 
 def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
