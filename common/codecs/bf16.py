@@ -1,7 +1,7 @@
 """float32 and float64 as bfloat16: half or a quarter of the bytes, 8 bits of mantissa.
 
-The range of float32 is kept, so a gradient neither overflows nor vanishes as it can in float16;
-the rounding is torch's (to nearest even). Other dtypes travel as they are.
+The range of float32 is kept, so a gradient neither overflows nor vanishes as it can in float16; the rounding is to
+nearest even. Other dtypes travel as they are.
 """
 
 from __future__ import annotations

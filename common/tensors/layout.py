@@ -1,9 +1,8 @@
 """Where each tensor of a model lies in a body of bytes.
 
-Tensors are sorted by kind (parameter, buffer, frozen), then dtype, then the model's own
-order. All tensors of one kind and dtype form one contiguous *run* that starts at a multiple
-of 64 bytes, so that the server can work on a few large flat tensors instead of hundreds of
-small ones: one fused optimizer call, one addition per contribution.
+Tensors are sorted by kind (parameter, buffer, frozen), then dtype, then the model's own order. All tensors of one kind
+and dtype form one contiguous *run* that starts at a multiple of 64 bytes, so that the server can work on a few large
+flat tensors: one fused optimizer call, one addition per contribution.
 
     | float32 parameters | int64 buffers | float32 buffers | frozen ... |
     |<------------- exchange_bytes ---------------------->|

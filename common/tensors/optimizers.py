@@ -1,8 +1,7 @@
 """Optimizers as data: a torch.optim class by name, its groups and hyperparameters.
 
-The server works on flat runs of many parameters at once, which is right for every optimizer
-that treats each element by itself. Whether one does is tried out, not listed, so a new class
-in torch is taken or refused by what it does.
+The server works on flat runs of many parameters at once, which is right for every optimizer that treats each element
+by itself. Whether one does is tried out, not listed, so a new class in torch is taken or refused by what it does.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
-from .files import MANIFEST, cannot_write, new_snapshot, sha256_of, snapshot_name, sync, writing_to
+from .files import MANIFEST, cannot_write, new_snapshot, sha256_of, sync, writing_to
 from .manifest import (
     OPTIMIZER,
     WEIGHTS,
@@ -73,7 +73,7 @@ def write(directory: Path, manifest: Manifest, files: Files) -> Written:
     Raises CheckpointError when there is no space, no permission, or another process writes there;
     older snapshots stay as they were.
     """
-    final = directory / snapshot_name(manifest.version, manifest.server_incarnation)
+    final = directory / f"snapshot-{manifest.version:012d}-{manifest.server_incarnation}"
     with writing_to(directory):
         try:
             with new_snapshot(final) as folder:

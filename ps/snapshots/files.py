@@ -30,10 +30,6 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _BEGUN = "begun"
 
 
-def snapshot_name(version: int, server_incarnation: int) -> str:
-    return f"snapshot-{version:012d}-{server_incarnation}"
-
-
 def candidates(place: Path) -> list[Path]:
     """The snapshots at `place`, one of them or a directory of them, newest first; none where there is nothing.
 

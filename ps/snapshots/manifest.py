@@ -1,8 +1,7 @@
 """What a snapshot's manifest.json says, and whether the tensors beside it are what it says.
 
-With the manifest alone a server knows the model, the optimizer and where every rank was, and needs no
-worker to tell it. Everything is read strictly: a snapshot may come from anywhere, and whatever is wrong
-with it is one sentence, never a traceback.
+With the manifest alone a server knows the model, the optimizer and where every rank was. Everything is read strictly:
+a snapshot may come from anywhere, and whatever is wrong with it is one sentence, never a traceback.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def _try_out(
     scalars: tuple[str, ...],
     state: Tensors,
 ) -> None:
-    """Go on from the snapshot for one training step with one number in each group, in the way a store would."""
+    """Go on from the snapshot for one step of the optimizer with one number in each group, in the way a store would."""
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
             raise CheckpointError(f"'{key}' is no hyperparameter")

@@ -4,9 +4,8 @@
                     files are written, hashed and synced on a thread of low priority
 
 What is not tensors (`saved`) is copied by the caller, at the same place between two commits, so the table of
-contributions says exactly what the weights hold. Training waits for the copy of the store and for nothing else.
-What fails is an alarm, not an end: the older snapshots stay, and the caller is told all the same. When one is
-taken, and which one is on all shards, is the run's to say.
+contributions says exactly what the weights hold. Training waits for the copy of the store and for nothing else. What
+fails is an alarm, not an end. When one is taken, and which one is on all shards, is the run's to say.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ class Snapshots:
         """Begin one; `done` is called when it is on the disk, with its version, or given up with an alarm, with
         `least_common`: the least of what all shards say is the newest that all of them have.
 
-        `saved` are fields of the manifest: run, server_incarnation, policy, steps, num_joins, training.
+        `saved` are fields of the manifest: run, server_incarnation, policy, steps (which count contributions),
+        num_joins, training.
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))

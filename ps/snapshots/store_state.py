@@ -1,8 +1,7 @@
 """The state of a store: copied while training waits, given a name tensor by tensor, put back.
 
-`capture` runs on the tensor thread between two commits and is one copy of memory; everything slower
-works on what it returns, beside training. State is kept per tensor of the model, so a store that cuts
-the model into other windows can take it up.
+`capture` runs on the tensor thread between two commits and is one copy of memory; everything slower works on what it
+returns. State is kept per tensor of the model, so a store that cuts the model into other windows can take it up.
 """
 
 from __future__ import annotations
@@ -92,9 +91,9 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
 def restore(store: Store, loaded: Loaded) -> None:
     """Make `store`, built from the layout and the optimizer that were loaded, what it was when it was captured.
 
-    Where the run has changed its mode, there may be an optimizer without state or state without an
-    optimizer: the one starts fresh, the other is left out. The same holds for the Polyak average, which
-    starts at the weights. Raises CheckpointError for another model or optimizer.
+    Where the run has changed its mode, there may be an optimizer without state or state without an optimizer: the one
+    starts fresh, the other is left out; so with the Polyak average, which starts at the weights. Raises CheckpointError
+    for another model or optimizer.
     """
     differences = loaded.layout.differences(store.layout)
     if differences:

@@ -1,9 +1,8 @@
 """A torch optimizer over flat weights, stepped window by window.
 
-Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of
-windows. Right for optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries
-out for each class. A window's gradient, weights and state pass through the cache once, and whoever
-waits for the new weights can read a window while the next one is stepped.
+Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. Right for
+optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries out for each class. A window's
+gradient, weights and state pass through the cache once, and it can be read while the next one is stepped.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The weights of a version, on their way to workers while they are still being made.
 
-A commit is decided on the event loop and carried out window by window on the tensor thread. The
-publication of its version exists from the decision on; who reads it follows `ready`. Workers on this
-host read the weights' own memory; for the others frames are encoded once and shared.
+A commit is decided on the event loop and carried out window by window on the tensor thread. The publication of its
+version exists from the decision on; who reads it follows `ready`. Workers on this host read the weights' own memory;
+for the others frames are encoded once and shared.
 
-Nobody ever reads two versions: while somebody reads a version, the next commit writes elsewhere
-(into the memory of an old version). At most `limit` versions are on their way at once; who comes
-when there are as many waits, and gets a version at least as new as it asked for.
+Nobody ever reads two versions: while somebody reads one, the next commit writes elsewhere (into the memory of an old
+version). At most `limit` versions are on their way at once; who comes when there are as many waits.
 """
 
 from __future__ import annotations

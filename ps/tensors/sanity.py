@@ -81,10 +81,8 @@ class Sanity:
         return self.judge(body, findings, weights)
 
     def judge(self, body: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
-        """What becomes of a body that has been looked at whole; one that is clipped is changed here.
-
-        `weights`, uint8 [>= exchange_bytes], are the server's: what stands in for a statistic or a weight
-        that is not finite, where 0 would be a value like any other.
+        """What becomes of a body that has been looked at whole; one that is clipped is changed here. `weights`, uint8
+        [>= exchange_bytes], are the server's: they stand in for statistics and weights that are not finite.
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
@@ -107,7 +105,8 @@ class Sanity:
         return Judgement(action, wrong, limit)
 
     def _mend(self, body: torch.Tensor, weights: torch.Tensor) -> None:
-        """Every NaN and Inf of a gradient becomes 0; of statistics and weights, what the server has there."""
+        """Every NaN and Inf of a gradient becomes 0; of statistics and weights, where 0 is a value like any other, what
+        the server has there."""
         for window in self._windows:
             for piece in window.pieces:
                 if not piece.is_float:

@@ -1,8 +1,7 @@
 """Memory for uploads: a bounded number of bodies, lent in the order in which they are folded.
 
-An upload is copied into a body as it arrives and takes effect only when it is complete. Bodies
-are kept and lent again: touching 100 MB of new memory costs more than filling it. Who finds
-none free waits, and its bytes wait in HTTP/2 flow control, on the sender's side.
+Bodies are kept and lent again: touching 100 MB of new memory costs more than filling it. Who finds none free waits,
+and its bytes wait in HTTP/2 flow control, on the sender's side.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ Body = torch.Tensor  # uint8 [num_bytes]
 class StagingPool:
     """Lends up to `limit` bodies of `num_bytes`, to the waiter with the lowest position first.
 
-    A position is how many contributions are folded before the waiter's. Only positions below
-    `limit` are served: then whoever is folded next always finds a body, however the others come.
+    A position is how many contributions are folded before the waiter's. Only positions below `limit` are served: then
+    whoever is folded next always finds a body, however the others come.
     """
 
     def __init__(self, limit: int, num_bytes: int) -> None:

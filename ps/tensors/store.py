@@ -1,14 +1,13 @@
 """The store computes: weights, the mean of a round, the optimizer, the Polyak average.
 
-Everything works on flat runs (`common/tensors/layout.py`), cut into windows of 4 MiB that stay in the cache:
-a commit folds what is left to fold, steps the optimizer and moves on, window by window, and says how
-far it is. The store knows neither modes nor workers' names; it is called from one thread, in order:
+Everything works on flat runs (`common/tensors/layout.py`), cut into windows of 4 MiB that stay in the cache: a commit
+folds what is left to fold, steps the optimizer and moves on, window by window. The store knows neither modes nor
+workers' names; it is called from one thread, in order:
 
     fold(body, weight) ... fold(body, weight); commit()
 
-Bodies are uint8 tensors of `layout.exchange_bytes`. How those of a round become one is said in
-`aggregation/`. The first body folded becomes the result itself, without a copy, so memory is: weights,
-optimizer state, one mean (or, where all are kept, every body of the round), one Polyak average.
+Bodies are uint8 tensors of `layout.exchange_bytes`; how those of a round become one is said in `aggregation/`. Memory
+is: weights, optimizer state, one mean (or, where all are kept, every body of the round), one Polyak average.
 """
 
 from __future__ import annotations
@@ -81,12 +80,10 @@ class Store:
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
-        `hyperparameters`, one per group, are those the contribution was computed under. Buffers
-        move by the share of the `num_live` workers that was folded. The new version is made
-        in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is told
-        that the first n bytes are done. The learning rate of this one step is multiplied by `lr_scale`.
-
-        Where nothing was folded, the new version has the old weights, and the optimizer takes no step:
+        `hyperparameters`, one per group, are those the contribution was computed under. Buffers move by the share of
+        the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when somebody
+        still reads the old one. `progress(n)` is told that the first n bytes are done. The learning rate of this one
+        step is multiplied by `lr_scale`. Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator

@@ -1,7 +1,7 @@
 """Tensor work in order on one thread, beside an event loop that decides.
 
-torch releases the GIL in its kernels, so the loop goes on serving while a commit runs. For small
-models a hop to another thread costs more than the work: there everything runs at once, inline.
+torch releases the GIL in its kernels, so the loop goes on serving while a commit runs. For small models a hop to
+another thread costs more than the work: there everything runs at once, inline.
 """
 
 from __future__ import annotations

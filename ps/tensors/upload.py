@@ -1,8 +1,7 @@
 """A contribution on its way: the memory it comes into, what of it has come, whether it is sound so far.
 
-Pieces may come in any order and before the facts that belong to them. A part that is whole is looked
-through for NaN and Inf, and measured, at once, while it is in the cache and the rest is still arriving
-(`sanity.py`). Nothing takes effect before `take`.
+Pieces may come in any order and before the facts that belong to them. A part that is whole is looked through and
+measured at once (`sanity.py`), while it is in the cache and the rest is still arriving.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Upload:
     def restart(self) -> None:
         """Forget what has come."""
         self._findings = Findings()  # what is still being looked through adds to the old ones
-        self._error: Exception | None = None  # of looking through a part
+        self._errors: list[Exception] = []  # of looking through parts
         self._reader = BodyReader(self._num_bytes, self._write, self._arrived if self.in_segment else None)
         # Of each part, how many bytes have not come.
         num_bytes = self._store.layout.exchange_bytes
@@ -91,17 +90,14 @@ class Upload:
         if whole:  # all between the first and the last, which one piece made whole
             windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
             look = partial(self._store.sanity.look, self._body, windows, self._findings)
-            self._tensors.submit(look, failed=self._look_failed)
-
-    def _look_failed(self, error: Exception) -> None:
-        self._error = error
+            self._tensors.submit(look, failed=self._errors.append)
 
     async def judge(self) -> Judgement:
         """What becomes of the whole body; one that is clipped is changed. Decodes it first, and refuses BAD_REQUEST
         what the codec cannot decode."""
         judgement = await self._tensors.run(self._judge)
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors[0]
         return judgement
 
     def _judge(self) -> Judgement:
