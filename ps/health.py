@@ -33,28 +33,25 @@ def check(
     timeout: Annotated[float, typer.Option(help="seconds to wait for an answer")] = _TIMEOUT_S,
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""
-    with _channel(address, ca, cert, key) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise UnreachableError(f"{address}: {error.code().name}: {error.details()}") from None
-    if reply.status != health_pb2.HealthCheckResponse.SERVING:
-        name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-        raise UnreachableError(f"{address}: {name}")
-    print(f"{address}: SERVING")
-
-
-def _channel(address: str, ca: str | None, cert: str | None, key: str | None) -> grpc.Channel:
     if ca is None:
-        return grpc.insecure_channel(address)
-    credentials = grpc.ssl_channel_credentials(_read(ca), _read(key) if key else None, _read(cert) if cert else None)
-    return grpc.secure_channel(address, credentials)
-
-
-def _read(path: str) -> bytes:
+        channel = grpc.insecure_channel(address)
+    else:
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)))
     try:
-        return Path(path).read_bytes()
+        with channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            status = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout).status
+    except grpc.RpcError as error:
+        raise UnreachableError(f"{address}: {error.code().name}: {error.details()}") from None
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    if status != health_pb2.HealthCheckResponse.SERVING:
+        raise UnreachableError(f"{address}: {name}")
+    print(f"{address}: {name}")
+
+
+def _read(path: str | None) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path is not None else None
     except OSError as error:
         raise AuthError(f"cannot read {path}: {error.strerror}") from None
 

@@ -15,8 +15,6 @@ from ..common.tensors.optimizers import check_arguments
 from ..common.tensors.sharding import divide
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .core.judgement import judge_whole
-from .core.replication import Coordinator
 from .engine.clock import Clock
 from .engine.engine import Engine
 from .engine.modes import make_policy
@@ -78,20 +76,9 @@ class Server:
         if old is not None:
             self.engine.run.roster.restore(old.roster.num_joins)
         self._listening = Listening(config)
-        self._attendance = self._coordinate() if config.server.shards > 1 else None
-
-    def _coordinate(self) -> Attendance:
-        """The run happens on all shards, in the order in which it happens here."""
-        engine = self.engine
-        coordinator = Coordinator(
-            self._config.server.shards,
-            happens=engine.happens,
-            now=engine.now,
-            judge=lambda parts: judge_whole(engine.model.store.sanity.limits, parts),
-            digest=engine.run.digest,
-        )
-        engine.sequencer = coordinator
-        return Attendance(self._config, engine, coordinator, self._assemble, self._lost)
+        self._attendance: Attendance | None = None
+        if config.server.shards > 1:
+            self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
@@ -131,7 +118,14 @@ class Server:
         config, engine = self._config, self.engine
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
-        self._note_start()
+        run = engine.run
+        engine.tell(
+            RunStarted(
+                run.name, run.incarnation, config.run.mode, run.policy.version, run.policy.num_committed(),
+                config.run.workers, run.policy.staleness_bound, source=engine.model.source or None,
+                skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
+            )
+        )  # fmt: skip
         self._has_begun = True
 
     # ---- several shards ---------------------------------------------------------------------
@@ -175,16 +169,6 @@ class Server:
         error = self.engine.finished.exception() if self.engine.finished.done() else None
         code = error.exit_code if isinstance(error, ParamServerError) else EXIT_BUG
         await self._attendance.stop(End(str(error), code) if error is not None else End())
-
-    def _note_start(self) -> None:
-        config, run = self._config, self.engine.run
-        self.engine.tell(
-            RunStarted(
-                run.name, run.incarnation, config.run.mode, run.policy.version, run.policy.num_committed(),
-                config.run.workers, run.policy.staleness_bound, source=self.engine.model.source or None,
-                skipped=tuple(self.engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
-            )
-        )  # fmt: skip
 
     # ---- from beginning to end ----------------------------------------------------------------
 

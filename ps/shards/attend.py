@@ -20,6 +20,7 @@ from ...common.security import split_address
 from ...common.version import PROGRAM_VERSION
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event
+from ..core.judgement import judge_whole
 from ..core.replication import Coordinator, Digest, Tape
 from ..engine.engine import Engine
 from ..engine.peers import ShardState
@@ -44,27 +45,38 @@ class Line:
     last: End | None = None
     is_ready: bool = False
     is_dismissed: bool = False
-    num_calls: int = 0
-    is_cut: bool = False
+    call: grpc.aio.ServicerContext | None = None  # the newest
+    giving_up: asyncio.TimerHandle | None = None  # while its call has broken off
     news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stay(self) -> None:
+        """It is not given up, or not any more."""
+        if self.giving_up is not None:
+            self.giving_up.cancel()
+            self.giving_up = None
 
 
 class Attendance:
-    """All other shards. `on_complete` is called when they have registered, `on_lost` with the number of one that is
-    gone for good."""
+    """All other shards: the run happens on them in the order in which it happens here. `on_complete` is called when
+    they have registered, `on_lost` with the number of one that is gone for good."""
 
     def __init__(
         self,
         config: Config,
         engine: Engine,
-        coordinator: Coordinator,
         on_complete: Callable[[], object],
         on_lost: Callable[[int], object],
     ) -> None:
         self._config = config
         self._engine = engine
-        self._coordinator = coordinator
         self._num_shards = config.server.shards
+        self._coordinator = engine.sequencer = Coordinator(
+            self._num_shards,
+            happens=engine.happens,
+            now=engine.now,
+            judge=lambda parts: judge_whole(engine.model.store.sanity.limits, parts),
+            digest=engine.run.digest,
+        )
         self.lines: dict[int, Line] = {}
         self._has_begun = False
         self._on_complete = on_complete
@@ -76,7 +88,6 @@ class Attendance:
     async def attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
         """One call of a shard: it registers, reports, is told. Ends with its last order, or with the connection."""
         line: Line | None = None
-        number_of_call = 0
         try:
             first = await anext(reports, None)
             if first is None:
@@ -87,16 +98,15 @@ class Attendance:
             check_shard(context, register.shard)
             register = replace(register, address=_reachable(register.address, context.peer()))
             line = self._go_on(register) if register.run else self._register(register)
-            line.num_calls += 1
-            line.is_cut = False
-            number_of_call = line.num_calls
+            line.call = context
+            line.stay()
             if len(self.lines) == self._num_shards - 1 and not self._has_begun:
                 self._on_complete()
             await self._converse(line, register.heard, reports, context)
         except ParamServerError as error:
             await refuse(context, error, shard=line.register.shard if line is not None else -1)
         finally:
-            if line is not None and line.num_calls == number_of_call:
+            if line is not None and line.call is context:
                 self._ended(line)
 
     def _register(self, register: Register) -> Line:
@@ -121,7 +131,7 @@ class Attendance:
                 fix="start it with --checkpoint-dir too",
             )
         known = self.lines.get(shard)
-        if known is not None and known.is_cut:  # its process was started again: what it held is gone
+        if known is not None and known.giving_up is not None:  # its process was started again: what it held is gone
             self._lose(shard)
         elif known is not None:
             raise refusal(Reason.NOT_READY, f"there is a shard {shard} already, at {known.register.address}")
@@ -154,17 +164,12 @@ class Attendance:
             del self.lines[shard]
             self._engine.notify()
             return
-        line.is_cut = True
-        log.warning("shard_away", shard=shard, lost_in_s=self._config.server.lease_s)
-        num_calls = line.num_calls
-        asyncio.get_running_loop().call_later(self._config.server.lease_s, self._give_up, line, num_calls)
-
-    def _give_up(self, line: Line, num_calls: int) -> None:
-        if line.is_cut and line.num_calls == num_calls and self.lines.get(line.register.shard) is line:
-            self._lose(line.register.shard)
+        lease_s = self._config.server.lease_s
+        log.warning("shard_away", shard=shard, lost_in_s=lease_s)
+        line.giving_up = asyncio.get_running_loop().call_later(lease_s, self._lose, shard)
 
     def _lose(self, shard: int) -> None:
-        del self.lines[shard]
+        self.lines.pop(shard).stay()
         if self._has_begun:
             self._on_lost(shard)
 

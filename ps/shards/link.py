@@ -79,32 +79,39 @@ class Link:
         """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
         may take as long as another shard is missing. UnreachableError when there is no coordinator for
         worker.give_up_s, AuthError when it is there and TLS keeps them apart."""
-        since, waits_said = self._clock.now(), ""
+        try:
+            order = await self._begin_within(self._give_up_s, register)
+        except LinkLost as lost:
+            raise UnreachableError(
+                f"shard {register.shard} has not been taken in by a coordinator at {self._address} for "
+                f"{self._give_up_s:g} s (worker.give_up_s): {lost}",
+                fix="start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)",
+            ) from None
+        if isinstance(order, End):
+            return order
+        if not isinstance(order, BeginRun):
+            raise UnreachableError(f"the coordinator at {self._address} began with {type(order).__name__}")
+        self._register = replace(register, run=order.run, server_incarnation=order.server_incarnation)
+        return order
+
+    async def _begin_within(self, limit_s: float, register: Register) -> Order:
+        """Call until the coordinator answers; its first order. LinkLost when it has not for `limit_s`."""
+        deadline, waits_said = self._clock.now() + limit_s, ""
         while True:
+            if self._follower is not None:
+                register = replace(register, heard=self._follower.tape.num_heard)
             try:
-                order = await self._begin_call(register)
+                return await self._begin_call(register)
             except LinkLost as lost:
-                waited_s = self._clock.now() - since
-                if waited_s >= self._give_up_s:
-                    raise UnreachableError(
-                        f"shard {register.shard} has not been taken in by a coordinator at {self._address} for "
-                        f"{waited_s:.0f} s (worker.give_up_s is {self._give_up_s:g}): {lost}",
-                        fix="start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)",
-                    ) from None
-                if str(lost) != waits_said:
+                if self._clock.now() >= deadline:
+                    raise
+                if self._follower is None and str(lost) != waits_said:
                     waits_said = str(lost)
                     mistake = await asyncio.to_thread(diagnose, self._address, self._credentials, "shard")
                     if mistake is not None:
                         raise mistake from None
                     log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
-                await self._clock.sleep(_TRY_AGAIN_S)
-                continue
-            if isinstance(order, End):
-                return order
-            if not isinstance(order, BeginRun):
-                raise UnreachableError(f"the coordinator at {self._address} began with {type(order).__name__}")
-            self._register = replace(register, run=order.run, server_incarnation=order.server_incarnation)
-            return order
+            await self._clock.sleep(_TRY_AGAIN_S)
 
     async def _begin_call(self, register: Register) -> Order:
         if self._is_named:
@@ -143,23 +150,15 @@ class Link:
 
     async def _call_again(self, lost: LinkLost) -> None:
         """The connection broke off, and the coordinator may still be there: it waits for a lease."""
-        assert self._follower is not None
-        tape = self._follower.tape
         log.warning("coordinator_away", address=self._address, reason=str(lost))
-        deadline = self._clock.now() + self._lease_s
-        while True:
-            try:
-                order = await self._begin_call(replace(self._register, heard=tape.num_heard))
-            except LinkLost:
-                if self._clock.now() >= deadline:
-                    raise lost from None
-                await self._clock.sleep(_TRY_AGAIN_S)
-                continue
-            except ParamServerError as refused:  # it has gone back, or on without this shard
-                raise LinkLost(refused.message) from None
-            assert isinstance(order, GoOn), order
-            log.info("coordinator_back", address=self._address)
-            return
+        try:
+            order = await self._begin_within(self._lease_s, self._register)
+        except LinkLost:
+            raise lost from None
+        except ParamServerError as refused:  # it has gone back, or on without this shard
+            raise LinkLost(refused.message) from None
+        assert isinstance(order, GoOn), order
+        log.info("coordinator_back", address=self._address)
 
     async def _next(self) -> tuple[int, Order]:
         assert self._call is not None
