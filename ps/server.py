@@ -12,7 +12,6 @@ from ..common.errors import EXIT_BUG, OutputError, ParamServerError, Unreachable
 from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
 from ..common.tensors.optimizers import check_arguments
-from ..common.tensors.sharding import divide
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
 from .engine.clock import Clock
@@ -237,10 +236,9 @@ class Server:
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
         assert model.whole is not None
-        shares = divide(model.whole, self._config.server.shards)
         here = await self.engine.tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await collect(self._config, self.engine.shard_addresses, shares, here, output.save_averaged)
+            return await collect(self._config, self.engine.shard_addresses, model.whole, here, output.save_averaged)
         except OutputError as error:
             if not self.engine.finished.done() or self.engine.finished.exception() is None:
                 raise

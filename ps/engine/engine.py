@@ -170,13 +170,13 @@ class Engine:
 
     # ---- what comes from workers ------------------------------------------------------------
 
-    def join(self, asked: Callable[[int], events.Joined]) -> Peer:
-        """A stream's process asks for a rank; `asked` makes the event of the stream's number. Raises the refusal."""
+    def join(self, asked: events.Joined) -> Peer:
+        """A stream's process asks for a rank; the stream's number is given here. Raises the refusal."""
         self._num_streams += 1
-        stream = self._num_streams
-        self._joining[stream] = None
-        self.offer(asked(stream))
-        match self._joining.pop(stream):
+        asked.stream = self._num_streams
+        self._joining[asked.stream] = None
+        self.offer(asked)
+        match self._joining.pop(asked.stream):
             case effects.NotSeated(error=error):
                 raise error
             case effects.Seated(rank=rank, incarnation=incarnation, is_resumed=is_resumed, number=number):

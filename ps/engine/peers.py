@@ -25,18 +25,6 @@ from ..tensors.thread import TensorThread
 
 
 @dataclass(frozen=True, slots=True)
-class SendWeights:
-    """Bring the initial weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Nothing yet, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Go:
     """Go on. The weights are `body`, small ones, or `held` for this worker, or of the newest version, or none."""
 
@@ -53,7 +41,8 @@ class Done:
     evaluate: bool
 
 
-Item = SendWeights | Waiting | Go | Done
+# What may be said on a stream; text: nothing yet, and why.
+Item = str | effects.AskForWeights | Go | Done
 
 
 @dataclass(eq=False, slots=True)
@@ -159,7 +148,7 @@ class Streams:
     def ask_for_weights(self, asked: effects.AskForWeights) -> None:
         if (peer := self.peers.get((asked.rank, asked.incarnation))) is not None:
             peer.state = "uploading"
-            peer.say(SendWeights())
+            peer.say(asked)
 
     def answer(self, answer: effects.Answer) -> None:
         peer = self.peers.get((answer.rank, answer.incarnation))
@@ -185,7 +174,7 @@ class Streams:
         """A sign of life to those who wait; `why` by rank."""
         for peer in self.peers.values():
             if peer.state in ("waiting", "finished") and peer.outbox.empty():
-                peer.say(Waiting(why.get(peer.rank, "")))
+                peer.say(why.get(peer.rank, ""))
 
 
 def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequencer, now: float) -> dict[int, str]:

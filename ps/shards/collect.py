@@ -10,11 +10,12 @@ import torch
 from ...common.config.schema import Config
 from ...common.errors import OutputError
 from ...common.security import Credentials
-from ...common.tensors.layout import DTYPES, Layout, as_bytes, new_body
-from ...common.tensors.sharding import Share
+from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.sharding import divide
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
+from ..snapshots.resharding import put_together
 from .link import open_channel
 
 _TIMEOUT_S = 300.0
@@ -22,23 +23,25 @@ _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 
 
 async def collect(
-    config: Config, addresses: Sequence[str], shares: Sequence[Share], here: dict[str, torch.Tensor], averaged: bool
+    config: Config, addresses: Sequence[str], whole: Layout, here: dict[str, torch.Tensor], averaged: bool
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the model by name, aliases included; `here` are those of shard 0, by the names of its parts.
 
     Raises OutputError for a shard that does not answer.
     """
-    held, credentials = dict(here), Credentials.read(config.security)
-    for shard in range(1, len(shares)):
+    held, credentials = [here], Credentials.read(config.security)
+    shares = divide(whole, len(addresses))
+    for shard, address in enumerate(addresses[1:], start=1):
         try:
-            held |= await _pull(addresses[shard], credentials, shares[shard].layout, averaged)
+            held.append(await _pull(address, credentials, shares[shard].layout, averaged))
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise OutputError(
-                f"shard {shard} at {addresses[shard]} did not give its part of the final weights: {text}",
+                f"shard {shard} at {address} did not give its part of the final weights: {text}",
                 fix="they are in its newest snapshot, if snapshots are kept",
             ) from None
-    return join(shares, held)
+    found = put_together(held, shares, divide(whole, 1)[0])
+    return {name: found[spec.name].clone() for spec in whole.specs for name in (spec.name, *spec.aliases)}
 
 
 async def _pull(address: str, credentials: Credentials, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
@@ -55,16 +58,3 @@ async def _pull(address: str, credentials: Credentials, layout: Layout, averaged
         async for raw in pull(request, timeout=_TIMEOUT_S, metadata=credentials.metadata):
             reader.feed(parse(pb.ServerMessage, raw))
     return {spec.name: tensor for spec, tensor in layout.views(body)}
-
-
-def join(shares: Sequence[Share], held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parts by name put together to the tensors they are parts of."""
-    found: dict[str, torch.Tensor] = {}
-    for part in (part for share in shares for part in share.parts):
-        spec = part.spec
-        for name in (spec.name, *spec.aliases):
-            if name not in found:
-                found[name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-            whole = found[name] if part.is_whole else found[name][part.first : part.end]
-            whole.copy_(held[part.name])
-    return found

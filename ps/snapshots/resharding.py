@@ -19,7 +19,7 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     files: dict[FileName, Tensors] = {}
     for file in (WEIGHTS, AVERAGED):
         if all(file in one.files for one in parts):
-            found = _collect([one.files[file] for one in parts], before, share)
+            found = put_together([one.files[file] for one in parts], before, share)
             aliases = {alias: found[part.name].clone() for part in share.parts for alias in part.as_spec().aliases}
             files[file] = found | aliases
     if any(one.state for one in parts):
@@ -29,7 +29,7 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files)
 
 
-def _collect(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
+def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
     """The tensors of `share` that there are, cut and joined from those of the shards there were."""
     held: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     for part, tensor in _parts_in(files, before):
@@ -62,7 +62,7 @@ def _collect_state(
             names = {part.name: part.spec.name for part in share.parts}
             here = {name: values[whole].clone() for name, whole in names.items() if whole in values}
         else:
-            here = _collect(files, before, share)
+            here = put_together(files, before, share)
         found |= {f"{key}/{name}": tensor for name, tensor in here.items()}
     return found
 

@@ -13,9 +13,9 @@ from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, copy_of
 from ...common.wire.frames import INLINE_BYTES, Frame, body_frames, frame, message_frames
 from ...proto import parameter_server_pb2 as pb
-from ..core import events
+from ..core import effects, events
 from ..engine.engine import Engine
-from ..engine.peers import Done, Go, Peer, SendWeights, Waiting
+from ..engine.peers import Done, Go, Peer
 from .intake import Intake
 from .joining import Joining
 from .lanes.grpc import Header, Lane
@@ -86,9 +86,9 @@ class Conversation:
         """Send what the run says until the worker may go on; False when its stream ended instead."""
         while True:
             match await peer.outbox.get():
-                case Waiting(reason):
+                case str(reason):
                     await self._stream.say(pb.ServerMessage(waiting=pb.Waiting(reason=reason)))
-                case SendWeights():
+                case effects.AskForWeights():
                     if not await self._take_initial_weights(peer):
                         return False
                 case Go() as go:

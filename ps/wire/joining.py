@@ -60,9 +60,7 @@ class Joining:
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:
         peer = self._engine.join(
-            lambda stream: events.Joined(
-                stream, rank, join.run, join.incarnation, join.server_incarnation, join.process
-            )
+            events.Joined(0, rank, join.run, join.incarnation, join.server_incarnation, join.process)
         )
         log.info(
             "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
