@@ -114,7 +114,8 @@ class OurExchange:
             worker.renew_gradients()
         worker.optimizer.step()
         total_s = time.perf_counter() - began
-        at = worker.moments
+        at = worker.watch.last
+        assert at is not None
         return {
             "exchange": total_s,
             "encode": at.sent - at.begun,

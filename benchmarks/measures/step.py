@@ -23,6 +23,7 @@ from rich.console import RenderableType
 from ..output.machine import machine
 from ..output.report import Report, median
 from ..output.tables import figures, page
+from ..rig.moments import Watch
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
@@ -141,7 +142,7 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
 def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch_size: int) -> Samples:
     found: Samples = {"compute": [], "transfer": [], "held": []}
     resumed = time.perf_counter()
-    moments = None
+    watch, moments = Watch(session), None
     for batch in session.shard(data, batch_size):
         loss = task.loss(model, batch)
         optimizer.zero_grad()
@@ -149,8 +150,10 @@ def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch
         computed = time.perf_counter()
         optimizer.step()
         done = time.perf_counter()
-        last, moments = moments, session._exchange.moments
-        held_s = moments.held_s if moments is not last else 0.0  # between two rounds nothing is exchanged
+        last, moments = moments, watch.last
+        held_s = (
+            moments.held_s if moments is not None and moments is not last else 0.0
+        )  # between two rounds nothing is exchanged
         found["compute"].append(computed - resumed)
         found["held"].append(held_s)
         found["transfer"].append(done - computed - held_s)

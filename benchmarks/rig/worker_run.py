@@ -11,6 +11,7 @@ from typing import Any
 from ...common.config.cli import before_torch
 from ...common.config.schema import LogConfig
 from ...common.reporting.log import setup_logging
+from .moments import Watch
 
 # Small enough that weights stay finite however many exchanges there are.
 _LEARNING_RATE = 1e-4
@@ -26,11 +27,7 @@ class JoinedWorker:
     gradients: list[Any]  # as they were made, each in memory of its own
     body_bytes: int  # of the parameters
     sent_bytes: int  # of a contribution, as the codec has it
-
-    @property
-    def moments(self) -> Any:
-        """When what happened in the last exchange (worker/conversation/exchange.py)."""
-        return self.session._exchange.moments
+    watch: Watch
 
     @property
     def is_shared(self) -> bool:
@@ -68,7 +65,8 @@ def joined_worker(
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters]
         sent_bytes = CODECS.load(codec)().encoded_bytes(layout)
-        yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes)
+        watch = Watch(session)
+        yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes, watch)
 
 
 def set_lane(shared_memory: bool) -> None:

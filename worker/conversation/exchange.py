@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from functools import partial
-from typing import NamedTuple
 
 from ...common.config.schema import WorkerConfig
 from ...common.reporting.history import History
@@ -37,16 +36,6 @@ log = get_logger()
 _ATTEMPT_S = 2.0  # one attempt to connect
 
 
-class Moments(NamedTuple):
-    """Of one exchange, perf_counter seconds: what `ps-bench exchange` divides it by."""
-
-    begun: float
-    sent: float  # encoded and given to the connection
-    answered: float  # the answer has come, its weights have not
-    done: float
-    held_s: float  # as in Answer
-
-
 class Exchange:
     """One worker's membership in a run. Blocking; raises the errors of `common/errors.py`."""
 
@@ -63,7 +52,6 @@ class Exchange:
         self._crew = Crew()
         self._heartbeat = Heartbeat(config.server, credentials)
         self._history = History(history)
-        self.moments: Moments | None = None  # of the last exchange that was not interrupted
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
@@ -182,31 +170,21 @@ class Exchange:
         started = time.perf_counter()
         work = work._replace(transfer_s=self._last_transfer_s)
         try:
-            answer = self._exchange(source, work, started)
+            answer = self._exchange(source, work)
         except Lost as lost:
             answer = self._contribute_again(lost, source, work)
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
-    def _exchange(self, source: Source, work: Work, started: float) -> Answer:
-        sent = answered = started
-
+    def _exchange(self, source: Source, work: Work) -> Answer:
         def exchange(shard: Shard) -> Answer:
-            nonlocal sent, answered
             shard.contribute(source, work)
-            if shard.number == 0:
-                sent = time.perf_counter()
-            received = shard.receive()
-            if shard.number == 0:
-                answered = time.perf_counter()
-            return shard.take(received)
+            return shard.take(shard.receive())
 
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
-        answer = self._took(self._crew.all(self._shards, exchange))
-        self.moments = Moments(started, sent, answered, time.perf_counter(), answer.held_s)
-        return answer
+        return self._took(self._crew.all(self._shards, exchange))
 
     def _contribute_again(self, lost: Lost, source: Source, work: Work) -> Answer:
         """The same contribution on new connections, until it is answered or the run has gone on without it."""
@@ -216,7 +194,7 @@ class Exchange:
                 return answer
             try:
                 if self._welcome.step <= self.progress.num_counted:
-                    return self._exchange(source, work, time.perf_counter())
+                    return self._exchange(source, work)
 
                 def ask(shard: Shard) -> Answer:
                     shard.client.say(contribution={"step": self._welcome.step, "repeat": True})

@@ -1,0 +1,45 @@
+"""When what happened in a worker's exchanges with its first shard: the calls that send and receive are watched."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+
+class Moments(NamedTuple):
+    """Of one exchange, perf_counter seconds."""
+
+    begun: float
+    sent: float  # encoded and given to the connection
+    answered: float  # the answer has come, its weights have not
+    done: float
+    held_s: float  # as in Answer
+
+
+class Watch:
+    """On a session with a server (`worker/api.py`); `last` is of the last exchange that was not interrupted."""
+
+    def __init__(self, session: Any) -> None:
+        self.last: Moments | None = None
+        exchange, shard = session._exchange, session._exchange._shards[0]
+        contribute, send, receive = exchange.contribute, shard.contribute, shard.receive
+        sent = answered = 0.0
+
+        def timed_send(source: str, work: Any) -> None:
+            nonlocal sent
+            send(source, work)
+            sent = time.perf_counter()
+
+        def timed_receive() -> Any:
+            nonlocal answered
+            received = receive()
+            answered = time.perf_counter()
+            return received
+
+        def timed_contribute(source: str, work: Any) -> Any:
+            begun = time.perf_counter()
+            answer = contribute(source, work)
+            self.last = Moments(begun, sent, answered, time.perf_counter(), answer.held_s)
+            return answer
+
+        exchange.contribute, shard.contribute, shard.receive = timed_contribute, timed_send, timed_receive
