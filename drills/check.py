@@ -71,7 +71,7 @@ class _WorkerReplay:
     def __init__(self, server: Replay) -> None:
         self.problems: list[Problem] = []
         self.run: str | None = None  # from its start line on
-        self._committed = {(rank, step) for _, rank, step in server.ever_committed}
+        self._committed = {(rank, number) for _, rank, number in server.ever_committed}
         self._cut = server.cut
         self._server: dict[int, int] = {}  # incarnation to the server's
         self._seen: dict[int, int] = {}  # incarnation to the version it saw last
@@ -98,19 +98,21 @@ class _WorkerReplay:
         self._sent.add(line["step"])
 
     def _on_answered(self, line: Line) -> None:
-        rank, incarnation, step = line["rank"], line["incarnation"], line["step"]
+        rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
         if line["outcome"].lower() in ("applied", "repeated"):
-            if step not in self._sent:
-                self._say(line, f"rank {rank} is told that step {step} was applied, and never sent it")
-            if (rank, step) not in self._committed and not self._may_be_cut(rank, step, incarnation):
-                self._say(line, f"rank {rank} is told that step {step} was applied: the server never committed it")
+            if number not in self._sent:
+                self._say(line, f"rank {rank} is told that contribution {number} was applied, and never sent it")
+            if (rank, number) not in self._committed and not self._may_be_cut(rank, number, incarnation):
+                self._say(
+                    line, f"rank {rank} is told that contribution {number} was applied: the server never committed it"
+                )
         self._saw(line, rank, incarnation, line["version"], self._version_before(line))
 
-    def _may_be_cut(self, rank: int, step: int, incarnation: int) -> bool:
+    def _may_be_cut(self, rank: int, number: int, incarnation: int) -> bool:
         """The server that said so was killed, or its disk was full, before the line of this commit was written."""
         server = self._server.get(incarnation, max(self._server.values(), default=0))
-        steps = self._cut.get((self.run or "", server))
-        return steps is not None and step > steps.get(rank, 0)
+        numbers = self._cut.get((self.run or "", server))
+        return numbers is not None and number > numbers.get(rank, 0)
 
     def _on_end(self, line: Line) -> None:
         pass

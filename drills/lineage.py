@@ -1,4 +1,4 @@
-"""What the newest weights hold: which step of which rank went in with which version; and counts. Pure.
+"""What the newest weights hold: which contribution of which rank went in with which version; and counts. Pure.
 
 A server that goes back to a snapshot takes the commits after it out again; they must be redone.
 """
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Rank:
-    """Commits of one rank, in order; `first` is the step it began at, with nothing of its own.
+    """Commits of one rank, in order; `first` is the number it began at, with nothing of its own.
 
     Steps that were skipped (store.on_nonfinite) count, and nothing of them is in the version.
     """
 
     first: int
-    steps: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
 
-    def step_at(self, version: int) -> int:
+    def number_at(self, version: int) -> int:
         count = bisect_right(self.versions, version)
-        return self.steps[count - 1] if count else self.first
+        return self.numbers[count - 1] if count else self.first
 
 
 @dataclass
@@ -46,84 +46,88 @@ class Tally:
 
 
 class Lineage:
-    """Begins with a snapshot's steps, or with nothing."""
+    """Begins with a snapshot's numbers, or with nothing."""
 
-    def __init__(self, steps: dict[int, int]) -> None:
-        self._ranks = {rank: _Rank(step) for rank, step in steps.items()}
+    def __init__(self, numbers: dict[int, int]) -> None:
+        self._ranks = {rank: _Rank(number) for rank, number in numbers.items()}
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._ranks
 
-    def begin(self, rank: int, step: int) -> None:
-        """A rank that was never here starts at `step`."""
-        self._ranks.setdefault(rank, _Rank(step))
+    def begin(self, rank: int, number: int) -> None:
+        """A rank that was never here starts at `number`."""
+        self._ranks.setdefault(rank, _Rank(number))
 
-    def add(self, rank: int, step: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
-        """A commit, or a step that was skipped in it; says what is wrong with the step."""
-        own = self._ranks.setdefault(rank, _Rank(max(0, step - 1)))
-        last = own.steps[-1] if own.steps else own.first
+    def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
+        """A commit, or a contribution that was skipped in it; says what is wrong with it."""
+        own = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
+        last = own.numbers[-1] if own.numbers else own.first
         problem = None
-        if step <= last:
-            at = f" on line {own.lines[own.steps.index(step)]}" if step in own.steps else ""
-            problem = f"rank {rank} step {step} is committed again: it was{at}, and rank {rank} is at step {last}"
-        elif step > last + 1:
-            problem = f"rank {rank} step {step} is committed after step {last}: {step - last - 1} between are lost"
-        own.steps.append(step)
+        if number <= last:
+            at = f" on line {own.lines[own.numbers.index(number)]}" if number in own.numbers else ""
+            problem = (
+                f"contribution {number} of rank {rank} is committed again: it was{at}, and rank {rank} is at {last}"
+            )
+        elif number > last + 1:
+            problem = (
+                f"contribution {number} of rank {rank} is committed after {last}: {number - last - 1} between are lost"
+            )
+        own.numbers.append(number)
         own.versions.append(version)
         own.lines.append(line)
         if is_skipped:
-            own.skipped.add(step)
+            own.skipped.add(number)
         return problem
 
-    def step(self, rank: int) -> int:
+    def number(self, rank: int) -> int:
         """Of the last commit; 0 for a rank that was never here."""
         own = self._ranks.get(rank)
-        return 0 if own is None else own.steps[-1] if own.steps else own.first
+        return 0 if own is None else own.numbers[-1] if own.numbers else own.first
 
     def version(self, rank: int) -> int:
         """The version that the rank's last commit made; 0 without one."""
         own = self._ranks.get(rank)
         return own.versions[-1] if own is not None and own.versions else 0
 
-    def steps(self) -> dict[int, int]:
-        return {rank: self.step(rank) for rank in self._ranks}
+    def numbers(self) -> dict[int, int]:
+        return {rank: self.number(rank) for rank in self._ranks}
 
-    def differences(self, version: int, steps: dict[int, int], newcomers: set[int]) -> list[str]:
-        """How `steps` differ from what was committed up to `version`; a rank without commits may be left out,
+    def differences(self, version: int, numbers: dict[int, int], newcomers: set[int]) -> list[str]:
+        """How `numbers` differ from what was committed up to `version`; a rank without commits may be left out,
         and `newcomers` have none."""
         found = []
-        for rank in sorted({*steps, *self._ranks}):
-            own, told = self._ranks.get(rank), steps.get(rank)
+        for rank in sorted({*numbers, *self._ranks}):
+            own, told = self._ranks.get(rank), numbers.get(rank)
             if own is None:
                 if rank not in newcomers:
-                    found.append(f"rank {rank} at step {told}, it was never here")
+                    found.append(f"rank {rank} at number {told}, it was never here")
                 continue
-            committed = own.step_at(version)
+            committed = own.number_at(version)
             if told != committed and not (told is None and committed == own.first):
-                found.append(f"rank {rank} at step {told}, committed were {committed}")
+                found.append(f"rank {rank} at number {told}, committed were {committed}")
         return found
 
-    def roll_back(self, version: int, steps: dict[int, int]) -> list[tuple[int, int]]:
-        """Forget what came after `version`, where the steps were these: its (rank, step)."""
+    def roll_back(self, version: int, numbers: dict[int, int]) -> list[tuple[int, int]]:
+        """Forget what came after `version`, where the numbers were these: its (rank, number)."""
         voided: list[tuple[int, int]] = []
         for rank, own in list(self._ranks.items()):
             kept = bisect_right(own.versions, version)
-            voided += [(rank, step) for step in own.steps[kept:] if step not in own.skipped]
-            own.skipped.intersection_update(own.steps[:kept])
-            del own.steps[kept:], own.versions[kept:], own.lines[kept:]
-            if not kept and rank not in steps:
+            voided += [(rank, number) for number in own.numbers[kept:] if number not in own.skipped]
+            own.skipped.intersection_update(own.numbers[:kept])
+            del own.numbers[kept:], own.versions[kept:], own.lines[kept:]
+            if not kept and rank not in numbers:
                 del self._ranks[rank]
-        for rank, step in steps.items():
-            self.begin(rank, step)
+        for rank, number in numbers.items():
+            self.begin(rank, number)
         return voided
 
     def contributions(self, version: int | None = None) -> set[tuple[int, int]]:
-        """The (rank, step) in the weights of `version`, the newest by default."""
+        """The (rank, number) in the weights of `version`, the newest by default."""
         return {
-            (rank, step)
+            (rank, number)
             for rank, own in self._ranks.items()
-            for step in (own.steps if version is None else own.steps[: bisect_right(own.versions, version)])
-            if step not in own.skipped
+            for number in (own.numbers if version is None else own.numbers[: bisect_right(own.versions, version)])
+            if number not in own.skipped
         }
 
     def sizes(self) -> dict[int, int]:
@@ -131,6 +135,6 @@ class Lineage:
         return Counter(
             version
             for own in self._ranks.values()
-            for step, version in zip(own.steps, own.versions, strict=True)
-            if step not in own.skipped
+            for number, version in zip(own.numbers, own.versions, strict=True)
+            if number not in own.skipped
         )

@@ -2,11 +2,11 @@
 
 What must hold (I1 to I9 are the invariants of docs/robustness.md):
 
-- each step of a rank is committed once, in order, without gaps; what came after the snapshot that a
+- each contribution of a rank is committed once, in order, without gaps; what came after the snapshot that a
   restart goes back to is void and is committed anew (I2);
 - incarnations grow, of the server at every start and of a rank at every join, and nothing of an older
   one counts once a newer has joined (I1, I4);
-- a snapshot's steps are those committed at its version, and a restart goes on from the newest (I3, I5);
+- a snapshot's numbers are those committed at its version, and a restart goes on from the newest (I3, I5);
 - versions grow by one per commit, and nobody is given weights older than those they had (I9);
 - what the mode promises (`Policy.rules`), e.g. that a round is made of the live workers (I7).
 
@@ -26,20 +26,20 @@ from ..ps.policies.rules import Rule
 from .history_lines import Line, Problem
 from .lineage import Lineage, Tally
 
-# Outcomes of a contribution that make it a step of the rank, and those that the tally counts here.
+# Outcomes of a contribution that make it count, and those that the tally counts here.
 _COUNTING = frozenset({"accepted", "skipped"})
 _COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
 
 
 @dataclass
 class Member:
-    """A worker that has joined. `step` counts what was accepted, committed or not.
+    """A worker that has joined. `number` counts what was accepted, committed or not.
 
     It is a member, for whom others wait, some time after its join, when it has said what it trains.
     """
 
     incarnation: int
-    step: int
+    number: int
     is_member: bool = False  # for certain
     is_answered: bool = False  # it may contribute
     version: int = 0  # of its last answer
@@ -53,20 +53,20 @@ class Replay:
         self.problems: list[Problem] = []
         self.unchecked_modes: dict[str, None] = {}  # whose rules nobody here knows
         self.tally = Tally()
-        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, step), void or not
+        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
         self.run: str | None = None
         self.server_incarnation = 0
         self.lineage = Lineage({})
-        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: steps by then
+        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: numbers by then
         self.version = 0
         self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
         self._rules: list[Rule] = []  # of the mode
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
-        self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, step to incarnation
-        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, step) of which nothing is folded
-        self._may_be_open = False  # a step may be answered before it is committed
+        self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
+        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) of which nothing is folded
+        self._may_be_open = False  # a contribution may be answered before it is committed
         self._durable: int | None = None  # version of the newest snapshot
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # the lines of this server may go on: it has not ended
@@ -97,14 +97,14 @@ class Replay:
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
     def _on_start(self, line: Line) -> None:
-        version, steps = line["version"], line.steps
+        version, numbers = line["version"], line.steps
         self._note_cut()
         if line["run"] == self.run:
-            self._restarted(line, version, steps)
+            self._restarted(line, version, numbers)
         else:
             if self.run is not None:
                 self._close_run()
-            self._begin_run(line, version, steps)
+            self._begin_run(line, version, numbers)
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._rules = self._rules_of(line)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
@@ -124,24 +124,24 @@ class Replay:
 
     def _note_cut(self) -> None:
         if self._is_cut:
-            self.cut[self.run or "", self.server_incarnation] = self.lineage.steps()
+            self.cut[self.run or "", self.server_incarnation] = self.lineage.numbers()
 
-    def _begin_run(self, line: Line, version: int, steps: dict[int, int]) -> None:
+    def _begin_run(self, line: Line, version: int, numbers: dict[int, int]) -> None:
         has_source = line.fields.get("source") is not None
-        if not has_source and (version or any(steps.values())):
-            self._say(f"a run that begins from nothing is at version {version}, steps {steps}")
-        self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(steps), set(), set()
+        if not has_source and (version or any(numbers.values())):
+            self._say(f"a run that begins from nothing is at version {version}, numbers {numbers}")
+        self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(numbers), set(), set()
         self._durable = version if has_source else None
 
-    def _restarted(self, line: Line, version: int, steps: dict[int, int]) -> None:
+    def _restarted(self, line: Line, version: int, numbers: dict[int, int]) -> None:
         self.tally.restarts += 1
         told = line["server_incarnation"]
         if told <= self.server_incarnation:
             self._say(f"server incarnation {told} after {self.server_incarnation}: it must grow at every start")
         newcomers = self._ranks
         if self._is_cut and line.fields.get("source") is not None:
-            newcomers = newcomers | set(steps)
-            self._believe(line, version, steps)
+            newcomers = newcomers | set(numbers)
+            self._believe(line, version, numbers)
         if version > self.version:
             self._say(f"the server starts at version {version}, and only {self.version} versions were committed")
         elif self._durable is not None and version < self._durable and not line.fields.get("skipped"):
@@ -150,24 +150,24 @@ class Replay:
                 f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
                 f"{lost} durable contributions are lost"
             )
-        for difference in self.lineage.differences(version, steps, newcomers):
+        for difference in self.lineage.differences(version, numbers, newcomers):
             self._say(f"the server starts at version {version} with {difference}")
-        voided = self.lineage.roll_back(version, steps)
+        voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
         self._durable = version if line.fields.get("source") is not None else None
 
-    def _believe(self, line: Line, version: int, steps: dict[int, int]) -> None:
+    def _believe(self, line: Line, version: int, numbers: dict[int, int]) -> None:
         """Commits whose lines are missing, which the snapshot of `version` holds: one contribution each or rounds."""
         if version <= self.version:
             return
-        known = self.lineage.steps()
-        missing = [(rank, step) for rank in known for step in range(known[rank] + 1, steps.get(rank, 0) + 1)]
+        known = self.lineage.numbers()
+        missing = [(rank, number) for rank in known for number in range(known[rank] + 1, numbers.get(rank, 0) + 1)]
         are_single = len(missing) == version - self.version
-        for index, (rank, step) in enumerate(missing, 1):
-            made = self.version + (index if are_single else step - known[rank])
-            self.lineage.add(rank, step, min(made, version), line.number)
-            self.ever_committed.add((self.run or "", rank, step))
+        for index, (rank, number) in enumerate(missing, 1):
+            made = self.version + (index if are_single else number - known[rank])
+            self.lineage.add(rank, number, min(made, version), line.number)
+            self.ever_committed.add((self.run or "", rank, number))
         self.version = version
 
     def _on_snapshot(self, line: Line) -> None:
@@ -197,7 +197,7 @@ class Replay:
     # ---- members -------------------------------------------------------------------------
 
     def _on_join(self, line: Line) -> None:
-        rank, incarnation, step = line["rank"], line["incarnation"], line["step"]
+        rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
         newest = self._newest.get(rank)
         if newest is not None:
             self.tally.rejoins += 1
@@ -206,27 +206,27 @@ class Replay:
         self._newest[rank] = max(incarnation, newest or 0)
         self._ranks.add(rank)
         before = self._members.get(rank)
-        known = self._known_step(rank)
-        if known is not None and step != known:
-            self._say(f"rank {rank} joins at step {step}: it is at step {known}")
+        known = self._known_number(rank)
+        if known is not None and number != known:
+            self._say(f"rank {rank} joins at number {number}: it is at {known}")
         if not line.fields.get("resumed"):
-            self._members[rank] = Member(incarnation, step)
+            self._members[rank] = Member(incarnation, number)
         elif before is None:
             self._say(f"rank {rank} resumes, and was no member")
-            self._members[rank] = Member(incarnation, step, is_member=True, is_answered=True)
+            self._members[rank] = Member(incarnation, number, is_member=True, is_answered=True)
         else:
-            before.incarnation, before.step = incarnation, step
+            before.incarnation, before.number = incarnation, number
 
-    def _known_step(self, rank: int) -> int | None:
-        """The last accepted step of a rank, None where it is new to the run."""
+    def _known_number(self, rank: int) -> int | None:
+        """The last accepted number of a rank, None where it is new to the run."""
         if rank in self._open:
             return max(self._open[rank])
-        return self.lineage.step(rank) if rank in self.lineage else None
+        return self.lineage.number(rank) if rank in self.lineage else None
 
-    def _min_step(self, without: int | None = None) -> int | None:
-        """The slowest certain member's step."""
+    def _least_number(self, without: int | None = None) -> int | None:
+        """The slowest certain member's number."""
         members = self._members.items()
-        return min((member.step for rank, member in members if member.is_member and rank != without), default=None)
+        return min((member.number for rank, member in members if member.is_member and rank != without), default=None)
 
     def _on_leave(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
@@ -239,36 +239,37 @@ class Replay:
     # ---- contributions --------------------------------------------------------------------
 
     def _on_accept(self, line: Line) -> None:
-        rank, step, outcome = line["rank"], line["step"], line["outcome"].lower()
+        rank, number, outcome = line["rank"], line["step"], line["outcome"].lower()
         if outcome in _COUNTED:
             setattr(self.tally, outcome, getattr(self.tally, outcome) + 1)
         if outcome == "refused":
             return
-        member = self._current(line, f"{outcome} step {step}")
+        member = self._current(line, f"{outcome} contribution {number}")
         if line["base_version"] > line["version"]:
             self._say(
-                f"rank {rank} step {step} has a negative staleness: computed on version {line['base_version']}, "
-                f"applied at {line['version']}"
+                f"contribution {number} of rank {rank} has a negative staleness: computed on version "
+                f"{line['base_version']}, applied at {line['version']}"
             )
-        if outcome == "repeated" and step > member.step:
-            self._say(f"rank {rank} step {step} is called repeated, and rank {rank} is at step {member.step}")
+        if outcome == "repeated" and number > member.number:
+            self._say(f"contribution {number} of rank {rank} is called repeated, and rank {rank} is at {member.number}")
         if outcome in _COUNTING:
             self._counts(line, member)
-            self._open.setdefault(rank, {})[step] = line["incarnation"]
+            self._open.setdefault(rank, {})[number] = line["incarnation"]
         if outcome == "skipped":
-            self._skipped.add((rank, step))
+            self._skipped.add((rank, number))
 
     def _counts(self, line: Line, member: Member) -> None:
-        rank, step = line["rank"], line["step"]
-        if step != member.step + 1:
-            again = "again" if step <= member.step else "with a gap"
-            self._say(f"rank {rank} step {step} is accepted {again}: rank {rank} is at step {member.step}")
+        rank, number = line["rank"], line["step"]
+        if number != member.number + 1:
+            again = "again" if number <= member.number else "with a gap"
+            self._say(f"contribution {number} of rank {rank} is accepted {again}: rank {rank} is at {member.number}")
         if not member.is_answered:
             self._say(
-                f"rank {rank} step {step} is accepted, and rank {rank} was not let go on after step {member.step}"
+                f"contribution {number} of rank {rank} is accepted, and rank {rank} was not let go on after "
+                f"{member.number}"
             )
-        self._say_broken(rule.counted(rank, step, line["base_version"], self.version) for rule in self._rules)
-        member.step, member.is_member, member.is_answered = step, True, False
+        self._say_broken(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules)
+        member.number, member.is_member, member.is_answered = number, True, False
 
     def _on_commit(self, line: Line) -> None:
         version, members = line["version"], set(line["members"])
@@ -280,66 +281,68 @@ class Replay:
             self._say(f"version {version} names the members {sorted(members)}, live are {sorted(certain)}")
         for rank in members & set(self._members):
             self._members[rank].is_member = True
-        for rank, incarnation, step in line["contributions"]:
-            if self._close_step(rank, step) != incarnation:
+        for rank, incarnation, number in line["contributions"]:
+            if self._close(rank, number) != incarnation:
                 self._say(
-                    f"version {version} holds rank {rank} incarnation {incarnation} step {step}, which was not "
-                    "accepted before"
+                    f"version {version} holds rank {rank} incarnation {incarnation} contribution {number}, which was "
+                    "not accepted before"
                 )
-            self.ever_committed.add((self.run or "", rank, step))
-        folded = {(rank, step) for rank, _, step in line["contributions"]}
-        skipped = {one for one in self._skipped if self._close_step(*one) is not None}
+            self.ever_committed.add((self.run or "", rank, number))
+        folded = {(rank, number) for rank, _, number in line["contributions"]}
+        skipped = {one for one in self._skipped if self._close(*one) is not None}
         self._skipped.clear()
-        for rank, step in sorted(folded | skipped):
-            problem = self.lineage.add(rank, step, version, line.number, is_skipped=(rank, step) in skipped)
-            if problem and (rank, step) in folded:
+        for rank, number in sorted(folded | skipped):
+            problem = self.lineage.add(rank, number, version, line.number, is_skipped=(rank, number) in skipped)
+            if problem and (rank, number) in folded:
                 self._say(problem)
         self._check_all_are_in(version)
         missing = sorted(members - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
         self._say_broken(rule.committed(version, num_contributions, missing) for rule in self._rules)
 
-    def _close_step(self, rank: int, step: int) -> int | None:
-        """An accepted step is in a version now; the incarnation it was accepted of, if it was."""
-        steps = self._open.get(rank, {})
-        incarnation = steps.pop(step, None)
-        if not steps:
+    def _close(self, rank: int, number: int) -> int | None:
+        """An accepted contribution is in a version now; the incarnation it was accepted of, if it was."""
+        numbers = self._open.get(rank, {})
+        incarnation = numbers.pop(number, None)
+        if not numbers:
             self._open.pop(rank, None)
         return incarnation
 
     def _check_all_are_in(self, version: int) -> None:
         """A version holds all that was accepted since the one before."""
         if self._open:
-            left = ", ".join(f"rank {rank} step {step}" for rank in sorted(self._open) for step in self._open[rank])
+            left = ", ".join(
+                f"contribution {number} of rank {rank}" for rank in sorted(self._open) for number in self._open[rank]
+            )
             self._say(f"version {version} leaves out what was accepted before: {left}")
             self._open.clear()
 
     def _on_answer(self, line: Line) -> None:
-        rank, step, version = line["rank"], line["step"], line["version"]
-        member = self._current(line, f"answered at step {step}")
-        if self._known_step(rank) is None:
-            self._begin_rank(rank, step)
-            member.step = step
+        rank, number, version = line["rank"], line["step"], line["version"]
+        member = self._current(line, f"answered for contribution {number}")
+        if self._known_number(rank) is None:
+            self._begin_rank(rank, number)
+            member.number = number
         member.is_member = True
-        if step != member.step:
-            self._say(f"rank {rank} is answered for step {step}: it is at step {member.step}")
+        if number != member.number:
+            self._say(f"rank {rank} is answered for contribution {number}: it is at {member.number}")
         if rank in self._open and not self._may_be_open:
-            self._say(f"rank {rank} is answered for step {step}, which is not committed")
+            self._say(f"rank {rank} is answered for contribution {number}, which is not committed")
         least = max(member.version, self.lineage.version(rank))
         if not least <= version <= self.version:
             self._say(
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
-        ahead = step - (self._min_step() or 0)
+        ahead = number - (self._least_number() or 0)
         self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
         member.version, member.is_answered = version, True
 
-    def _begin_rank(self, rank: int, step: int) -> None:
-        """A rank that is new starts at the slowest member's step, not to repeat what the others have done."""
-        slowest = self._min_step(without=rank)
-        if slowest is not None and step > slowest:
-            self._say(f"rank {rank} is new and begins at step {step}; the slowest is at {slowest}")
-        self.lineage.begin(rank, step)
+    def _begin_rank(self, rank: int, number: int) -> None:
+        """A rank that is new starts at the slowest member's number, not to repeat what the others have done."""
+        slowest = self._least_number(without=rank)
+        if slowest is not None and number > slowest:
+            self._say(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
+        self.lineage.begin(rank, number)
 
     def _current(self, line: Line, what: str) -> Member:
         """The live worker a line speaks of; says so when it is none or of an older incarnation."""
@@ -347,7 +350,7 @@ class Replay:
         member = self._members.get(rank)
         if member is None:
             self._say(f"rank {rank} {what}, and is no member")
-            member = self._members[rank] = Member(incarnation, self._known_step(rank) or 0, is_answered=True)
+            member = self._members[rank] = Member(incarnation, self._known_number(rank) or 0, is_answered=True)
         elif incarnation != member.incarnation:
             self._say(
                 f"rank {rank} {what} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"

@@ -146,7 +146,7 @@ class StoreConfig(Section):
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
     on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
         "reject",
-        description="a contribution with NaN or Inf: computed again, counted as an empty step, "
+        description="a contribution with NaN or Inf: computed again, counted but not applied, "
         "taken with those values as 0, or the end of the run",
     )
     max_nonfinite: int = Field(

@@ -33,7 +33,7 @@ def test_a_contribution_of_a_worker_that_left_stays_in_its_round() -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_skipped_step_counts_and_is_in_no_version(mode: str) -> None:
+def test_a_skipped_contribution_counts_and_is_in_no_version(mode: str) -> None:
     """store.on_nonfinite: skip. A version is made all the same."""
     lines = [start(mode), *joined(0), *applied(0, 1, 1, 0)]
     skipped = applied(0, 2, 2, 0)
@@ -87,7 +87,7 @@ def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
     assert "the server starts at version 3, and only 1 versions were committed" in messages(lines)
     del lines[-2]
     lines[-1]["steps"]["0"] = 0
-    assert "rank 0 at step 0, committed were 1" in messages(lines)
+    assert "rank 0 at number 0, committed were 1" in messages(lines)
 
 
 def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> None:
@@ -102,7 +102,7 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
     ]
     assert messages(lines) == ""
     lines.append(op("end", version=1, steps={"0": 1}))
-    assert "rank 0 is told that step 2 was applied: the server never committed it" in messages(lines)
+    assert "rank 0 is told that contribution 2 was applied: the server never committed it" in messages(lines)
 
 
 def test_a_new_run_in_the_same_file_begins_anew() -> None:

@@ -61,5 +61,5 @@ def test_the_command(tmp_path) -> None:
     kept, broken, missing = run(good), run(bad), run(tmp_path / "none")
     assert (kept.returncode, broken.returncode, missing.returncode) == (0, 1, 2)
     assert "every contribution was applied once" in kept.stdout
-    assert f"{bad}:8: rank 0 step 1 is committed again: it was on line 5" in broken.stdout
+    assert f"{bad}:8: contribution 1 of rank 0 is committed again: it was on line 5" in broken.stdout
     assert "cannot be read" in missing.stderr

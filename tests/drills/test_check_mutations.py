@@ -57,7 +57,7 @@ def drop_a_commit(lines: list[Line], chance: random.Random) -> None:
     del lines[pick(lines, chance, lambda i: is_op(lines, i, "commit") and committed_later(lines, i))]
 
 
-def skip_a_step(lines: list[Line], chance: random.Random) -> None:
+def skip_a_number(lines: list[Line], chance: random.Random) -> None:
     """A contribution and its commit vanish; versions stay whole."""
     at = pick(lines, chance, lambda i: is_op(lines, i, "commit") and committed_later(lines, i))
     rank, _, step = lines[at]["contributions"][0]
@@ -91,7 +91,7 @@ def join_with_an_old_incarnation(lines: list[Line], chance: random.Random) -> No
     lines[pick(lines, chance, is_second)]["incarnation"] -= 1
 
 
-def join_at_another_step(lines: list[Line], chance: random.Random) -> None:
+def join_at_another_number(lines: list[Line], chance: random.Random) -> None:
     def is_known(i: int) -> bool:
         segment = next(segment for segment in server_segments(lines) if i in segment)
         rank = lines[i].get("rank")
@@ -100,7 +100,7 @@ def join_at_another_step(lines: list[Line], chance: random.Random) -> None:
     lines[pick(lines, chance, is_known)]["step"] += 1
 
 
-def snapshot_of_other_steps(lines: list[Line], chance: random.Random) -> None:
+def snapshot_of_other_numbers(lines: list[Line], chance: random.Random) -> None:
     at = pick(lines, chance, lambda i: is_op(lines, i, "snapshot") and lines[i]["steps"])
     lines[at]["steps"][chance.choice(sorted(lines[at]["steps"]))] += 1
 
@@ -163,8 +163,8 @@ def show_a_worker_older_weights(lines: list[Line], chance: random.Random) -> Non
 
 
 MUTATIONS = [
-    repeat_a_commit, apply_twice, drop_a_commit, skip_a_step, change_a_version, forget_an_acceptance,
-    accept_of_an_older_incarnation, join_with_an_old_incarnation, join_at_another_step, snapshot_of_other_steps,
+    repeat_a_commit, apply_twice, drop_a_commit, skip_a_number, change_a_version, forget_an_acceptance,
+    accept_of_an_older_incarnation, join_with_an_old_incarnation, join_at_another_number, snapshot_of_other_numbers,
     lose_what_was_durable, same_server_incarnation, negative_staleness, forget_a_departure,
     answer_with_older_weights, answer_from_the_future, tell_a_worker_what_is_not_true, show_a_worker_older_weights,
 ]  # fmt: skip
