@@ -80,15 +80,13 @@ class SshBackend(Backend):
         return host.address or host.host
 
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
-        names = {str(child): address for child, address in addresses.items()}
-        hosts = {self._host(spec).host: self._host(spec) for spec in specs}
-        await _all(self._check_reach(host, names) for host in hosts.values())
+        async def check(host: Host) -> None:
+            connection = await self._connected(host)
+            answers = last_json(await connection.run(["-c", REACHES, str(_REACH_S), *addresses.values()], {}))
+            if isinstance(answers, list):  # otherwise the host was lost, which its processes will say
+                check_reaches(host, addresses, answers)
 
-    async def _check_reach(self, host: Host, addresses: Mapping[str, str]) -> None:
-        connection = await self._connected(host)
-        answers = last_json(await connection.run(["-c", REACHES, str(_REACH_S), *addresses.values()], {}))
-        if isinstance(answers, list):  # otherwise the host was lost, which its processes will say
-            check_reaches(host, addresses, answers)
+        await _all(check(self._hosts[name]) for name in {self._host(spec).host for spec in specs})
 
     # ---- processes
 
@@ -176,10 +174,11 @@ def _shell_path(path: str) -> str:
 
 async def _all(checks: Iterable[Awaitable[None]]) -> None:
     """Run them at the same time; one error for all that went wrong."""
-    results = await asyncio.gather(*checks, return_exceptions=True)
-    problems = [result for result in results if isinstance(result, ParamServerError)]
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, ParamServerError):
+    problems = []
+    for result in await asyncio.gather(*checks, return_exceptions=True):
+        if isinstance(result, ParamServerError):
+            problems.append(result)
+        elif result is not None:
             raise result
     if problems:
         raise joined(problems)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
 from ..plan.hosts import Host
+from ..plan.process import Child
 
 INSTALLED = """
 import importlib.metadata, importlib.util, json, os, sys
@@ -84,8 +85,8 @@ def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: 
     raise error(f"{host.host}: {lacks}", fix=fix)
 
 
-def check_reaches(host: Host, addresses: Mapping[str, str], answers: Sequence[str | None]) -> None:
-    """Whether the host got through to every server; `addresses` by the name of the server. Raises UnreachableError."""
+def check_reaches(host: Host, addresses: Mapping[Child, str], answers: Sequence[str | None]) -> None:
+    """Whether the host got through to every server. Raises UnreachableError."""
     for (server, address), problem in zip(addresses.items(), answers, strict=True):
         if problem is not None:
             raise UnreachableError(
