@@ -21,8 +21,8 @@ from .backends.base import Backend, Site
 from .hosts.agent import num_cores
 from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
 from .job import Outcome, run_all
-from .plan.files import SINGLE
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
+from .plan.settings import SINGLE
 from .view.screen import discard_from_now_on
 
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE

@@ -21,9 +21,9 @@ from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
 from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
-from ..plan.files import code_file
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
+from ..plan.settings import code_file
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, handed_on
 
 _REACH_S = 5.0

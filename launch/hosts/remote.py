@@ -13,11 +13,11 @@ from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import AuthError, UsageError
 from ...common.security import TOKEN_VARIABLE, is_loopback, split_address
-from ..plan.files import code_file
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
 from ..plan.placement import Place, num_colocated, place
 from ..plan.process import Child
 from ..plan.runs import Plan
+from ..plan.settings import code_file
 
 _SSH_CONFIG_S = 10.0
 

@@ -23,17 +23,21 @@ from typing import Any
 from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
-from ...common.errors import UsageError
 from ...common.registry import MODES
-from .files import SINGLE, check_snapshots, code_file, file_of, is_flag, own_identity, own_path, read_files
 from .placement import Place
 from .process import SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
     DEFAULT_HOST,
+    SINGLE,
     arguments,
-    check_one_for_all,
+    check_together,
+    code_file,
+    file_of,
     for_workers,
     listen_host,
+    own_identity,
+    own_path,
+    read_files,
     single_settings,
     told_settings,
     value_of,
@@ -196,21 +200,7 @@ class Plan:
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
     """One plan per mode asked for. The configuration must name `run.workers`. Raises UsageError."""
-    script = resolved.config.launch.script
-    if script is not None:
-        for key, origin in resolved.origins.items():
-            if key.startswith("optimizer.") and is_flag(origin):
-                raise UsageError(
-                    f"{origin} together with the script {script}: the script owns the optimizer",
-                    fix="set it in the script, where session.optimizer() wraps it",
-                )
-    elif request.script_args:
-        raise UsageError(
-            f"arguments after -- ({' '.join(request.script_args)}) belong to a script, and there is none",
-            fix="give the script: --script FILE.py -- ARGS",
-        )
-    check_one_for_all(resolved)
-    check_snapshots(resolved, request.modes)
+    check_together(resolved, request.modes, request.script_args)
     return [_plan(resolved, request, machine, mode) for mode in request.modes]
 
 

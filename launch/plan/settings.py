@@ -1,23 +1,67 @@
-"""Settings on their way from the launcher to its processes: as arguments and as variables. Pure."""
+"""Settings on their way from the launcher to its processes: what each is told, and which files are whose. Pure.
+
+Where several modes run, each has its own weights, history and snapshots. Of the certificates, the
+configured one is the server's. Workers have none, or with mutual TLS those that `ps-certs init` has
+put beside it: `rank-N.crt`, or `worker.crt` for all; each of several shards then has `shard-N.crt`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from ...common.config.documents import scalar_text
-from ...common.config.schema import DEFAULT_ADDRESS, Config
+from ...common.config.schema import DEFAULT_ADDRESS, Config, SecurityConfig
 from ...common.config.sources import Resolved
 from ...common.errors import UsageError
+from ...common.registry import mode_label
 from ...common.user_code import is_in_file
-from .files import is_flag
 from .placement import Place
+from .process import Child
 
+SINGLE = "single"  # not a mode of the server: one worker and no server
 DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
 # Each server of a job has its own, given by the launcher.
 _ONE_SERVERS = ("server.shard", "server.coordinator", "server.advertise")
+
+
+def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tuple[str, ...]) -> None:
+    """Refuse what does not go together with these modes, or with a script or none. Raises UsageError."""
+    script, resume = resolved.config.launch.script, resolved.config.checkpoint.resume
+    for key, origin in resolved.origins.items():
+        if key in _ONE_SERVERS:
+            raise UsageError(
+                f"{origin}: {key} belongs to one server, and this job has all of them",
+                fix="leave it out; --shards S says how many there are, ps-launch numbers them",
+            )
+        if is_flag(origin) and key.startswith("optimizer.") and script is not None:
+            raise UsageError(
+                f"{origin} together with the script {script}: the script owns the optimizer",
+                fix="set it in the script, where session.optimizer() wraps it",
+            )
+        if is_flag(origin) and key.startswith("checkpoint.") and modes == (SINGLE,):
+            raise UsageError(
+                f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
+                fix="train with a server, e.g. -n 1 --mode sync",
+            )
+    if script_args and script is None:
+        raise UsageError(
+            f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
+            fix="give the script: --script FILE.py -- ARGS",
+        )
+    if resume not in (None, "latest", "never") and len(modes) > 1:
+        raise UsageError(
+            f"{resolved.origins['checkpoint.resume']}: {resume} is a snapshot of one mode, and {len(modes)} are to run",
+            fix="run one mode, or let each go on from its own newest: --resume latest",
+        )
+
+
+def is_flag(origin: str) -> bool:
+    """Whether a setting comes from the launcher's own command line."""
+    return origin.startswith(("flag ", "--set "))
 
 
 def told_settings(resolved: Resolved, *, with_files: bool) -> dict[str, Any]:
@@ -31,16 +75,6 @@ def told_settings(resolved: Resolved, *, with_files: bool) -> dict[str, Any]:
         if (is_flag(origin) or (with_files and not origin.startswith("environment ")))
         and not key.startswith(_NOT_PASSED_ON)
     }
-
-
-def check_one_for_all(resolved: Resolved) -> None:
-    """Refuse for a whole job what each server of it must be told by itself. Raises UsageError."""
-    for key in _ONE_SERVERS:
-        if resolved.was_set(key):
-            raise UsageError(
-                f"{resolved.origins[key]}: {key} belongs to one server, and this job has all of them",
-                fix="leave it out; --shards S says how many there are, ps-launch numbers them",
-            )
 
 
 def single_settings(config: Config, num_workers: int) -> dict[str, Any]:
@@ -91,3 +125,52 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
+
+
+def own_path(path: str | None, mode: str, num_modes: int) -> str | None:
+    """`weights-sync.safetensors` for `weights.safetensors` when several modes run."""
+    if path is None or num_modes == 1:
+        return path
+    pure, mode = PurePath(path), mode_label(mode)
+    if pure.name in ("", ".."):  # `.`, `..` or `/`: a directory without a name to add to
+        return str(pure / mode)
+    return str(pure.with_name(f"{pure.stem}-{mode}{pure.suffix}"))
+
+
+def own_identity(security: SecurityConfig, child: Child, exists: Callable[[str], bool]) -> dict[str, Any]:
+    """The settings in which the certificate of a worker, or of one of several shards, differs from the configured one.
+
+    UsageError where it needs one of its own and there is none.
+    """
+    is_worker = child.role == "worker"
+    if security.cert is None or not security.mutual:
+        return {"security.cert": None, "security.key": None} if security.cert and is_worker else {}
+    folder, rank = PurePath(security.cert).parent, child.rank
+    for name in (f"rank-{rank}", "worker") if is_worker else (f"shard-{rank}",):
+        if exists(str(folder / f"{name}.crt")):
+            return {"security.cert": str(folder / f"{name}.crt"), "security.key": str(folder / f"{name}.key")}
+    if is_worker:
+        lacks = f"worker {rank} needs a certificate, and there is neither rank-{rank}.crt nor worker.crt"
+        option = "--workers N makes one for each rank"
+    else:
+        lacks = f"shard {rank} needs a certificate of its own, and there is no shard-{rank}.crt"
+        option = "--shards S makes one for each shard"
+    raise UsageError(f"security.mutual: {lacks} beside {security.cert}", fix=f"ps-certs init {folder} --renew {option}")
+
+
+def code_file(config: Config) -> str | None:
+    """The user's own file that workers run: the script, or the one with the task; None for a built-in task."""
+    if config.launch.script is not None:
+        return config.launch.script
+    return file_of(config.task.name)
+
+
+def file_of(name: str) -> str | None:
+    """The file of a `FILE.py:NAME`, None for a built-in one."""
+    return name.rpartition(":")[0] if is_in_file(name) else None
+
+
+def read_files(security: SecurityConfig, identity: Mapping[str, Any], code: str | None) -> tuple[str, ...]:
+    """Files that must be there where a process with these settings of its own, and this file of code, runs."""
+    own = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
+    return tuple(path for path in (code, security.ca, *own, security.token_file) if path is not None)

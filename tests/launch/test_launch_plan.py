@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import paramserver.launch.plan.runs as plan_module
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
-from paramserver.launch.plan.files import own_path
 from paramserver.launch.plan.process import SERVER
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
+from paramserver.launch.plan.settings import own_path
 
 MACHINE = Machine(python="python", num_cores=8)
 
