@@ -24,7 +24,7 @@ def cpu_seconds() -> float:
 
 def test_help_comes_at_once() -> None:
     """In CPU time, best of three: what else the machine does is not the launcher's. Where cores are shared with
-    other work, so that the libraries alone take long, not twice as long as they."""
+    other work, so that the libraries alone take long, not 1.8 times as long as they."""
     costs, alone = [], []
     for _ in range(3):
         before = cpu_seconds()
@@ -33,7 +33,7 @@ def test_help_comes_at_once() -> None:
         before = cpu_seconds()
         subprocess.run([sys.executable, "-c", "import typer.rich_utils, pydantic; pydantic.BaseModel"], check=True)
         alone.append(cpu_seconds() - before)
-    assert min(costs) < max(0.3, 2 * min(alone))
+    assert min(costs) < max(0.3, 1.8 * min(alone))
     assert run.returncode == 0
     assert "Examples" in run.stdout.split("Options")[0]
     assert "--staleness" in run.stdout
