@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from ...common.tensors.sharding import Part, Share, divide
+from ...common.tensors.sharding import Share, divide
 from .checkpoint import Loaded
 from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Tensors
 
@@ -23,51 +23,41 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
             aliases = {alias: found[part.name].clone() for part in share.parts for alias in part.as_spec().aliases}
             files[file] = found | aliases
     if any(one.state for one in parts):
-        files[OPTIMIZER] = _collect_state([one.state for one in parts], before, share, set(manifest.scalars))
+        files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None
     manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine})
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files)
 
 
 def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """The tensors of `share` that there are, cut and joined from those of the shards there were."""
-    held: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-    for part, tensor in _parts_in(files, before):
-        held.setdefault(part.spec.name, []).append((part.first, part.end, tensor))
+    """The tensors of `share` that there are, cut and joined from those that the shards there were have in `files`."""
+    held = {name: tensor for file in files for name, tensor in file.items()}
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # of each tensor: first row, and rows
+    for part in (part for one in before for part in one.parts):
+        if part.name in held:
+            pieces.setdefault(part.spec.name, []).append((part.first, held[part.name]))
     found: dict[str, torch.Tensor] = {}
     for part in share.parts:
-        _, first, end = part
-        pieces = held.get(part.spec.name, [])
-        if len(pieces) == 1 and pieces[0][:2] == (first, end):
-            found[part.name] = pieces[0][2]
-        elif pieces:
-            rows = [t[max(first, a) - a : min(end, b) - a] for a, b, t in pieces if a < end and b > first]
-            found[part.name] = torch.cat(rows) if rows else pieces[0][2][:0]
+        if part.name in held:
+            found[part.name] = held[part.name]
+        elif part.spec.name in pieces:
+            rows = [rows[max(0, part.first - at) : max(0, part.end - at)] for at, rows in pieces[part.spec.name]]
+            found[part.name] = torch.cat(rows)
     return found
 
 
-def _collect_state(
-    states: list[Tensors], before: list[Share], share: Share, scalars: set[str]
-) -> dict[str, torch.Tensor]:
+def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
     """Optimizer state, key by key: elementwise as the weights are, or one value for all parts of a parameter."""
-    by_key: dict[str, list[dict[str, torch.Tensor]]] = {}
-    for shard, state in enumerate(states):
-        for full, tensor in state.items():
-            key, _, name = full.partition("/")
-            by_key.setdefault(key, [{} for _ in states])[shard][name] = tensor
+    by_key: dict[str, dict[str, torch.Tensor]] = {}
+    for full, tensor in (item for one in parts for item in one.state.items()):
+        key, _, name = full.partition("/")
+        by_key.setdefault(key, {})[name] = tensor
     found: dict[str, torch.Tensor] = {}
-    for key, files in by_key.items():
-        if key in scalars:
-            values = {part.spec.name: value for part, value in _parts_in(files, before)}
-            names = {part.name: part.spec.name for part in share.parts}
-            here = {name: values[whole].clone() for name, whole in names.items() if whole in values}
+    for key, held in by_key.items():
+        if key in parts[0].manifest.scalars:
+            values = {part.spec.name: held[part.name] for one in before for part in one.parts if part.name in held}
+            here = {part.name: values[part.spec.name].clone() for part in share.parts if part.spec.name in values}
         else:
-            here = put_together(files, before, share)
+            here = put_together([held], before, share)
         found |= {f"{key}/{name}": tensor for name, tensor in here.items()}
     return found
-
-
-def _parts_in(files: Sequence[Tensors], shares: list[Share]) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Each part of a shard, with the tensor that its file has of it, if any."""
-    for file, share in zip(files, shares, strict=True):
-        yield from ((part, file[part.name]) for part in share.parts if part.name in file)
