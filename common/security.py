@@ -87,11 +87,6 @@ def _checked(text: str, source: str) -> str:
     raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
 
 
-def authorization(token: str) -> tuple[str, str]:
-    """The metadata of a call that shows the token."""
-    return "authorization", f"Bearer {token}"
-
-
 def shows_token(value: str | bytes, token: str) -> bool:
     """Whether this `authorization` is right; takes as long for a near miss as for any other."""
     given = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
@@ -180,7 +175,7 @@ class Credentials:
     @property
     def metadata(self) -> list[tuple[str, str]]:
         """What every call shows the server."""
-        return [authorization(self.token)] if self.token is not None else []
+        return [("authorization", f"Bearer {self.token}")] if self.token is not None else []
 
 
 PLAINTEXT = Credentials()

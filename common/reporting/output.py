@@ -38,8 +38,8 @@ def check_writable(path: str) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write and sync; what was there stays until the new is whole. `mode` is the file's from its first byte on."""
+def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = True) -> None:
+    """What was there stays until the new is whole. `mode` is the file's from its first byte on."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -47,7 +47,8 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)
+            if is_synced:
+                os.fsync(descriptor)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

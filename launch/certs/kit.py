@@ -128,7 +128,7 @@ def _write(directory: Path, files: Files, replaces_all: bool) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in files.items():
-            write_whole(directory / name, data, 0o644 if name.endswith(".crt") else 0o600)
+            write_whole(directory / name, data, 0o644 if name.endswith(".crt") else 0o600, is_synced=False)
         if replaces_all:
             for path in _ours(directory):
                 if path.name not in files:

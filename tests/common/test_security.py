@@ -14,7 +14,7 @@ from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import (
-    authorization,
+    Credentials,
     facts_of,
     is_loopback,
     read_pem,
@@ -61,7 +61,7 @@ def test_token_is_read_without_the_space_around_it(token: str, space: str) -> No
 
 @given(tokens, tokens)
 def test_only_the_same_token_is_right(token: str, other: str) -> None:
-    _, value = authorization(token)
+    [(_, value)] = Credentials(token=token).metadata
     assert shows_token(value, token)
     assert shows_token(value.encode(), token)
     assert shows_token(value, other) == (token == other)
