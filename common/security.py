@@ -95,15 +95,6 @@ def shows_token(value: str | bytes, token: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Pem:
-    """What the files hold; None for a file that is not set. Shown nowhere."""
-
-    ca: bytes | None = field(default=None, repr=False)
-    cert: bytes | None = field(default=None, repr=False)
-    key: bytes | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
 class Facts:
     """What a person needs to know of one certificate."""
 
@@ -154,21 +145,24 @@ def _common_name(name: x509.Name) -> str:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a program connects with. The default is in the clear and without a token."""
+    """What a program connects with: certificates and a key as PEM, and the token; None for what is not set. The
+    default is in the clear. Secrets are shown nowhere."""
 
     config: SecurityConfig = field(default_factory=SecurityConfig)
-    pem: Pem = field(default_factory=Pem)
+    ca: bytes | None = field(default=None, repr=False)
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, config: SecurityConfig) -> Credentials:
         """AuthError for files, or a PS_TOKEN, that cannot be used."""
-        return cls(config, read_pem(config), read_token(config))
+        return replace(read_pem(config), token=read_token(config))
 
     def renewed(self) -> Credentials:
         """With the certificates as they are now; itself while they cannot be used (half of them replaced)."""
         try:
-            return replace(self, pem=read_pem(self.config))
+            return replace(read_pem(self.config), token=self.token)
         except AuthError:
             return self
 
@@ -181,8 +175,8 @@ class Credentials:
 PLAINTEXT = Credentials()
 
 
-def read_pem(config: SecurityConfig) -> Pem:
-    """Read and check the files: AuthError for one that is missing, no PEM, out of date, or not its key's."""
+def read_pem(config: SecurityConfig) -> Credentials:
+    """Certificates and key, no token. AuthError for one that is missing, no PEM, out of date, or not its key's."""
     ca = cert = key = None
     if config.ca is not None:
         ca = _read(config.ca, "security.ca")
@@ -191,7 +185,7 @@ def read_pem(config: SecurityConfig) -> Pem:
         cert, key = _read(config.cert, "security.cert"), _read(config.key, "security.key")
         _check_certificate(config.cert, cert)
         _check_key(config.key, key, config.cert, cert)
-    return Pem(ca, cert, key)
+    return Credentials(config, ca, cert, key)
 
 
 def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:

@@ -37,7 +37,7 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
     server = f"the server at {address}"
     try:
         host, port = split_address(address)
-        if credentials.pem.ca is None:
+        if credentials.ca is None:
             return _untold(server, host, port, caller)
         try:
             if _is_served(host, port, credentials):
@@ -56,7 +56,7 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
 def _is_served(host: str, port: int, credentials: Credentials) -> bool:
     """Connect as gRPC would. After the handshake the server's first word follows; one that wants another
     certificate hangs up. Raises SSLError, OSError."""
-    context = ssl.create_default_context(cadata=(credentials.pem.ca or b"").decode("ascii", errors="ignore"))
+    context = ssl.create_default_context(cadata=(credentials.ca or b"").decode("ascii", errors="ignore"))
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN  # no stricter than gRPC, in newer Pythons too
     context.set_alpn_protocols(["h2"])
     if credentials.config.cert is not None:
@@ -119,13 +119,13 @@ def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> 
 
 
 def _refused(server: str, credentials: Credentials, caller: str) -> AuthError:
-    if credentials.pem.cert is None:
+    if credentials.cert is None:
         own = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
         return AuthError(
             f"{server} asks for a {caller}'s certificate (security.mutual), and there is none",
             fix=f"add --cert and --key: {own}.crt and {own}.key of ps-certs init, from the server's machine",
         )
-    facts = facts_of(credentials.pem.cert)
+    facts = facts_of(credentials.cert)
     return AuthError(
         f"{server} refused the certificate {credentials.config.cert} ('{facts.name}', signed by '{facts.issuer}')",
         fix=f"use one that the server's CA (its security.ca) has signed for {caller}s: ps-certs init",

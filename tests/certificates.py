@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from paramserver.common.config.schema import SecurityConfig
@@ -23,7 +24,7 @@ def flags(folder: Path, name: str) -> tuple[str, ...]:
 
 def secured(folder: Path, name: str, token: str | None, ca: str = "ca.crt") -> Credentials:
     config = SecurityConfig(ca=f"{folder}/{ca}", cert=f"{folder}/{name}.crt", key=f"{folder}/{name}.key")
-    return Credentials(config, read_pem(config), token)
+    return replace(read_pem(config), token=token)
 
 
 def write(folder: Path, name: str, identity: Identity) -> None:

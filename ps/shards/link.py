@@ -46,10 +46,9 @@ class LinkLost(Exception):
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
     """From one shard to another, in TLS where there is a CA."""
-    pem = credentials.pem
-    if pem.ca is None:
+    if credentials.ca is None:
         return grpc.aio.insecure_channel(address, options=options)
-    tls = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
     return grpc.aio.secure_channel(address, tls, options=options)
 
 

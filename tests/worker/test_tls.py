@@ -101,7 +101,7 @@ def security_of(folder: Path, worker: str | None) -> Credentials:
     if worker:
         return secured(folder, worker, None)
     config = SecurityConfig(ca=f"{folder}/ca.crt")
-    return Credentials(config, read_pem(config), None)
+    return read_pem(config)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Heartbeat:
                 for _ in call(self._beats(), metadata=self._credentials.metadata):
                     pass
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
-                if self._credentials.pem.ca is not None:  # the next one may need renewed certificates
+                if self._credentials.ca is not None:  # the next one may need renewed certificates
                     self._channel.close()
                     self._channel = None
             self._stop.wait(_TRY_AGAIN_S)

@@ -43,10 +43,10 @@ def _is_here(address: str) -> bool:
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
     """A channel to `address`, in TLS where there is a CA. Its calls show the token by `credentials.metadata`."""
-    pem = credentials.pem
-    if pem.ca is None:
+    if credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert), options=options)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
+    return grpc.secure_channel(address, tls, options=options)
 
 
 def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:
