@@ -12,7 +12,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import AuthError
-from paramserver.launch.certs.authority import Validity, issue, make_ca
+from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.clock import Clock
 from paramserver.ps.shards.link import Link
@@ -29,11 +29,11 @@ BEGIN = BeginRun("r", 1, None, "{}")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates of one CA, and of another."""
     folder, now = tmp_path_factory.mktemp("certificates"), datetime.now(UTC)
-    ca, other = make_ca("our CA", Validity.days(9)), make_ca("their CA", Validity.days(9))
+    ca, other = make_ca("our CA", 9), make_ca("their CA", 9)
     for name in ("shard-0", "shard-1", "shard-2"):
-        write(folder, name, issue(ca, name, Validity.days(9), HERE))
-    write(folder, "expired", issue(ca, "shard-0", Validity(now - 2 * DAY, now - DAY), HERE))
-    write(folder, "foreign", issue(other, "shard-0", Validity.days(9), HERE))
+        write(folder, name, issue(ca, name, 9, HERE))
+    write(folder, "expired", issue(ca, "shard-0", 1, HERE, now - 2 * DAY))
+    write(folder, "foreign", issue(other, "shard-0", 9, HERE))
     write(folder, "ca", ca)
     return folder
 
