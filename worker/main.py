@@ -94,7 +94,7 @@ def _work(resolved: Resolved) -> None:
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import AloneSession, open_session
     from .trainer import choose_device, train
-    from .training.alone import AloneReport
+    from .training.alone import reporting, write_alone
 
     config: Config = resolved.config
     without_compiler()
@@ -110,9 +110,9 @@ def _work(resolved: Resolved) -> None:
             task = _load_task(resolved, session, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             if isinstance(session, AloneSession):
-                with AloneReport(session, config) as report:
+                with reporting(session, config):
                     model, wall_s = train(session, task, batch_size, device)
-                report.write(model.state_dict(), wall_s)
+                write_alone(session, config, model.state_dict(), wall_s)
             else:
                 train(session, task, batch_size, device)
     except UserCodeError as error:
