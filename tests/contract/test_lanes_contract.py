@@ -285,3 +285,9 @@ def test_bytes_that_no_encoder_made_are_a_refusal_and_nothing_is_remembered() ->
     pair.up.answered(pb.Answer.APPLIED)
     encoder, decoder = memories(pair)
     assert encoder.num_counted == decoder.num_counted == 1
+
+
+def test_weights_in_memory_that_was_not_agreed_on_are_refused() -> None:
+    with pytest.raises(ParamServerError, match="was not agreed on") as error:
+        Lane().memory(pb.Segment())
+    assert error.value.reason is Reason.BAD_REQUEST

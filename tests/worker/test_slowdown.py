@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.config.schema import SlowdownConfig
+from paramserver.worker.session import Progress
+from paramserver.worker.training.optimizer import ExchangeOptimizer
 from paramserver.worker.training.slowdown import Slowdown
 
 
@@ -67,3 +71,16 @@ def test_random_stragglers_come_with_their_probability() -> None:
     assert {round(delay, 9) for delay in found} == {0.0, 0.4}
     assert sum(delay > 0 for delay in found) / 3000 == pytest.approx(0.2, abs=0.03)
     assert set(delays(straggler_probability=1.0, straggler_factor=5.0)) == {0.4}
+
+
+def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several() -> None:
+    """A rank that comes back after two contributions of four steps each goes on with its ninth step."""
+    seen: list[int] = []
+    slowdown = SimpleNamespace(delay_s=lambda step, compute_s: seen.append(step) or 0.0)
+    progress = Progress(num_counted=2, training_steps=8, local_steps=4, steps_left=4)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = ExchangeOptimizer(inner, SimpleNamespace(source="weights", progress=progress), slowdown)
+    optimizer.step()
+    optimizer.step()
+    assert seen == [9, 10]

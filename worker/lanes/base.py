@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from ...common.errors import Reason, refusal
 from ...common.wire.frames import body_frames
-from ...common.wire.segments import SegmentError
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import Indices, Source
@@ -53,4 +53,4 @@ class Lane:
 
     def memory(self, address: pb.Segment) -> memoryview:
         """What the weights of an answer are placed in. Raises SegmentError."""
-        raise SegmentError("nothing is placed on this lane")
+        raise refusal(Reason.BAD_REQUEST, "the server sends weights in shared memory, which was not agreed on")

@@ -14,7 +14,6 @@ from .base import Lane
 
 COUNTED = (pb.Answer.APPLIED, pb.Answer.REPEATED)
 
-
 # Makes the message that announces the body of a contribution: of its bytes, their codec, whether they are in a segment.
 Announce = Callable[[int, str, bool], pb.WorkerMessage]
 
