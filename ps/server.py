@@ -209,7 +209,7 @@ class Server:
     async def _wind_down(self) -> None:
         """Nothing more is decided: a last snapshot, and a moment for the workers to go."""
         engine = self.engine
-        await self._listening.no_longer_healthy()
+        await self._listening.say_healthy(False)
         if self.goes_back or not self._has_begun:
             engine.let_go()
         else:

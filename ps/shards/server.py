@@ -194,7 +194,7 @@ class ShardServer:
             await engine.until(lambda: not engine.peers, _GOODBYE_S)
 
     async def _close(self) -> None:
-        await self._listening.no_longer_healthy()
+        await self._listening.say_healthy(False)
         engine = self._engine
         if engine is not None:
             engine.let_go()

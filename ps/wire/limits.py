@@ -18,49 +18,41 @@ LOOK_S = 0.2
 _STANDSTILL_S = 1.0
 
 
+class Pace:
+    """A token bucket: `per_s` in a second, `burst_s` seconds' worth at once."""
+
+    def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
+        self.unit_s = 1 / per_s
+        self._burst_s = burst_s
+        self._now = now
+        self._free_at = float("-inf")
+
+    def came(self, count: int) -> None:
+        self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.unit_s
+
+    def wait_s(self) -> float:
+        """Seconds until more may be taken."""
+        return max(0.0, self._free_at - self._now())
+
+
 class Joins:
-    """A token bucket: `per_s` joins in a second, that many at once. More wait their turn, at most `limit` of them.
+    """`per_s` joins in a second, that many at once. More wait their turn, at most `limit` of them.
 
     Whoever gives up while it waits has had its turn.
     """
 
     def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._interval_s = 1 / per_s
-        self._burst_s = max(0.0, 1.0 - self._interval_s)
+        self._pace = Pace(per_s, now, burst_s=max(0.0, 1.0 - 1 / per_s))
         self._limit = limit
-        self._now = now
-        self._free_at = float("-inf")
 
     def turn(self) -> float:
         """Take a place in the queue; the seconds until its turn. Raises a NOT_READY refusal when it is full."""
-        now = self._now()
-        turn = max(self._free_at, now - self._burst_s)
-        wait_s = max(0.0, turn - now)
-        if wait_s / self._interval_s > self._limit + 1e-3:
-            raise refusal(
-                Reason.NOT_READY,
-                f"{self._limit} workers wait to join, at {1 / self._interval_s:g} joins in a second "
-                "(limits.joins_per_s)",
-                fix="try again in a moment",
-            )
-        self._free_at = turn + self._interval_s
+        wait_s, unit_s = self._pace.wait_s(), self._pace.unit_s
+        if wait_s / unit_s > self._limit + 1e-3:
+            what = f"{self._limit} workers wait to join, at {1 / unit_s:g} joins in a second (limits.joins_per_s)"
+            raise refusal(Reason.NOT_READY, what, fix="try again in a moment")
+        self._pace.came(1)
         return wait_s
-
-
-class Pace:
-    """A token bucket of bytes: one second's worth at once."""
-
-    def __init__(self, bytes_per_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._now = now
-        self._free_at = float("-inf")
-
-    def came(self, num_bytes: int) -> None:
-        self._free_at = max(self._free_at, self._now() - 1.0) + num_bytes / self._bytes_per_s
-
-    def wait_s(self) -> float:
-        """Seconds until more may be taken."""
-        return max(0.0, self._free_at - self._now())
 
 
 class Allowance:

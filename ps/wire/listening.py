@@ -19,7 +19,7 @@ from .security import bind, insecurity, interceptors
 
 log = get_logger()
 
-CHANNEL_OPTIONS = (
+_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
@@ -38,18 +38,10 @@ CHANNEL_OPTIONS = (
 )
 
 
-def channel_options(lease_s: float) -> tuple[tuple[str, int], ...]:
-    """A peer that is frozen or cut off is noticed by its lease. Pings nobody answers close what is left of its
-    connections, not before: a closed connection is a worker that has ended."""
-    lease_ms = int(1000 * lease_s)
-    return (
-        *CHANNEL_OPTIONS,
-        ("grpc.keepalive_time_ms", lease_ms),
-        ("grpc.keepalive_timeout_ms", lease_ms),  # also the kernel's limit for unacknowledged bytes
-        ("grpc.http2.ping_timeout_ms", lease_ms),
-    )
-
-
+# After a lease each. A peer that is frozen or cut off is noticed by its lease; pings nobody answers close what is left
+# of its connections, not before: a closed connection is a worker that has ended. The second is also the kernel's limit
+# for unacknowledged bytes.
+_PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 _END_S = 1.0
 
 
@@ -58,7 +50,8 @@ class Listening:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._grpc = grpc.aio.server(options=channel_options(config.server.lease_s), interceptors=interceptors(config))
+        pings = [(name, int(1000 * config.server.lease_s)) for name in _PINGS_MS]
+        self._grpc = grpc.aio.server(options=[*_OPTIONS, *pings], interceptors=interceptors(config))
         self._health = health.aio.HealthServicer()
         self.address = ""
 
@@ -79,16 +72,14 @@ class Listening:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         await self._grpc.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self.say_healthy(True)
         if (meaning := insecurity(self._config)) is not None:
             log.warning("insecure", address=self.address, meaning=meaning)
 
-    async def no_longer_healthy(self) -> None:
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def say_healthy(self, is_healthy: bool) -> None:
+        status = health_pb2.HealthCheckResponse
         for name in ("", SERVICE):
-            await self._health.set(name, status)
+            await self._health.set(name, status.SERVING if is_healthy else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)

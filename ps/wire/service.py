@@ -6,7 +6,7 @@ import asyncio
 import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -154,14 +154,6 @@ def _message(kind: type[Reply], values: BaseModel, **others: object) -> Reply:
 # ---- how a call ends: well, with a refusal that its caller can act on, or with a mistake of ours -------------------
 
 
-class Abortable(Protocol):
-    """A Stream, or gRPC's own context."""
-
-    async def abort(
-        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...]
-    ) -> None: ...
-
-
 async def _carry(stream: Stream, work: Awaitable[None]) -> None:
     """One call from beginning to end. `stream.refused` is then what it was refused with."""
     try:
@@ -186,7 +178,7 @@ async def _carry(stream: Stream, work: Awaitable[None]) -> None:
         stream.close()
 
 
-async def refuse(call: Abortable, error: ParamServerError, **whom: int | None) -> None:
+async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerError, **whom: int | None) -> None:
     """End a call with a refusal: raises what gRPC does."""
     reason = (error.reason or Reason.BAD_REQUEST).value
     log.warning("refused", **whom, reason=reason, message=_loggable(error.message))
