@@ -33,7 +33,7 @@ model.padding = torch.nn.Parameter(torch.zeros({PADDING}))
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     while not session.is_done:
-        step = optimizer.progress.step
+        step = optimizer.progress.num_counted
         own = model.seen[session.rank]
         assert (own[: max(0, step - lag)] == -1).all() and (own[step:] == 0).all(), own
         assert (model.padding == model.seen.sum() / 16).all(), "parts of two versions"
@@ -70,8 +70,8 @@ def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards)
     with Proxy(cluster.address, plan) as proxy:
         cluster.address = proxy.address
         workers = [cluster.script(rank, script, str(int(pipelined)), **codec) for rank in range(2)]
-        ends = [process.wait() for process in (*workers, server, *others)]
-        assert ends == [0] * len(ends), workers[0].output + workers[1].output
+        assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
+        assert [process.wait() for process in (server, *others)] == [0] * shards
         assert proxy.num_resets >= 2
     assert len(server.events("resumed")) >= 2, "with what was remembered"
     ended = load_file(cluster.folder / "w.safetensors")
