@@ -177,7 +177,7 @@ def test_its_history_is_sound_for_the_checker_that_knows_the_mode() -> None:
         told.tell(event)
     problems = problems_of(told, BUFFERED)
     assert problems == []
-    assert "rank 0 is answered for step 1, which is not committed" in problems_of(told, "async")[0]
+    assert "rank 0 is answered for contribution 1, which is not committed" in problems_of(told, "async")[0]
 
 
 def problems_of(told: Told, mode: str) -> list[str]:
