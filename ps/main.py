@@ -80,12 +80,21 @@ async def _serve(resolved: Resolved) -> None:
     _keep_memory()
     _allow_connections()
     from ..common.tensors.optimizers import without_compiler
-    from .server import Server, check_before_start
+    from .server import check_before_start
+    from .snapshots.available import held_dir
+    from .snapshots.files import sole_server
+
+    without_compiler()
+    check_before_start(resolved.config)
+    with sole_server(held_dir(resolved.config)):
+        await _serve_alone(resolved.config)
+
+
+async def _serve_alone(config: Config) -> None:
+    """Until the run is over or a signal ends it, also over going back."""
+    from .server import Server
     from .shards.server import ShardServer
 
-    config: Config = resolved.config
-    without_compiler()
-    check_before_start(config)
     server: Server | ShardServer = Server(config) if config.server.shard == 0 else ShardServer(config)
     loop = asyncio.get_running_loop()
     stops: list[int] = []

@@ -34,6 +34,14 @@ def snapshot_dir(config: Config) -> Path:
     return _shard_dir(Path(config.checkpoint.dir or ""), config.server.shard, config.server.shards)
 
 
+def held_dir(config: Config) -> Path | None:
+    """What this shard must have to itself: the coordinator, who chooses what a run goes on from, the directory of all
+    shards, whatever their number was or is. None where nothing is kept."""
+    if config.checkpoint.dir is None:
+        return None
+    return snapshot_dir(config) if config.server.shard else Path(config.checkpoint.dir)
+
+
 def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
     return directory / f"shard-{shard}-of-{num_shards}" if num_shards > 1 else directory
 

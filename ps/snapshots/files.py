@@ -3,6 +3,7 @@
     DIR/snapshot-000000001200-3/      version 1200, written by the third server process of the run
     DIR/.writing-snapshot-.../        not whole yet; DIR/.removing-... no longer
     DIR/.lock                         held while one process writes or removes there
+    DIR/.server                       held as long as a server lives, and says which
     DIR/begun                         all shards have had a snapshot: before that no worker is let in
 
 A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is killed leaves a
@@ -18,7 +19,9 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from ...common.errors import CheckpointError
@@ -27,7 +30,7 @@ MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"snapshot-([0-9]{12,20})-([0-9]{1,20})(\.old)?")
 _WRITING, _REMOVING = ".writing-", ".removing-"
-_BEGUN = "begun"
+_BEGUN, _SERVER = "begun", ".server"
 
 
 def candidates(place: Path) -> list[Path]:
@@ -103,14 +106,9 @@ def drop(path: Path) -> None:
 def writing_to(directory: Path) -> Iterator[None]:
     """Hold the lock of `directory`, without its leftovers. What goes wrong inside becomes a CheckpointError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _locked(directory / ".lock"):
             _remove_leftovers(directory)
             yield
-        finally:
-            os.close(lock)
     except BlockingIOError:
         raise CheckpointError(
             f"another process is writing snapshots to {directory}",
@@ -118,6 +116,42 @@ def writing_to(directory: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise cannot_write(directory, error.strerror or str(error)) from None
+
+
+@contextlib.contextmanager
+def sole_server(directory: Path | None) -> Iterator[None]:
+    """Be the only server that begins, goes on and writes in `directory` (None: keep nothing), for as long as this
+    process does: CheckpointError, which names it, while another one is."""
+    with contextlib.ExitStack() as stack:
+        if directory is not None:
+            try:
+                lock = stack.enter_context(_locked(directory / _SERVER))
+                os.ftruncate(lock, 0)
+                since = datetime.now().astimezone().isoformat(" ", "seconds")
+                os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)
+            except BlockingIOError:
+                who = ""
+                with contextlib.suppress(OSError):
+                    who = (directory / _SERVER).read_text(errors="replace").strip()
+                raise CheckpointError(
+                    f"another server keeps its snapshots in {directory}: {who or 'it has just started'}",
+                    fix="wait for its end or stop it, or give this job a --checkpoint-dir of its own",
+                ) from None
+            except OSError as error:
+                raise cannot_write(directory, error.strerror or str(error)) from None
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Hold the lock on `path`, made where it is missing. BlockingIOError when another process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def cannot_write(directory: Path, why: str) -> CheckpointError:
