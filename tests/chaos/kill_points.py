@@ -35,7 +35,8 @@ from paramserver.drills.chaos.plan import Fault
 from paramserver.drills.chaos.trial import judge, make_trial
 
 NUM_WORKERS = 3
-STEPS = 700
+STEPS, STEPS_WITH_SHARDS = 700, 400  # shards go back together, which takes longer
+LAST_STEPS = 200  # without a kill
 MOMENTS = ("send", "accept", "commit", "answer", "answered", "snapshot", "join", "leave")
 # How often each happens. A third of the kills are the server's: everybody waits for it.
 OF_ONE = {"kill_worker": 65, "kill_server": 35}
@@ -125,16 +126,22 @@ def make_fault(kind: str, chance: random.Random, num_shards: int) -> Fault:
 def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     """One job; the points it gave by kind, and what is wrong."""
     mode, is_shared = MODES.names()[seed % 4], seed // 4 % 2 == 1
+    steps = STEPS_WITH_SHARDS if num_shards > 1 else STEPS
     folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
     chosen = {
-        "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": STEPS, "policy.local_steps": 2,
+        "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": steps, "policy.local_steps": 2,
         "worker.shared_memory": str(is_shared).lower(), "task.args": "{padding_bytes: 1000000}",
         "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
         "server.shards": num_shards, "server.lease_s": LEASE_S,
     }  # fmt: skip
     trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
     setup = Setup(
-        arguments=trial.setup.arguments, folder=folder, plan=[], seed=seed, last_step=STEPS - 200, deadline_s=JOB_S
+        arguments=trial.setup.arguments,
+        folder=folder,
+        plan=[],
+        seed=seed,
+        last_step=steps - LAST_STEPS,
+        deadline_s=JOB_S,
     )
     began = time.monotonic()
 
