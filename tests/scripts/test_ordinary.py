@@ -1,0 +1,51 @@
+"""Scripts as people write them, by two workers in sync and by one plain process with the union batch: the same weights.
+
+A rank's batch k is every second sample of the plain process' batch k of twice the size, so the mean of the two
+gradients is the plain one's. In double precision, because optimizers amplify what rounding leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.tests.loopback.conftest import Cluster
+
+HERE = Path(__file__).parent / "ordinary"
+BATCH = 10
+# How often each steps its optimizer.
+STEPS = {"epochs": 48, "language_model": 12, "fine_tuning": 15, "sparse": 10, "closure": 12}
+FIRST = ("language_model", "fine_tuning")
+
+
+def plain(script: str, folder: Path) -> dict[str, torch.Tensor]:
+    """By one process, without a server, of the union batch."""
+    out = folder / "plain.pt"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
+    environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in sorted(STEPS)]
+)
+def test_two_workers_in_sync_are_one_process_with_the_union_batch(cluster: Cluster, tmp_path: Path, script: str):
+    wanted = plain(script, tmp_path)
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS[script]))
+    out = tmp_path / "together.pt"
+    scripts = [cluster.script(rank, HERE / f"{script}.py", BATCH=str(BATCH), OUT=str(out)) for rank in range(2)]
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    found = torch.load(out)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
+    assert all("Traceback" not in one.output for one in (*scripts, server))
