@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config.schema import SecurityConfig
-from .errors import AuthError, UsageError
+from .errors import AuthError
 from .reporting.log import get_logger
 
 # cryptography is imported where certificates are read: most runs have none.
@@ -36,14 +36,6 @@ _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"
 SHARD_PREFIX = "shard-"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT -> (host, port); [v6]:PORT too. UsageError otherwise."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise UsageError(f"'{address}' is not HOST:PORT", fix="e.g. 127.0.0.1:50051, or [::1]:50051")
-    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

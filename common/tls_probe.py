@@ -1,8 +1,9 @@
-"""The real reason when a connection fails because of TLS.
+"""The real reason when a connection fails.
 
-To gRPC every mistake in the TLS settings is "unavailable", as a server that is not there yet. So when a
-connection has failed, the same is tried once by hand, with Python's ssl. A mistake ends the caller (a worker, or a
-shard of the server) at once with what is wrong and what to do; only what may heal by waiting is tried again.
+To gRPC a mistake in the TLS settings, or an address where something else answers, is "unavailable", as a server that
+is not there yet. So when a connection has failed, the same is tried once by hand, with Python's socket and ssl. A
+mistake ends the caller (a worker, or a shard of the server) at once with what is wrong and what to do; only what may
+heal by waiting is tried again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from .errors import AuthError, UsageError
-from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, facts_of, split_address
+from .config.addresses import split_address
+from .errors import AuthError, ParamServerError, UnreachableError
+from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, facts_of
 
 _PROBE_S = 1.0  # for one connection by hand
 _SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice
 # The beginning of HTTP/2: a client's first words, and empty SETTINGS.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_SETTINGS = 4  # the type, in the fourth byte, of the frame that a server's first words are
+_SHOWN = 40  # characters of what something else says
 
 # X509_V_ERR_... of OpenSSL
 _NOT_YET_VALID, _EXPIRED, _NAME_MISMATCH, _ADDRESS_MISMATCH = 9, 10, 62, 64
@@ -28,29 +32,27 @@ _REFUSED = ("ALERT_BAD_CERT", "ALERT_CERT", "ALERT_UNKNOWN_CA", "ALERT_UNSUPPORT
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
-def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> AuthError | None:
-    """The mistake in the TLS settings that keeps `address` from being reached; None when none is to be seen.
+def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> ParamServerError | None:
+    """The mistake that keeps `address` from being reached; None when none is to be seen. Raises OSError when nobody
+    is there at all, which may change.
 
     `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something answers, at most a
     few times `_PROBE_S` otherwise.
     """
     server = f"the server at {address}"
+    host, port = split_address(address)
     try:
-        host, port = split_address(address)
         if credentials.ca is None:
-            return _untold(server, host, port, caller)
-        try:
-            if _is_served(host, port, credentials):
-                return None
-            time.sleep(_SURE_AFTER_S)
-            return None if _is_served(host, port, credentials) else _refused(server, credentials, caller)
-        except ssl.SSLCertVerificationError as error:
-            certificate = ssl.get_server_certificate((host, port), timeout=_PROBE_S)
-            return _distrusted(server, host, certificate.encode(), str(credentials.config.ca), error)
-        except ssl.SSLError as error:
-            return _failed(server, credentials, caller, str(error.reason))
-    except (OSError, UsageError):  # not there, or no HOST:PORT that we could try by hand
-        return None
+            return _in_the_clear(server, host, port, caller)
+        if _is_served(host, port, credentials):
+            return None
+        time.sleep(_SURE_AFTER_S)
+        return None if _is_served(host, port, credentials) else _refused(server, credentials, caller)
+    except ssl.SSLCertVerificationError as error:
+        certificate = ssl.get_server_certificate((host, port), timeout=_PROBE_S)
+        return _distrusted(server, host, certificate.encode(), str(credentials.config.ca), error)
+    except ssl.SSLError as error:
+        return _failed(server, credentials, caller, str(error.reason))
 
 
 def _is_served(host: str, port: int, credentials: Credentials) -> bool:
@@ -72,7 +74,26 @@ def _is_served(host: str, port: int, credentials: Credentials) -> bool:
             return False
 
 
-def _untold(server: str, host: str, port: int, caller: str) -> AuthError | None:
+def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
+    """Whoever answers says SETTINGS to HTTP/2's first words; what speaks TLS says nothing that one could read."""
+    with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
+        try:
+            connection.sendall(_PREFACE)
+            said = connection.recv(1024)
+        except (ConnectionError, TimeoutError):
+            said = b""
+    if said[3:4] == bytes([_SETTINGS]):
+        return None
+    line = said.partition(b"\n")[0].decode("ascii", errors="replace").strip()
+    if line.isprintable() and len(line) > 3:
+        return UnreachableError(
+            f"{server} is no ps-server: it says '{line[:_SHOWN]}'",
+            fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
+        )
+    return _untold(server, host, port, caller)
+
+
+def _untold(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
     """The server speaks TLS, and should not as far as this caller knows."""
     try:
         ssl.get_server_certificate((host, port), timeout=_PROBE_S)

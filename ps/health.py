@@ -14,6 +14,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ..common.config.addresses import split_address
 from ..common.config.cli import make_app, run_app
 from ..common.errors import AuthError, UnreachableError
 
@@ -33,6 +34,7 @@ def check(
     timeout: Annotated[float, typer.Option(help="seconds to wait for an answer")] = _TIMEOUT_S,
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""
+    split_address(address)
     if ca is None:
         channel = grpc.insecure_channel(address)
     else:

@@ -263,10 +263,11 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     Waits for the server up to worker.give_up_s, then raises UnreachableError. Every setting can be
     given as PS_SECTION__KEY in the environment.
     """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _explain
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")
-        sys.excepthook = _explain
     return open_session(resolved.config, alone=not resolved.was_set("worker.server"))
 
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from ..errors import UsageError
 from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
 from ..user_code import is_in_file
+from .addresses import Listening, Reached, ReachedOrNone
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
@@ -174,7 +175,7 @@ class OptimizerConfig(Section):
 
 
 class ServerConfig(Section):
-    listen: Annotated[str, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
+    listen: Annotated[Listening, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one"
     )
     insecure: Annotated[bool, Flag(Panel.SECURITY)] = Field(
@@ -186,13 +187,13 @@ class ServerConfig(Section):
     shard: Annotated[int, Flag(Panel.HOSTS, (SERVER,), metavar="I")] = Field(
         0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told"
     )
-    coordinator: Annotated[str, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
+    coordinator: Annotated[Reached, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards"
     )
-    advertise: Annotated[str | None, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
+    advertise: Annotated[Reached | None, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
         None, description="HOST:PORT at which workers reach this shard; none: where the coordinator sees it"
     )
-    metrics: Annotated[str | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
+    metrics: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
         None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere"
     )
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
@@ -214,7 +215,7 @@ class ServerConfig(Section):
 
 
 class WorkerConfig(Section):
-    server: Annotated[str, Flag(Panel.RUN, (WORKER,), metavar="HOST:PORT")] = Field(
+    server: Annotated[ReachedOrNone, Flag(Panel.RUN, (WORKER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone"
     )
     rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(

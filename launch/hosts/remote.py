@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import AuthError, UsageError
-from ...common.security import TOKEN_VARIABLE, is_loopback, split_address
+from ...common.security import TOKEN_VARIABLE, is_loopback
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
 from ..plan.placement import Place, num_colocated, place
 from ..plan.process import Child

@@ -34,9 +34,10 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...common.config.addresses import split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
-from ...common.security import is_loopback, split_address
+from ...common.security import is_loopback
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine

@@ -7,7 +7,6 @@ import sys
 from ...common.config.schema import Config
 from ...common.reporting.log import get_logger
 from ...common.reporting.report import status_line
-from ...common.security import split_address
 from ..core.effects import Fact, StatusTaken
 from .bus import Bus, Sink
 from .history import HistorySink
@@ -41,7 +40,6 @@ def make_bus(config: Config) -> Bus:
     if config.output.history is not None and config.server.shard == 0:
         sinks.append(HistorySink(config.output.history))
     if config.server.metrics is not None:
-        split_address(config.server.metrics)
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client
 
         sinks.append(MetricsSink(config.server.metrics))

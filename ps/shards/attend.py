@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 import grpc.aio
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
-from ...common.security import split_address
 from ...common.version import PROGRAM_VERSION
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event

@@ -11,10 +11,11 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError
 from ...common.reporting.log import get_logger
-from ...common.security import SHARD_PREFIX, Credentials, facts_of, split_address
+from ...common.security import SHARD_PREFIX, Credentials, facts_of
 from ...common.tls_probe import diagnose
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
@@ -106,9 +107,10 @@ class Link:
                     raise
                 if self._follower is None and str(lost) != waits_said:
                     waits_said = str(lost)
-                    mistake = await asyncio.to_thread(diagnose, self._address, self._credentials, "shard")
-                    if mistake is not None:
-                        raise mistake from None
+                    with contextlib.suppress(OSError):
+                        mistake = await asyncio.to_thread(diagnose, self._address, self._credentials, "shard")
+                        if mistake is not None:
+                            raise mistake from None
                     log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
             await self._clock.sleep(_TRY_AGAIN_S)
 

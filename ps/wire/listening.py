@@ -9,10 +9,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
-from ...common.security import split_address
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 from ...common.wire.protocol import SERVICE
 from .security import bind, insecurity, interceptors

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import grpc.aio
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config, SecurityConfig
 from ...common.errors import AuthError, Reason, refusal
 from ...common.reporting.log import get_logger
@@ -26,7 +27,6 @@ from ...common.security import (
     read_pem,
     read_token,
     shows_token,
-    split_address,
     utc_text,
     warn_of_readable_secrets,
 )

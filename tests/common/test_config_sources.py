@@ -85,6 +85,20 @@ def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str]
     assert resolved.config.run.steps == (9 if path else 500)
 
 
+@pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80"])
+@pytest.mark.parametrize(
+    "key", ["worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics"]
+)
+def test_what_is_no_address_is_refused_before_anything_is_loaded(key: str, address: str) -> None:
+    message = mistake(lambda: load(flags={key: address} if key == "worker.server" else {}, sets=[f"{key}={address!r}"]))
+    assert f"{key}: '{address}' is not HOST:PORT" in message.message
+
+
+def test_port_0_is_where_one_listens_and_none_is_no_server() -> None:
+    assert load(sets=["server.listen=127.0.0.1:0", "worker.server=none"]).config.worker.server == "none"
+    assert "port 0" in mistake(lambda: load(sets=["worker.server=host:0"])).message
+
+
 def test_the_last_set_wins() -> None:
     assert load(sets=["run.steps=1", "run.steps=2"]).config.run.steps == 2
 

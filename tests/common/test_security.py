@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramserver.common.config.addresses import split_address
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import AuthError, UsageError
@@ -20,7 +21,6 @@ from paramserver.common.security import (
     read_pem,
     read_token,
     shows_token,
-    split_address,
     warn_of_readable_secrets,
 )
 from paramserver.launch.certs.authority import issue, make_ca
@@ -203,7 +203,10 @@ def test_addresses(address: str, host: str, port: int, is_here: bool) -> None:
     assert is_loopback(host) is is_here
 
 
-@pytest.mark.parametrize("address", ["here", ":5", "a:", "a:b", "a:65536", "a:-1", "a:²"])
+NO_ADDRESS = ["", "here", ":5", "a:", "a:b", "a:65536", "a:-1", "a:²", "http://a:80", "a b:5", "[::1:5"]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESS)
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UsageError, match="is not HOST:PORT"):
         split_address(address)

@@ -68,6 +68,14 @@ def test_worker_waits_for_a_server_that_comes_later(cluster):
     assert [script.wait(), server.wait()] == [0, 0]
 
 
+def test_an_address_that_is_none_ends_a_script_in_a_sentence(cluster):
+    cluster.address = "nohost"
+    script = cluster.script(0, "onehot.py", "5")
+    assert script.wait() == 2
+    assert script.output.startswith("paramserver: environment PS_SERVER: worker.server: 'nohost' is not HOST:PORT")
+    assert "Traceback" not in script.output
+
+
 def test_rank_beyond_the_workers_is_refused(cluster):
     cluster.server("--workers", "2", "--steps", "5")
     worker = cluster.worker(2)

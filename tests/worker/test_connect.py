@@ -1,4 +1,5 @@
-"""An address that does not answer at all, as of a host that is gone: attempts end, and so does whoever makes them."""
+"""An address that does not answer at all, as of a host that is gone: attempts end, and so does whoever makes them. One
+where something else answers is refused at once."""
 
 from __future__ import annotations
 
@@ -6,8 +7,13 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
+import grpc
 import pytest
 
 from paramserver.common.config.schema import WorkerConfig
@@ -17,6 +23,8 @@ from paramserver.worker.conversation import heartbeat
 from paramserver.worker.conversation.client import OPTIONS, Client
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.security import open_channel, wait_until_ready
+
+AT_ONCE_S = 5.0
 
 
 class Failed(Exception):
@@ -70,3 +78,58 @@ def test_a_signal_ends_an_attempt_at_once(silent: str) -> None:
         signal.signal(signal.SIGALRM, before)
     client.close()
     assert time.monotonic() - began < 5
+
+
+# ---- somebody else's address ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def http_server() -> Iterator[str]:
+    class Quiet(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def other_grpc_server() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("somebody", "words"),
+    [
+        (http_server, "is no ps-server: it says '<!DOCTYPE HTML>"),
+        (other_grpc_server, "it does not know paramserver.v1"),
+    ],
+)
+def test_something_else_at_the_address_is_named_at_once(
+    somebody: Callable[[], AbstractContextManager[str]], words: str
+) -> None:
+    began = time.monotonic()
+    with somebody() as address, pytest.raises(UnreachableError) as mistake:
+        Exchange(WorkerConfig(server=address), rank=0)
+    assert words in mistake.value.message
+    assert "--server HOST:PORT" in mistake.value.fix
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_what_was_tried_is_said_of_a_name_that_may_come_up_and_of_a_port_where_nobody_is() -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        for address, cause in [
+            ("nobody.invalid:50051", "name"),
+            (f"127.0.0.1:{bound.getsockname()[1]}", "connection refused"),
+        ]:
+            with pytest.raises(UnreachableError, match=rf"no server at {address} .*: .*{cause}"):
+                Exchange(WorkerConfig(server=address, give_up_s=0.5), rank=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from ...common.errors import ParamServerError, Reason, refusal
+from ...common.errors import ParamServerError, Reason, UnreachableError, refusal
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tls_probe import diagnose
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
@@ -60,28 +60,34 @@ class Client:
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call: Any = None
         self._is_reading = False
+        self._cause = ""  # of the last attempt to connect
         # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
         atexit.register(self.close)
 
     def open(self, timeout_s: float) -> None:
         """Connect and begin a stream; Lost when the server does not answer within `timeout_s`. A mistake in the
-        TLS settings, its or ours, is an AuthError at once."""
+        TLS settings, its or ours, is an AuthError at once, something else at its address an UnreachableError."""
         self.close_stream()
+        self._cause = "no answer"
         if not wait_until_ready(self._channel, timeout_s, self._explain):
-            raise Lost("connection refused or no answer")
+            raise Lost(self._cause)
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
         self._call = exchange(_drain(self._outgoing), metadata=self._credentials.metadata)
         self._is_reading = False
 
     def _explain(self) -> None:
-        """A connection has failed: take certificates that were renewed meanwhile, or say what is wrong with TLS."""
+        """A connection has failed: take certificates that were renewed meanwhile, or say what is wrong."""
         renewed = self._credentials.renewed()
         if renewed != self._credentials:
             self._channel.close()
             self._credentials, self._channel = renewed, open_channel(self.address, renewed, OPTIONS)
             raise Lost("the certificates were renewed")
-        mistake = diagnose(self.address, renewed)
+        try:
+            mistake = diagnose(self.address, renewed)
+        except OSError as error:
+            self._cause = (error.strerror or str(error) or "no answer").lower()
+            return
         if mistake is not None:
             raise mistake
 
@@ -191,4 +197,9 @@ def _translate(error: grpc.RpcError) -> Exception:
     refused: ParamServerError | None = refusal_from_status(error)
     if refused is not None and refused.reason not in _JOIN_AGAIN:
         return refused
+    if refused is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return UnreachableError(
+            f"what answers at the server's address is no ps-server: it does not know {SERVICE}",
+            fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
+        )
     return Lost(refused.message if refused is not None else f"{error.code().name}: {error.details()}")

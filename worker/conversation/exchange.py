@@ -73,7 +73,12 @@ class Exchange:
             except Lost as lost:
                 delay_s = self._retry.failed(time.monotonic(), str(lost))
                 if self._retry.num_failures == 1:
-                    log.info("waiting_for_server", address=self._config.server, gives_up_in_s=self._config.give_up_s)
+                    log.info(
+                        "waiting_for_server",
+                        address=self._config.server,
+                        reason=str(lost),
+                        gives_up_in_s=self._config.give_up_s,
+                    )
                 sleep(delay_s)
         self.progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         self.progress.pull_every = max(1, welcome.settings.pull_every)

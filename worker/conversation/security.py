@@ -5,16 +5,16 @@ A token is never sent in the clear to another machine, unless `server.insecure` 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
 
 import grpc
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import Config
-from ...common.errors import AuthError, UsageError
-from ...common.security import Credentials, is_loopback, split_address, warn_of_readable_secrets
+from ...common.errors import AuthError
+from ...common.security import Credentials, is_loopback, warn_of_readable_secrets
 
 
 def worker_credentials(config: Config) -> Credentials:
@@ -27,18 +27,13 @@ def worker_credentials(config: Config) -> Credentials:
         )
     warn_of_readable_secrets(security)
     credentials = Credentials.read(security)
-    if credentials.token is not None and security.ca is None and not config.server.insecure and not _is_here(address):
+    is_here = is_loopback(split_address(address)[0])
+    if credentials.token is not None and security.ca is None and not config.server.insecure and not is_here:
         raise AuthError(
             f"the token would go to {address} in the clear, where others may read it",
             fix="speak TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
         )
     return credentials
-
-
-def _is_here(address: str) -> bool:
-    with contextlib.suppress(UsageError):
-        return is_loopback(split_address(address)[0])
-    return False
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
