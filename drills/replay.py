@@ -232,7 +232,10 @@ class Replay:
         rank, incarnation = line["rank"], line["incarnation"]
         member = self._members.get(rank)
         if member is not None and member.incarnation == incarnation:
-            del self._members[rank]
+            if line["how"] == "finished":
+                member.is_member = False
+            else:
+                del self._members[rank]
         elif incarnation > self._newest.get(rank, 0):
             self._say(f"rank {rank} leaves as incarnation {incarnation}, which never joined")
 

@@ -52,7 +52,7 @@ REASON_INTERNAL: Reason
 REASON_SHARD_MISMATCH: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "placed", "offset", "data")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "placed", "offset", "data")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class WorkerMessage(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -72,10 +73,11 @@ class WorkerMessage(_message.Message):
     leave: Leave
     begin: Begin
     taken: Taken
+    stop: Stop
     placed: int
     offset: int
     data: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
@@ -231,8 +233,14 @@ class Finish(_message.Message):
     can_evaluate: bool
     def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ...) -> None: ...
 
+class Stop(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class Leave(_message.Message):
-    __slots__ = ("metrics",)
+    __slots__ = ("metrics", "finished", "failure", "exit_code")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -241,8 +249,14 @@ class Leave(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    finished: bool
+    failure: str
+    exit_code: int
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "shared_memory", "placed", "offset", "data")

@@ -7,7 +7,8 @@ killed may leave out its last few. `drills/check.py` reads it.
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
                       skipped [damaged snapshots], options {name: value} of the mode
             join      rank, incarnation, step, resumed
-            leave     rank, incarnation, how: goodbye | closed | lease | replaced
+            leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
+                      finished: it takes no more steps, and stays for the final weights
             accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated
                       | rejected | skipped | refused
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]

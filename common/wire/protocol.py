@@ -169,6 +169,8 @@ _TEXTS: dict[type[Message], tuple[str, ...]] = {
     pb.Model: ("answer_codec",),
     pb.Begin: ("codec",),
     pb.Contribution: ("codec",),
+    pb.Stop: ("reason",),
+    pb.Leave: ("failure",),
     pb.Beat: ("run", "process"),
 }
 _TIMES: dict[type[Message], tuple[str, ...]] = {

@@ -92,7 +92,7 @@ class Withdraw(ToAWorker):
 class WorkerLeft(Fact):
     rank: int
     incarnation: int
-    how: str  # goodbye, closed, lease, replaced
+    how: str  # goodbye, failed, closed, lease, replaced; finished: it is here, and nobody waits for it any more
     reason: str
 
 

@@ -71,11 +71,13 @@ class Disconnected(OfAWorker):
 
 @dataclass(slots=True)
 class Left(OfAWorker):
-    """It is gone: it said goodbye, with the figures of the final evaluation, or its call was refused."""
+    """It is gone: it said goodbye, with the figures of the final evaluation, or what failed in it after the last
+    training step, or its call was refused."""
 
     how: str = "closed"
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+    exit_code: int = 1  # of what failed
 
 
 @dataclass(slots=True)
@@ -88,10 +90,17 @@ class Expelled(OfAWorker):
 
 @dataclass(slots=True)
 class Finished(OfAWorker):
-    """It has taken all its training steps."""
+    """It takes no more training steps."""
 
     transfer_s: float = 0.0
     can_evaluate: bool = False
+
+
+@dataclass(slots=True)
+class StopAsked(OfAWorker):
+    """It wants the run to end for all."""
+
+    reason: str
 
 
 @dataclass(slots=True)
@@ -195,7 +204,7 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, HeartBegan, HeartStopped, Heard,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, HeartBegan, HeartStopped, Heard,
     Offered, Brought, Contributed, Repeated, Stored, Ticked, Stopped, Failed,
 )  # fmt: skip
 

@@ -55,6 +55,10 @@ class Run:
         self.is_holding = False  # everyone waits for the first snapshot on all shards
         self.is_closed = False  # nothing is applied any more
         self.is_done = False  # everyone has been told that the run is over
+        self.evaluator: int | None = None  # whose word on the final weights is waited for then
+        self.has_finished = False  # some worker takes no more steps
+        self.ended_by = ""  # who stopped it and why, or what failed; empty: all steps were taken
+        self.failure: ParamServerError | None = None  # of a worker, after the last training step
         self.final: dict[str, float] = {}
         self._lost_at: dict[int, float] = {}
 
@@ -90,7 +94,7 @@ class Run:
     def _of_a_worker(self, worker: Worker | None, event: events.OfAWorker) -> Iterable[Effect]:
         if isinstance(event, events.Contributed) and (worker is None or self.is_closed):
             return self.contributions.refuse(event)
-        if worker is None or (self.is_closed and isinstance(event, events.Offered | events.Brought | events.Repeated)):
+        if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
             return ()  # it was let go, or a newer process has its rank, or the run has ended: it has been told
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
@@ -103,7 +107,7 @@ class Run:
                 return self._disconnected(worker, event)
             case events.Left(how=how, reason=reason, figures=figures):
                 self.final |= figures
-                return self._leave(worker, how, reason, event.at)
+                return self._leave(worker, how, reason, event.at, event.exit_code)
             case events.Expelled(reason=name, message=message):
                 return self._expel(worker, refusal(Reason[name], message), event.at)
             case events.Offered():
@@ -112,6 +116,8 @@ class Run:
                 return self._brought(worker, event)
             case events.Finished():
                 return self._finished(worker, event)
+            case events.StopAsked():
+                return self._stop_asked(worker, event)
         raise AssertionError(event)
 
     # ---- a worker's way in ----------------------------------------------------------------
@@ -147,7 +153,11 @@ class Run:
     def _may_resume(self, asked: events.Joined) -> bool:
         """The process lost a connection and nothing else: it goes on where it was."""
         known = self.roster.find(asked.rank, asked.incarnation) if asked.rank is not None else None
-        return known is not None and asked.server_incarnation == self.incarnation and known.rank in self.policy.members
+        return known is not None and asked.server_incarnation == self.incarnation and self._has_place(known)
+
+    def _has_place(self, worker: Worker) -> bool:
+        """It may come back to it after a lost connection."""
+        return worker.rank in self.policy.members or worker.is_finished
 
     def _displace(self, old: Worker, new: Worker, at: float) -> Iterator[Effect]:
         """An older stream or process of a rank is told that it was replaced."""
@@ -207,6 +217,9 @@ class Run:
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Let a worker in; its answer comes when the mode allows it to start."""
+        if self.policy.is_stopping:
+            yield from self._expel(worker, refusal(Reason.DRAINING, f"the run was {self.ended_by}"), at)
+            return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
         yield Log("info", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
@@ -272,7 +285,7 @@ class Run:
 
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
         """Its stream broke off. While its heart beats it may come back to where it was."""
-        if not (worker.process in self.roster.hearts and worker.rank in self.policy.members):
+        if not (worker.process in self.roster.hearts and self._has_place(worker)):
             yield from self._leave(worker, "closed", event.reason, event.at)
             return
         worker.is_away = True
@@ -284,15 +297,17 @@ class Run:
         yield effects.Refuse(worker.rank, worker.incarnation, error)
         yield from self._leave(worker, "closed", error.message, at)
 
-    def _leave(self, worker: Worker, how: str, reason: str, at: float) -> Iterator[Effect]:
+    def _leave(self, worker: Worker, how: str, reason: str, at: float, exit_code: int = 1) -> Iterator[Effect]:
         """A worker is gone, and nobody waits for it."""
         rank, incarnation = worker.rank, worker.incarnation
         self.roster.remove(worker)
-        is_goodbye = how == "goodbye"
+        is_goodbye = how in ("goodbye", "failed")
         yield effects.Withdraw(rank, incarnation, ends_streams=not is_goodbye)
         level = "info" if is_goodbye else "warning"
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
         yield effects.WorkerLeft(rank, incarnation, how, reason)
+        if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
+            yield from self._failed_at_the_end(rank, how, reason, exit_code)
         if not self.has_weights:
             yield from self._pass_on(worker)
         if self.is_closed:
@@ -317,24 +332,48 @@ class Run:
     # ---- the end --------------------------------------------------------------------------
 
     def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
-        """It has taken all its training steps; it is told the final weights when all have."""
-        stats = self.roster.stats[worker.rank]
+        """It takes no more training steps, and is told the final weights when nobody does. One that has not taken all,
+        or not heard that the run is stopped, is out: it keeps its seat, and nobody waits for what it contributes."""
+        rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
+        self.has_finished = True
         stats.transfer_s += event.transfer_s
         worker.is_finished, worker.can_evaluate = True, event.can_evaluate
         worker.waiting_since = None
         yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
+        if rank in policy.members and not self.is_closed and (policy.is_stopping or policy.next_local_steps(rank)):
+            yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
+            yield from self._perform(policy.finished(rank, event.at), event.at)
         if self.is_done:  # it lost its connection when it was told
-            yield effects.TellDone(((worker.rank, worker.incarnation),), None, self.policy.version)
+            yield effects.TellDone(((rank, worker.incarnation),), self.evaluator, policy.version)
         yield from self._end_if_over(event.at)
+
+    def _stop_asked(self, worker: Worker, event: events.StopAsked) -> Iterator[Effect]:
+        """Everyone's next answer is the last; the first word counts."""
+        if self.policy.is_stopping or self.is_done:
+            return
+        self.ended_by = f"stopped by rank {worker.rank}: {event.reason}"
+        yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
+        yield from self._perform(self.policy.stopped(event.at), event.at)
+
+    def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
+        """The run has its weights and not what was to come of them."""
+        what = f"failed after the last training step: {reason}"
+        if how != "failed":
+            what = f"was lost while it evaluated the final weights: {reason}"
+        self.failure = ParamServerError(f"rank {rank} {what}")
+        self.failure.exit_code = exit_code
+        self.ended_by = self.failure.message
+        yield Log("error", "run_failed", {"reason": self.ended_by, "exit_code": exit_code})
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
         """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""
         live = list(self.roster.workers.values())
         if self.is_closed or (not self.is_done and self.absent(at)):
             return
-        if not live and self.roster.was_anyone_here and (self.is_done or self.is_any_rank_through):
+        is_through = self.is_done or self.has_finished or self.is_any_rank_through
+        if not live and self.roster.was_anyone_here and is_through:
             self.is_closed = True
-            yield effects.End()
+            yield effects.End(self.failure)
         if self.is_done or not live or not all(worker.is_finished for worker in live):
             return
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
@@ -343,9 +382,9 @@ class Run:
                 yield from self._take_snapshot(at)
             return
         self.is_done = True
-        evaluator = min((worker.rank for worker in live if worker.can_evaluate), default=None)
+        self.evaluator = min((worker.rank for worker in live if worker.can_evaluate), default=None)
         told = tuple((worker.rank, worker.incarnation) for worker in live)
-        yield effects.TellDone(told, evaluator, self.policy.version)
+        yield effects.TellDone(told, self.evaluator, self.policy.version)
 
     def absent(self, at: float) -> list[int]:
         """Ranks that were lost before their last training step, and not long ago."""
@@ -405,7 +444,11 @@ class Run:
             "policy": self.policy.saved_state(),
             "steps": committed,
             "num_joins": dict(self.roster.num_joins),
-            "training": {"elapsed_s": self.contributions.elapsed_s(at, self.is_over), "stats": stats},
+            "training": {
+                "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
+                "stats": stats,
+                "out": sorted(self.policy.out),
+            },
         }
 
     def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any], source: str = "") -> None:
@@ -423,6 +466,7 @@ class Run:
                 fix="mend the mode's restore, or begin anew with --resume never",
             ) from error
         self.contributions.restore(saved["training"])
+        self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = True
 
@@ -439,9 +483,14 @@ class Run:
         }
         bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        state = [self.policy.full_state(), seats, self.roster.num_joins, flags, self.rhythm.state()]
+        end = [self.has_finished, self.evaluator, self.ended_by]
+        state = [self.policy.full_state(), seats, self.roster.num_joins, flags, end, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# What a worker is told is over when it has been closed.
+_BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
 
 
 def _stopping() -> ParamServerError:

@@ -9,6 +9,8 @@ decisions: no clock, no input or output, no randomness.
     rejected(rank)       one came that cannot be used (NaN); it lies nowhere and counts for nothing
     disconnected(rank)   a member's connection is lost, and answers do not reach it
     left(rank)           the worker is gone, for whatever reason
+    finished(rank)       it takes no more training steps, though it has not taken all
+    stopped()            nobody is to compute any more
     tick(now)            time has passed
 
 A mode says two things (see `single.py`, `ssp.py`, `rounds.py`): what a contribution does (`_take`), and why a
@@ -103,6 +105,8 @@ class Policy(ABC):
         # Number of each rank's newest contribution that counts, kept after it leaves: what makes a repeated
         # one harmless. A rank that came to a running job began at the slowest's.
         self.num_counted: dict[int, int] = {}
+        self.out: set[int] = set()  # ranks that take no more training steps, and are not missed
+        self.is_stopping = False  # nobody begins another contribution
         self._num_open: Counter[int] = Counter()  # of those, by rank, which no version holds yet
         self.has_started = False
         self._first_number = 0  # of a rank that is new while nobody is live
@@ -148,6 +152,7 @@ class Policy(ABC):
         decisions = self.left(rank, now)
         number = self.num_counted.setdefault(rank, self.slowest)
         self.members[rank] = member = Member(rank)
+        self.out.discard(rank)
         self._standing.add(rank, number)
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
@@ -159,6 +164,17 @@ class Policy(ABC):
         self._standing.remove(rank, self.num_counted[rank])
         self._no_longer_waits(rank)
         return self._left(rank) + self._settle(now)
+
+    def finished(self, rank: int, now: float) -> list[Decision]:
+        """It takes no more training steps: as if it had left, but nobody misses it."""
+        self.out.add(rank)
+        return self.left(rank, now)
+
+    def stopped(self, now: float) -> list[Decision]:
+        """Whoever is answered from now on has no steps left. A round that is open is closed as any other, so that
+        all end at one version; nothing else is waited for."""
+        self.is_stopping = True
+        return self._settle(now)
 
     def disconnected(self, rank: int) -> None:
         """A worker is still a member, but an answer would not reach it: it will ask again."""
@@ -204,7 +220,9 @@ class Policy(ABC):
         return self.num_counted[rank] - self.slowest
 
     def next_local_steps(self, rank: int) -> int:
-        """Training steps the worker takes before its next contribution; 0 when it has taken all."""
+        """Training steps the worker takes before its next contribution; 0 when it is to take no more."""
+        if self.is_stopping:
+            return 0
         return min(self.local_steps, self.common.training_steps - self.steps_done(rank))
 
     def steps_done(self, rank: int) -> int:
@@ -326,15 +344,17 @@ class Policy(ABC):
     @property
     def _num_needed(self) -> int:
         """Live workers without whom nobody may go on, whatever the mode."""
+        if self.is_stopping:
+            return 0
         to_start = 0 if self.has_started else self.common.num_workers or 0
-        return max(to_start, self.common.min_workers)
+        return max(1, max(to_start, self.common.min_workers) - len(self.out))
 
     def _why_hold(self) -> str | None:
         live, num_workers = len(self.members), self.common.num_workers
         if live >= self._num_needed:
             return None
         if not self.has_started and num_workers is not None and live < num_workers:
-            missing = (rank for rank in range(num_workers) if rank not in self.members)
+            missing = (rank for rank in range(num_workers) if rank not in self.members and rank not in self.out)
             return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
         return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"
 
@@ -349,11 +369,13 @@ class Policy(ABC):
         self.has_started = True
         decisions = self._advance(now)
         key = self._gates_depend_on(now)
-        asked = self._new_waiting if key is not None and key == self._gates_asked_at else self._waiting
+        are_open = self.is_stopping and not self.has_rounds
+        is_asked = not are_open and key is not None and key == self._gates_asked_at
+        asked = self._new_waiting if is_asked else self._waiting
         self._gates_asked_at, self._new_waiting = key, set()
         for rank in sorted(asked):
             member = self.members[rank]
-            if member.pending is not None and self._gate(member, now) is None:
+            if member.pending is not None and (are_open or self._gate(member, now) is None):
                 decisions.append(Answer(rank, member.pending, member.pending.value))
                 self._waiting.discard(rank)
                 member.pending = None

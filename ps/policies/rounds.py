@@ -97,7 +97,7 @@ class RoundPolicy(Policy):
     def _why_close(self, now: float) -> str | None:
         """Why the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
-        if contributed < max(1, self.common.min_workers):
+        if contributed < max(1, self._num_needed):
             return None
         if not num_missing:
             gone = contributed - len(self.members)

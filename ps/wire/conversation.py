@@ -45,8 +45,14 @@ class Conversation:
             return
         goodbye = await self._exchange(peer, delivery, Intake(self._engine, self._stream, peer, lane))
         if goodbye is not None:
-            figures = dict(goodbye.of(pb.Leave).metrics)
-            self._engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye", figures))
+            self._leave(peer, goodbye.of(pb.Leave))
+
+    def _leave(self, peer: Peer, said: pb.Leave) -> None:
+        if said.finished:
+            self._engine.offer(events.Finished(*peer.seat))
+        how, why = ("failed", said.failure) if said.failure else ("goodbye", "said goodbye")
+        exit_code = min(max(1, said.exit_code), 255)
+        self._engine.offer(events.Left(*peer.seat, how, why, dict(said.metrics), exit_code))
 
     def over(self, refused: str) -> None:
         """The stream has ended, with a refusal unless `refused` is empty."""

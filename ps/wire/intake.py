@@ -30,7 +30,7 @@ from .stream import Stream
 
 _MAX_SAMPLES = 2**40
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "finish", "leave", "taken", "")
+_NEXT = ("contribution", "begin", "finish", "leave", "stop", "taken", "")
 _PIECE = ("taken", "")
 
 
@@ -56,6 +56,9 @@ class Intake:
                     return received
                 if received.kind == "taken":
                     self._lane.taken()
+                    continue
+                if received.kind == "stop":
+                    self._engine.offer(events.StopAsked(*self._peer.seat, received.of(pb.Stop).reason))
                     continue
                 if received.kind == "contribution":
                     facts, header = received, received.of(pb.Contribution)

@@ -13,7 +13,7 @@
     bring w0                      the initial weights it was asked for
     contribute w0 s3 [on v2] [x64] [lr 0.5] [nan|skip|halt|clip]
     repeat w0 s3                  it asks again for the answer to its contribution 3
-    disconnect w0, leave w0, expel w0, finish w0
+    disconnect w0, leave w0, expel w0, finish w0, stop w0, failed w0
     heart w0, heart w0 stops, heard w0
     stored 1 v3                   snapshot attempt 1 is over; version 3 is the newest on the disk
     after 2.5 s                   time passes, and is looked at
@@ -94,7 +94,7 @@ class Workers:
                 return self._join(rest)
             case "after":
                 return events.Ticked()
-            case "stop":
+            case "stop" if not rest:
                 return events.Stopped()
             case "fail":
                 return events.Failed("the disk is gone", exit_code=14)
@@ -144,6 +144,10 @@ class Workers:
                 return events.Left(*seat, "goodbye", "said goodbye")
             case "expel":
                 return events.Expelled(*seat, "BAD_REQUEST", "what cannot be")
+            case "stop":
+                return events.StopAsked(*seat, "enough")
+            case "failed":
+                return events.Left(*seat, "failed", "ValueError: no such file", exit_code=3)
             case "finish":
                 return events.Finished(*seat, can_evaluate=True)
             case "heart":
