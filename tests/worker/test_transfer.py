@@ -62,6 +62,44 @@ def write(transfer: Transfer, body: bytes, boundaries: list[int]) -> None:
     transfer.finish_write(len(body))
 
 
+# ---- a model that changes ---------------------------------------------------------------------------
+
+
+def test_a_model_that_was_moved_is_found_again() -> None:
+    module = Awkward()
+    model = ModelTensors(module)
+    assert not model.has_moved()
+    module.norm.double().float()  # as parameters: new memory; as buffers: new tensors
+    assert [model.has_moved(), model.has_moved()] == [True, False]
+    assert any(tensor is module.norm.running_mean for tensor in model.tensors)
+
+
+def _replace(module: Awkward) -> None:
+    module.scale = nn.Parameter(torch.zeros(()))
+
+
+def _remove(module: Awkward) -> None:
+    del module.flags
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda module: module.half(), "narrow bfloat16[5], and it is float16[5] now"),
+        (lambda module: setattr(module.scale, "data", torch.zeros(2)), "scale float32[], and it is float32[2] now"),
+        (_replace, "'scale' was replaced by another parameter after session.optimizer()"),
+        (_remove, "'flags' was taken out of the model after session.optimizer()"),
+    ],
+)
+def test_a_model_that_became_another_is_refused(change: Callable[[Awkward], object], words: str) -> None:
+    module = Awkward()
+    model = ModelTensors(module)
+    change(module)
+    with pytest.raises(UsageError) as caught:
+        model.has_moved()
+    assert words in caught.value.message
+
+
 # ---- out -------------------------------------------------------------------------------------------
 
 

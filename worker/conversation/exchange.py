@@ -104,6 +104,12 @@ class Exchange:
         for shard, share in zip(self._shards, self._shares, strict=True):
             shard.hold(part_of(self._model, share))
 
+    def moved(self) -> None:
+        """The model lies elsewhere in memory now."""
+        assert self._model is not None
+        for shard, share in zip(self._shards, self._shares, strict=True):
+            shard.moved(part_of(self._model, share))
+
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model and receive the weights to start from."""
         self._model, self._optimizer = model, optimizer

@@ -88,6 +88,12 @@ class Shard:
         self.up = Up(CODECS.load(self._config.codec)(), model, self.transfer, self.client.send)
         self.down = Down(CODECS.load(self._config.answer_codec)(), model, self.transfer)
 
+    def moved(self, model: ModelTensors) -> None:
+        """The same part of the model lies elsewhere in memory now."""
+        self.transfer.leave_segment()
+        self.model, self.transfer = model, make_transfer(model)
+        self.up.transfer = self.down.transfer = self.transfer
+
     def offer(self, whole: Layout, optimizer: OptimizerSpec) -> None:
         """Say what this worker trains, and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)

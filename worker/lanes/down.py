@@ -20,7 +20,7 @@ class Down:
     def __init__(self, codec: Codec, model: ModelTensors, transfer: Transfer) -> None:
         self.codec = codec
         self._layout = model.layout
-        self._transfer = transfer
+        self.transfer = transfer
         self._decoder: Coder = codec.decoder(model.layout)
         self.num_taken = 0
 
@@ -33,12 +33,12 @@ class Down:
         not come, and may come again."""
         if codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
-            receive(self._transfer.write)
+            receive(self.transfer.write)
         else:
             self._take_encoded(num_bytes, codec, receive)
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
-            self._transfer.finish_write(num_bytes)
+            self.transfer.finish_write(num_bytes)
 
     def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
         if codec != self.codec.name:
@@ -52,7 +52,7 @@ class Down:
 
         receive(write)
         take_body(self.codec, self._decoder, self._layout, encoded, body)
-        self._transfer.write(0, as_bytes(body))
+        self.transfer.write(0, as_bytes(body))
         self._decoder.commit()
         self.num_taken += 1
 

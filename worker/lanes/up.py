@@ -29,7 +29,7 @@ class Up:
     ) -> None:
         self.codec = codec
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
-        self._transfer = transfer
+        self.transfer = transfer
         self._send = send
         self._encoder: Coder = codec.encoder(model.layout)
         self._encoded: list[memoryview] | None = None  # of the contribution that has not been answered
@@ -54,7 +54,7 @@ class Up:
 
     def prepare(self, indices: list[int]) -> bool:
         """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
-        return self._transfer.prepare(indices, self.lane.segment)
+        return self.transfer.prepare(indices, self.lane.segment)
 
     def depart(self, indices: list[int]) -> None:
         """Send the gradients of these tensors ahead of the contribution they belong to; only in raw."""
@@ -87,13 +87,13 @@ class Up:
             self.departed.clear()
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
-            self._send([frame(announced, 0, self._transfer.gather(source, None)[0].pieces)])
+            self._send([frame(announced, 0, self.transfer.gather(source, None)[0].pieces)])
         else:
             self._send([frame(announced)])
             self._send_tensors(source, rest)
 
     def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
-        for frames in self.lane.send(self._transfer, source, indices):
+        for frames in self.lane.send(self.transfer, source, indices):
             self._send(frames)
 
     @property
@@ -102,7 +102,7 @@ class Up:
 
     def _encode(self, source: Source) -> list[memoryview]:
         if self._encoded is None:
-            (stretch,) = self._transfer.gather(source, None)
+            (stretch,) = self.transfer.gather(source, None)
             body = copy_of(*stretch.pieces)
             self._encoded = [as_bytes(begin_body(self.codec, self._encoder, self._layout, body))]
         return self._encoded

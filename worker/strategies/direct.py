@@ -22,12 +22,27 @@ class Direct:
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model; it has the run's weights when this returns."""
+        self._model = model
+        self._start(model, optimizer)
+
+    def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
         if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._early = EarlySender(self._exchange, model)
 
     def contribute(self, work: Work) -> None:
-        """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from."""
+        """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from.
+
+        UsageError when what is around the loop has made another model of it; one that was moved is found again.
+        """
+        self._look_again()
+        self._contribute(work)
+
+    def _look_again(self) -> None:
+        if self._model.has_moved():
+            self._exchange.moved()
+
+    def _contribute(self, work: Work) -> None:
         if self._early is not None:
             self._early.settle()
         self._exchange.contribute(self.source, work)
@@ -35,6 +50,10 @@ class Direct:
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has
         gone back to a snapshot, and there are steps to take again."""
+        self._look_again()
+        return self._finish(can_evaluate)
+
+    def _finish(self, can_evaluate: bool) -> Final | None:
         return self._exchange.finish(can_evaluate)
 
     def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:

@@ -55,13 +55,16 @@ class Pipelined(Direct):
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
         self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source == "weights" else set())
 
-    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+    def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._shadow = Shadow(model)
         self._exchange.start(self._shadow, optimizer)
         self._received_version = self._exchange.progress.version
         self._begin()
 
-    def contribute(self, work: Work) -> None:
+    def _look_again(self) -> None:
+        self._model.has_moved()  # the exchange knows the shadow, which has not
+
+    def _contribute(self, work: Work) -> None:
         landed = self._land()
         if landed is not None:
             if landed.outcome in self._ends_a_line or self._exchange.progress.is_done:
@@ -119,7 +122,7 @@ class Pipelined(Direct):
             self._received_version = self._exchange.progress.version
         return answer
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def _finish(self, can_evaluate: bool) -> Final | None:
         self._land()
         self._shadow.settle()
         final = self._exchange.finish(can_evaluate)

@@ -7,7 +7,8 @@ bytes go straight into the parameters. Tensors that lie elsewhere are in `staged
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -36,6 +37,12 @@ class ModelTensors:
     def __init__(self, model: nn.Module) -> None:
         found: dict[int, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
+        homes = {
+            id(tensor): (held, key)
+            for module in model.modules()
+            for held in (module._parameters, module._buffers)
+            for key, tensor in held.items()
+        }
         # keep_vars: the parameters themselves, so that tied ones are seen to be one.
         for name, value in model.state_dict(keep_vars=True).items():
             if not isinstance(value, torch.Tensor):
@@ -50,6 +57,30 @@ class ModelTensors:
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
+        # Where a module keeps each: what moves a model puts new buffers there, and parameters elsewhere in memory.
+        self._homes: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
+            homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors
+        ]
+        self._places = [tensor.data_ptr() for tensor in self.tensors]
+
+    def has_moved(self) -> bool:
+        """Look the tensors up again: whether any lies elsewhere than when this was asked last (43 us for 300).
+
+        UsageError when one is no longer what was offered to the run.
+        """
+        found = [held.get(key) for held, key in self._homes]
+        is_same = all(map(operator.is_, found, self.tensors))
+        if not is_same:
+            for entry, tensor, old in zip(self.layout.entries, found, self.tensors, strict=True):
+                _check_still(entry.spec, tensor, old)
+            self.tensors = [tensor for tensor in found if tensor is not None]
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        if is_same and places == self._places:
+            return False
+        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
+            _check_still(entry.spec, tensor, tensor)
+        self._places = places
+        return True
 
     @cached_property
     def num_exchanged(self) -> int:
@@ -99,6 +130,22 @@ class ModelTensors:
         return found
 
 
+def _check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor) -> None:
+    """A module may put another tensor in the place of a buffer, and its memory may be another."""
+    if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
+        happened = "was taken out of the model" if tensor is None else "was replaced by another parameter"
+        fix = "change what the model consists of before session.optimizer()"
+        raise UsageError(
+            f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more", fix=fix
+        )
+    if tensor.dtype is not DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
+        got = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+        raise UsageError(
+            f"the model has changed after session.optimizer(): the run trains {spec}, and it is {got} now",
+            fix="convert the model (.half(), .double(), .to(dtype)) before session.optimizer()",
+        )
+
+
 def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype = _NAME_OF_DTYPE.get(tensor.dtype)
     if dtype is None:
@@ -137,6 +184,7 @@ class DirectTransfer:
         self._zeros = memoryview(bytes(64))
         self._segment: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
+        self._lent: list[torch.Tensor] = []  # the same, as gradients
 
     def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
         """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
@@ -169,6 +217,8 @@ class DirectTransfer:
         """
         if segment is not self._segment:
             self._segment, self._places = segment, self._model.views(segment)
+            # Tensors and a storage of their own: what moves a model's gradients leaves the places where they are.
+            self._lent = self._model.views(torch.from_numpy(segment.numpy()))
         for group in self._model.stretches(indices):
             start = end = self._model.start_of(group.start)
             num_copied = 0
@@ -195,7 +245,7 @@ class DirectTransfer:
             else:
                 place.copy_(tensor.detach())
             if tensor is owner.grad and not tensor.requires_grad:
-                owner.grad = place
+                owner.grad = self._lent[index]
         return True
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
@@ -232,4 +282,4 @@ class DirectTransfer:
             gradient = owner.grad
             if gradient is not None and gradient.data_ptr() == place.data_ptr():
                 owner.grad = gradient.clone()
-        self._segment, self._places = None, []
+        self._segment, self._places, self._lent = None, [], []

@@ -23,12 +23,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        # The same dicts, not copies: what a scheduler changes here, the inner optimizer sees.
-        self.param_groups = inner.param_groups
-        self.state = inner.state
         self._strategy = strategy
         self._slowdown = slowdown
-        self._inner = inner if strategy.source == "weights" else None  # otherwise the server steps
+        self._inner = inner
+        self._steps_here = strategy.source == "weights"  # otherwise the server steps
+        self._share()
+        inner.register_load_state_dict_post_hook(lambda _: self._share())
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
@@ -36,6 +36,13 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._num_steps = strategy.progress.training_steps
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
+
+    def _share(self) -> None:
+        """The same dicts, not copies: what a scheduler changes here, the inner optimizer sees."""
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
 
     @property
     def progress(self) -> Progress:
@@ -56,7 +63,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._inner is not None:
+        if self._steps_here:
             self._inner.step()
         self._num_steps += 1
         self._slow_down()
