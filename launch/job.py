@@ -15,12 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..common.errors import ParamServerError
+from ..common.errors import EXIT_BUG, ParamServerError
 from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVER, Child, ProcessSpec
 from .plan.runs import Plan
+from .supervise.blame import Blame
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event, parse_status
 from .view.screen import Screen, make_screen
@@ -48,6 +49,7 @@ class Job:
         self._checking: asyncio.Future[None] | None = None
         self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
         self._summary: Summary | None = None
+        self._blame = Blame()
         self._supervisor = Supervisor(
             num_workers=plan.num_workers,
             with_server=plan.server is not None,
@@ -116,11 +118,15 @@ class Job:
 
     def _on_line(self, child: Child, line: str) -> None:
         event = parse_event(line)
-        if event is not None and child == self._plan.reporter and self._understood(line, event):
+        if event is None:
+            for shown in self._blame.read(child, line):
+                self._screen.line(child, shown, None)
             return
-        if event is None or event.is_at_least(self._plan.config.log.level):
+        if child == self._plan.reporter and self._understood(line, event):
+            return
+        if event.is_at_least(self._plan.config.log.level):
             self._screen.line(child, line, event)
-        if event is not None and child.role == SERVER.role:
+        if child.role == SERVER.role:
             self._on_server_event(child, event)
 
     def _understood(self, line: str, event: Event) -> bool:
@@ -155,7 +161,10 @@ class Job:
             self._carry_out(self._supervisor.may_train(self._loop.time()))
 
     def _on_exit(self, child: Child, code: int) -> None:
-        self._carry_out(self._supervisor.exited(child, code, self._loop.time()))
+        for shown in self._blame.rest(child):
+            self._screen.line(child, shown, None)
+        raised = self._blame.last.get(child) if code == EXIT_BUG else None
+        self._carry_out(self._supervisor.exited(child, code, self._loop.time(), raised))
 
     def _on_output_lost(self) -> None:
         # Later, since this is found out in the middle of something else.
@@ -171,6 +180,7 @@ class Job:
         for decision in decisions:
             match decision:
                 case Start(child):
+                    self._blame.started(child)
                     self._backend.start(self._spec(child))
                 case Terminate(child):
                     self._backend.terminate(child)

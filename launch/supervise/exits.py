@@ -6,7 +6,7 @@ import signal
 
 MEANINGS = {
     0: "done",
-    1: "a bug of ours",
+    1: "an exception",
     2: "usage or configuration",
     10: "cannot listen on the address",
     11: "TLS or token",
@@ -29,10 +29,7 @@ CANNOT_START = 126  # as a shell says of a program it cannot execute
 
 
 def describe_exit(code: int, *, is_script: bool = False) -> str:
-    """`exit code 12 (model or run mismatch)`, or `killed by SIGKILL` for a negative code.
-
-    A user's script that fails with an uncaught exception also ends with 1, which is no bug of ours.
-    """
+    """`exit code 12 (model or run mismatch)`, or `killed by SIGKILL` for a negative code."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
     if code == 1 and is_script:

@@ -13,6 +13,8 @@ Of a server, each shard alike, the same, but for two. 10 (cannot listen) is fina
 later: the port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told
 to end has sent its workers away: that ends the job.
 
+An exception that is raised again where it was raised before the restart would be raised for ever: it ends the job.
+
 Who was lost with its host (255) did nothing wrong: it is started again as after a crash.
 
 A process that has run for 60 s since its start has lived down what was before: its restarts count from
@@ -25,6 +27,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ..plan.process import SERVER, Child
+from .blame import Raised
 from .exits import CANNOT_START
 
 FORGIVEN_AFTER_S = 60.0
@@ -69,6 +72,7 @@ class Restarts:
         self._backoff_s = backoff_s
         self._started_at: dict[Child, float] = {}  # of those that run
         self._num_restarts: Counter[Child] = Counter()
+        self._raised: set[tuple[Child, tuple[str, str]]] = set()
         self._failures: dict[Child, Failure] = {}  # the first of each that was not lived down, oldest first
 
     def started(self, child: Child, now: float) -> None:
@@ -78,13 +82,19 @@ class Restarts:
         del self._started_at[child]
         self._forgive(child)
 
-    def failed(self, failure: Failure, now: float) -> None:
-        """Take note of it; who has run long enough by now is forgiven first."""
+    def failed(self, failure: Failure, now: float, raised: Raised | None = None) -> bool:
+        """Take note of it; who has run long enough by now is forgiven first. True when the same exception, at the
+        same place, has ended this process before: that is never lived down."""
         for child, since in self._started_at.items():
             if now - since >= FORGIVEN_AFTER_S:
                 self._forgive(child)
         del self._started_at[failure.child]
         self._failures.setdefault(failure.child, failure)
+        if raised is None:
+            return False
+        is_again = (failure.child, raised.kind) in self._raised
+        self._raised.add((failure.child, raised.kind))
+        return is_again
 
     def has_restarted(self, child: Child) -> bool:
         return self._num_restarts[child] > 0

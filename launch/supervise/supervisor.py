@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..plan.process import SERVER, Child
+from .blame import Raised
 from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
 from .restarts import Attempt, Failure, Restarts, can_mend
 
@@ -171,8 +172,8 @@ class Supervisor:
         """Something that is no process's failure makes the job impossible."""
         return [] if self.phase is Phase.DRAINING else self._drain(Finish(exit_code, reason), now)
 
-    def exited(self, child: Child, code: int, now: float) -> list[Decision]:
-        """A process has ended; `code` is negative for a signal."""
+    def exited(self, child: Child, code: int, now: float, raised: Raised | None = None) -> list[Decision]:
+        """A process has ended; `code` is negative for a signal, `raised` the exception that it has shown."""
         was, self._states[child] = self._states[child], State.ENDED
         if self.phase is Phase.DRAINING:
             return self._finish_when_empty()
@@ -182,7 +183,7 @@ class Supervisor:
         if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
             code, self._outcome = 0, _COMPLETE  # it came back too late: the others did without it
         if code != 0:
-            return self._failed(child, code, now)
+            return self._failed(child, code, now, raised=raised)
         if child in self._servers and child not in self._listening:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
@@ -231,14 +232,19 @@ class Supervisor:
         self._outcome = Finish(1, reason, late[0])
         return [Kill(child, reason) for child in late]
 
-    def _failed(self, child: Child, code: int, now: float, how: str = "") -> list[Decision]:
+    def _failed(
+        self, child: Child, code: int, now: float, how: str = "", raised: Raised | None = None
+    ) -> list[Decision]:
         """Start it again after a while, or end the job."""
         is_script = self._is_script and child.role == "worker"
-        failure = Failure(child, how or describe_exit(code, is_script=is_script))
-        self._restarts.failed(failure, now)
+        failure = Failure(child, how or str(raised or describe_exit(code, is_script=is_script)))
+        is_again = self._restarts.failed(failure, now, raised)
         final = self._final(shell_code(code), failure)
         if how or not self._may_restart(child, code):
             return self._drain(final, now)
+        if is_again:
+            same = "; the same had ended it before it was started again"
+            return self._drain(self._final(shell_code(code), failure, same), now)
         if child in self._servers and not self._keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""

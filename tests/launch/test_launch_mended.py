@@ -29,18 +29,30 @@ def test_a_worker_that_crashes_keeps_its_traceback_and_comes_back(marked) -> Non
     run = marked.run("-n", "2", *SOON, FAKE_WORKER_0="once crash")
     assert run.returncode == 0
     assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
-    assert "worker 0 failed: exit code 1 (a bug of ours); started again" in run.stderr
+    assert "worker 0 failed: RuntimeError: a mistake in the user's task (" in run.stderr
 
 
 def test_a_worker_that_dies_at_every_start_spends_its_budget(marked) -> None:
-    run = marked.run("-n", "2", "--max-restarts", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="crash")
+    run = marked.run("-n", "2", "--max-restarts", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="exit 3")
     assert run.returncode == 17
     waits = re.findall(r"started again in (\S+) s \(restart (\d) of 2\)", run.stderr)
     assert waits == [("0.01", "1"), ("0.02", "2")]
     assert run.stderr.count("[worker 1] joined") == 3
     assert run.stderr.splitlines()[-1] == (
-        "ps-launch: worker 1 failed: exit code 1 (a bug of ours);"
+        "ps-launch: worker 1 failed: exit code 3;"
         " it had been started again 2 times, as often as launch.max_restarts allows"
+    )
+
+
+def test_a_worker_that_crashes_at_the_same_place_again_is_shown_once_and_ends_the_job(marked) -> None:
+    run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="crash")
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback") == 1
+    assert run.stderr.count("started again in") == 1
+    assert re.fullmatch(
+        r"ps-launch: worker 1 failed: RuntimeError: a mistake in the user's task \(.*fake_worker.py, line \d+\); "
+        "the same had ended it before it was started again",
+        run.stderr.splitlines()[-1],
     )
 
 

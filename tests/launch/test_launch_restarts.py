@@ -84,7 +84,7 @@ def test_what_is_said() -> None:
     supervisor.tick(6.6)
     end, *_ = supervisor.exited(Child("worker", 1), 1, 6.7)
     assert end.reason == (
-        "worker 1 failed: exit code 1 (a bug of ours);"
+        "worker 1 failed: exit code 1 (an exception);"
         " it had been started again 2 times, as often as launch.max_restarts allows"
     )
     (finish,) = supervisor.exited(SERVER, 143, 7.0) + supervisor.exited(Child("worker", 0), 143, 7.0)

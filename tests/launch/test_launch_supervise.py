@@ -256,7 +256,7 @@ def test_a_server_without_snapshots_is_not_started_again(check_transcript) -> No
     check_transcript(Supervisor(num_workers=2), UP + WITHOUT_SNAPSHOTS)
     transcript = """
         begin                    -> start server (the workers need its address)
-        exit server 1 at 1       -> finish 1 (server failed: exit code 1 (a bug of ours))
+        exit server 1 at 1       -> finish 1 (server failed: exit code 1 (an exception))
     """
     check_transcript(Supervisor(num_workers=2), transcript)
 
@@ -272,8 +272,8 @@ def test_a_server_that_fails_before_it_listens_is_started_again_too(check_transc
         exit server -9 at 1      -> await server for 0.5 s, restart 1 of 1
         tick at 1.5              -> start server (restart 1 of 1)
         listening at 2           -> start worker 0 (the server is listening)
-        exit server 1 at 3       -> end worker 0 (server failed: exit code 1 (a bug of ours); restarts spent: once)
-        exit worker 0 15 at 4    -> finish 17 (server failed: exit code 1 (a bug of ours); restarts spent: once)
+        exit server 1 at 3       -> end worker 0 (server failed: exit code 1 (an exception); restarts spent: once)
+        exit worker 0 15 at 4    -> finish 17 (server failed: exit code 1 (an exception); restarts spent: once)
     """
     check_transcript(supervisor, transcript)
 
