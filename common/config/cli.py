@@ -40,6 +40,9 @@ PrintConfigOption = Annotated[
 Flags = Mapping[str, Any]
 
 
+_EPILOG = "--version, by itself, shows the version."
+
+
 class Drained(BaseException):
     """Raised by the SIGTERM handler: finish in good order, then exit 143."""
 
@@ -49,6 +52,7 @@ def make_app(help_text: str) -> typer.Typer:
         add_completion=False,
         rich_markup_mode="rich",
         help=help_text,
+        epilog=_EPILOG,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
@@ -66,7 +70,7 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
     except UsageError as error:
         sys.exit(report(program, error))
     app = make_app(help_text)
-    app.command(help=help_text)(_with_flags(program, command, modes))
+    app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, modes))
     run_app(app, program)
 
 
@@ -173,6 +177,11 @@ def show_config(resolved: Resolved) -> None:
 
 def run_app(app: typer.Typer, program: str) -> NoReturn:
     """Run a Typer app and end the process with the exit code of what happened."""
+    if sys.argv[1:] == ["--version"]:
+        from ..version import PROGRAM_VERSION
+
+        print(f"{program} {PROGRAM_VERSION}")
+        sys.exit(0)
     try:
         code = app(prog_name=program, standalone_mode=False)
     except ParamServerError as error:

@@ -47,6 +47,11 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
                 f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
                 fix="train with a server, e.g. -n 1 --mode sync",
             )
+    if script is not None and SINGLE in modes:
+        raise UsageError(
+            f"--mode {SINGLE} is a task alone on the union batch, and the script {script} has batches of its own",
+            fix=f"run it alone, without ps-launch: python {' '.join((script, *script_args))}",
+        )
     if script_args and script is None:
         raise UsageError(
             f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",

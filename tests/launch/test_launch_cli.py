@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.sources import load_config
+from paramserver.common.version import PROGRAM_VERSION
 from paramserver.launch.main import fold_script_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -20,6 +21,14 @@ STARTED_BY_OTHERS = {"slurm", "torchrun", "compose", "kubernetes"}  # which say 
 def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("program", ["ps", "worker", "launch", "launch.certs", "benchmarks"])
+def test_every_program_says_its_version(program: str) -> None:
+    command = [sys.executable, "-m", f"paramserver.{program}", "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert said[0].startswith("ps-")
+    assert said[1:] == [PROGRAM_VERSION]
 
 
 def test_help_comes_at_once() -> None:
@@ -72,6 +81,7 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--summary", "/proc/s.json"], 14, ["cannot write /proc/s.json"]),
         (["--summary", "."], 14, ["cannot write ."]),
         (["--history", "no/h.jsonl"], 14, ["cannot write no/h.jsonl", "mkdir -p no"]),
+        (["--mode", "single", "--script", __file__], 2, ["batches of its own", f"python {__file__}"]),
         (["--mode", "single", "--checkpoint-dir", "kept"], 2, ["together with --mode single", "-n 1 --mode sync"]),
         (["--checkpoint-every", "5"], 2, ["every_steps and every_s need checkpoint.dir"]),
         (["--resume", "latest"], 2, ["needs checkpoint.dir"]),
