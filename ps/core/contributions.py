@@ -59,7 +59,7 @@ class Contributions:
         rank, policy, stats = worker.rank, self._policy, self._roster.stats[worker.rank]
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
-        worker.waiting_since, worker.wants_weights = event.at, event.wants_weights
+        worker.waiting_since, worker.wants_weights = event.at - event.looked_s, event.wants_weights
         if event.hyperparameters is not None:
             worker.hyperparameters = event.hyperparameters
         if event.judgement.action in ("reject", "halt"):

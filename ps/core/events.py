@@ -158,6 +158,7 @@ class Contributed(OfAWorker):
     loss: float = math.nan
     compute_s: float = 0.0
     transfer_s: float = 0.0
+    looked_s: float = 0.0  # it was looked through so long, here
 
     @property
     def identity(self) -> Identity:
@@ -212,7 +213,7 @@ KINDS: tuple[type[Event], ...] = (
 # ---- of several shards --------------------------------------------------------------------------------
 
 # What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
-_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "loss", "wants_weights")
+_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights")
 
 
 def key_of(event: Event) -> tuple[Any, ...]:

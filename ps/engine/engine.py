@@ -71,7 +71,7 @@ class Engine:
         self._events: deque[events.Event] = deque()
         self._is_applying = False
         self._said_waiting_at = -float("inf")
-        self._news = asyncio.Event()
+        self._waiting_for: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._carry_out = self._handlers()
 
     # ---- events ---------------------------------------------------------------------------
@@ -161,12 +161,19 @@ class Engine:
         """Returns when this is so; it is looked at when something has happened. TimeoutError after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
             while not condition():
-                await self._news.wait()
+                so = asyncio.get_running_loop().create_future()
+                self._waiting_for.append((condition, so))
+                try:
+                    await so
+                finally:
+                    self._waiting_for.remove((condition, so))
 
     def notify(self) -> None:
-        """Something has happened: let those look again who wait for it."""
-        self._news.set()
-        self._news = asyncio.Event()
+        """Something has happened: those go on who waited for it. Nobody is woken in vain: this is called with every
+        contribution, and somebody always waits for the end."""
+        for condition, so in self._waiting_for:
+            if not so.done() and condition():
+                so.set_result(None)
 
     # ---- what comes from workers ------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Store:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
-        with self.optimizer.lr_times(lr_scale) if self.optimizer is not None else nullcontext():
+        with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
             for index, window in enumerate(self.windows):
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])

@@ -77,8 +77,10 @@ class Intake:
                 if received.placed and upload.in_segment:
                     await self._lane.fetch(upload.target[received.offset :][: received.placed])
                 upload.feed(received)
+            whole_at = self._engine.now()
             judgement = await upload.judge()
-            self._hand_over(facts.of(pb.Contribution), upload.take(), judgement)
+            looked_s = self._engine.now() - whole_at
+            self._hand_over(facts.of(pb.Contribution), upload.take(), judgement, looked_s)
             return facts
         finally:
             if upload is not None:
@@ -146,7 +148,7 @@ class Intake:
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         return store, codec
 
-    def _hand_over(self, header: pb.Contribution, body: Body, judgement: Judgement) -> None:
+    def _hand_over(self, header: pb.Contribution, body: Body, judgement: Judgement, looked_s: float = 0.0) -> None:
         """A whole contribution: let the run have it."""
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
@@ -161,6 +163,7 @@ class Intake:
             header.loss,
             header.compute_s,
             header.transfer_s,
+            looked_s,
         )
         self._engine.contributed(event, body)
         self._peer.state = "waiting"
