@@ -27,17 +27,20 @@ from ..common.config.cli import report
 from ..common.config.schema import Config
 from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UnreachableError, UsageError
-from ..common.reporting.log import setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from ..common.tensors.optimizers import describe_optimizer
 from .conversation.exchange import Exchange
-from .conversation.messages import Final, Settings
+from .conversation.messages import Final, Goodbye, Settings
 from .conversation.security import worker_credentials
 from .session import Progress
 from .strategies.pipelined import make_strategy
 from .tensors.transfer import ModelTensors
 from .training.data import num_samples_of, sharded_batches, step_seed
+from .training.ending import Ending, ending_of, ending_of_process, one_line, watch_exit
 from .training.optimizer import ExchangeOptimizer
 from .training.slowdown import Slowdown
+
+log = get_logger()
 
 
 class Session:
@@ -60,7 +63,7 @@ class Session:
 
     @property
     def is_done(self) -> bool:
-        """All steps of the run are taken."""
+        """All steps of the run are taken, or it was stopped, or this worker has finished."""
         raise NotImplementedError
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -81,8 +84,14 @@ class Session:
         raise NotImplementedError
 
     def finish(self) -> bool:
-        """Wait for the others and take the final weights; True when this worker is to evaluate them."""
+        """Take no more steps, wait for the others and take the final weights; True when this worker is to evaluate
+        them. Before the end of the run this worker is out: nobody waits for it, and the others go on."""
         return True
+
+    def stop(self, reason: str) -> None:
+        """End the run for all. Said with this worker's next step, or when it finishes or leaves: in sync and localsgd
+        the open round is the last, in other modes everyone's contribution under way. `is_done` and `shard` tell."""
+        raise NotImplementedError
 
     def averaged(self, model: nn.Module) -> bool:
         """Write the run's Polyak average into `model`; False when the run keeps none."""
@@ -93,7 +102,8 @@ class Session:
         self.figures.update({name: float(value) for name, value in figures.items()})
 
     def close(self) -> None:
-        """Leave the run in good order. Also called at the end of a `with` block."""
+        """Leave the run in good order: the others go on without this worker. Also called at the end of a `with` block
+        and of the script; with an exception or an exit code that is not 0 it leaves as a process that has failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +125,7 @@ class RemoteSession(Session):
         self._final: Final | None = None
         self._is_closed = False
         self.settings = self._exchange.settings
-        atexit.register(self.close)  # for scripts that just end
+        atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
 
     @property
     def rank(self) -> int:
@@ -127,7 +137,7 @@ class RemoteSession(Session):
 
     @property
     def is_done(self) -> bool:
-        return self._progress.is_done
+        return self._final is not None or self._progress.is_done
 
     @property
     def _progress(self) -> Progress:
@@ -165,7 +175,7 @@ class RemoteSession(Session):
 
     def _is_over(self) -> bool:
         """All steps are taken, everyone else's too, and the model has the final weights."""
-        while self._progress.is_done:
+        while self.is_done:
             if self._wait_for_final() is not None:
                 return True
         return False
@@ -179,7 +189,12 @@ class RemoteSession(Session):
         assert self._optimizer is not None, "record() before optimizer()"
         self._optimizer.record(num_samples, loss)
 
+    def stop(self, reason: str) -> None:
+        self._strategy.stop(one_line(reason))
+
     def finish(self) -> bool:
+        if not self.is_done:
+            log.info("finished_early", step=self._progress.training_steps, of=self.settings.steps)
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(
@@ -195,21 +210,22 @@ class RemoteSession(Session):
         return True
 
     def close(self) -> None:
-        self._close(is_interrupted=False)
+        self._close(Ending())
 
-    def _close(self, is_interrupted: bool) -> None:
+    def _close(self, ending: Ending) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._strategy.leave(self.figures, is_interrupted)
+        is_through = self._final is not None
+        if ending.failure and not is_through:
+            self._strategy.drop()  # as a process that was killed: another one may take its place
+            return
+        finished = self._optimizer is not None and not is_through and not ending.is_interrupted
+        goodbye = Goodbye(self.figures, finished, ending.failure, ending.exit_code)
+        self._strategy.leave(goodbye, ending.is_interrupted)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
-        # Interrupted or asked to stop is leaving in good order; a failure is not.
-        if kind is None or not issubclass(kind, Exception):
-            self._close(is_interrupted=kind is not None)
-        else:
-            self._is_closed = True
-            self._strategy.drop()
+        self._close(ending_of(error))
 
 
 class AloneSession(Session):
@@ -233,10 +249,14 @@ class AloneSession(Session):
         self.num_samples = 0
         self.loss = float("nan")
         self.started_at = time.perf_counter()
+        self.ended_by = ""  # why it was stopped
 
     @property
     def is_done(self) -> bool:
-        return self.num_steps >= self.settings.steps
+        return bool(self.ended_by) or self.num_steps >= self.settings.steps
+
+    def stop(self, reason: str) -> None:
+        self.ended_by = f"stopped: {one_line(reason)}"
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.started_at = time.perf_counter()
@@ -265,6 +285,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _explain
+        watch_exit()
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")

@@ -81,6 +81,7 @@ def summary_table(summary: Summary) -> RenderableType:
     if summary.shards:
         held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
         parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
+    parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
     parts += [final] if summary.final else []
     parts += [table] if summary.workers else []
     return Group(*parts)

@@ -54,6 +54,7 @@ class Summary(BaseModel):
     updates: int = 0
     version: int = 0
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
+    ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
     workers: list[WorkerSummary] = Field(default_factory=list)
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes

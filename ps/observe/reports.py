@@ -83,6 +83,7 @@ def summary(engine: Engine) -> Summary:
         updates=run.policy.version,
         version=run.policy.version,
         wall_s=round(engine.elapsed_s(), 3),
+        ended_by=run.ended_by,
         final=final,
         workers=_workers(engine),
         shards=_shards(engine),

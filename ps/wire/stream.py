@@ -126,6 +126,8 @@ class Stream:
                 self._owe(header.body_bytes)
             case pb.Taken():
                 self._lent_since = None
+            case pb.Finish() | pb.Leave():  # what was begun is not completed any more
+                self._owed = self._num_begins = 0
 
     def _owe(self, num_bytes: int) -> None:
         self._owed = num_bytes

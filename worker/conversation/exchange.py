@@ -28,7 +28,7 @@ from .client import Client, Lost
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Answer, Final, Settings, Welcome, Work, beat_bytes, join_message, read_settings
+from .messages import Answer, Final, Goodbye, Settings, Welcome, Work, beat_bytes, join_message, read_settings
 from .shard import Shard
 
 log = get_logger()
@@ -55,6 +55,7 @@ class Exchange:
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
+        self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
 
@@ -193,6 +194,7 @@ class Exchange:
             shard.contribute(source, work)
             return shard.take(shard.receive())
 
+        self._say_stop()
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
         return self._took(self._crew.all(self._shards, exchange))
@@ -260,13 +262,15 @@ class Exchange:
     # ---- the end ----------------------------------------------------------------------------
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        """All steps are taken: wait for the others, receive the final weights. None when there are steps to
-        take again, because the server was lost and has gone back to a snapshot."""
+        """No more steps are taken: wait for the others, receive the final weights. None when all were taken and there
+        are some to take again, because the server was lost and has gone back to a snapshot."""
+        is_early = not self.progress.is_done
         while True:
             try:
+                self._say_stop()
                 finals = self._crew.all(self._shards, lambda shard: shard.finish(self._last_transfer_s, can_evaluate))
             except Lost as lost:
-                if self._return(lost) is not None and not self.progress.is_done:
+                if self._return(lost) is not None and not (is_early or self.progress.is_done):
                     return None
                 continue
             self.progress.version = finals[0].version
@@ -278,11 +282,18 @@ class Exchange:
         for shard, share in zip(self._shards, self._shares, strict=True):
             shard.pull_averaged(part_of(model, share))
 
-    def leave(self, metrics: dict[str, float]) -> None:
+    def _say_stop(self) -> None:
+        """Before whatever is said next, each time: the one before may be lost, or void."""
+        if self.stop_reason:
+            self._shards[0].client.say(stop={"reason": self.stop_reason})
+
+    def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye, with the figures of the final evaluation if there are any."""
-        figures = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        figures = {name: value for name, value in goodbye.figures.items() if not math.isnan(value)}
+        if goodbye.finished:
+            self._say_stop()
         for shard in self._shards:
-            shard.leave(figures)
+            shard.leave(goodbye._replace(figures=figures))
         self.drop()
 
     def drop(self) -> None:

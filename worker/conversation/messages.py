@@ -50,6 +50,15 @@ class Work(NamedTuple):
     transfer_s: float = 0.0  # of the contribution before
 
 
+class Goodbye(NamedTuple):
+    """What a worker says of itself when it goes (Leave in the proto)."""
+
+    figures: dict[str, float]  # of the final evaluation
+    finished: bool = False
+    failure: str = ""
+    exit_code: int = 0
+
+
 def message(**kind: Any) -> list[bytes]:
     """A message of one kind, without a body: `message(leave={...})`, the fields of Leave."""
     return [frame(pb.WorkerMessage(**kind))]

@@ -28,6 +28,7 @@ from .client import Client, Lost
 from .messages import (
     Answer,
     Final,
+    Goodbye,
     SharedMemory,
     Waiting,
     Welcome,
@@ -180,7 +181,8 @@ class Shard:
         self.client.pull(True, transfer.write)
         transfer.finish_write(model.layout.total_bytes)
 
-    def leave(self, figures: dict[str, float]) -> None:
+    def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye."""
-        self.client.say(leave={"metrics": figures})
+        told = goodbye._asdict()
+        self.client.say(leave={"metrics": told.pop("figures"), **told})
         self.client.end_stream(_GOODBYE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final, Work
+from ..conversation.messages import Final, Goodbye, Work
 from ..tensors.transfer import ModelTensors, Source
 from .early import MIN_MODEL_BYTES, EarlySender
 
@@ -56,9 +56,13 @@ class Direct:
     def _finish(self, can_evaluate: bool) -> Final | None:
         return self._exchange.finish(can_evaluate)
 
-    def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:
+    def stop(self, reason: str) -> None:
+        """The run is to end for all: said with what is said next."""
+        self._exchange.stop_reason = reason
+
+    def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         """Go in good order; interrupted, without waiting for an answer on its way."""
-        self._exchange.leave(figures)
+        self._exchange.leave(goodbye)
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""

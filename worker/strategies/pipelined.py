@@ -27,7 +27,7 @@ from concurrent.futures import Future, wait
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Final, Work
+from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .direct import Direct
@@ -130,7 +130,7 @@ class Pipelined(Direct):
         self._begin()
         return final
 
-    def leave(self, figures: dict[str, float], is_interrupted: bool) -> None:
+    def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         if not is_interrupted:
             self._land()
         elif self._flight is not None:
@@ -138,7 +138,7 @@ class Pipelined(Direct):
             if not wait([self._flight], timeout=_STOP_S).done:
                 self.drop()
                 return
-        self._exchange.leave(figures)
+        self._exchange.leave(goodbye)
         self._helper.end()
 
     def drop(self) -> None:

@@ -66,7 +66,7 @@ def write_alone(session: AloneSession, config: Config, model_tensors: dict[str, 
     worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
     summary = Summary(
         mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
-        final=session.figures, workers=[worker],
+        ended_by=session.ended_by, final=session.figures, workers=[worker],
     )  # fmt: skip
     tensors = {}
     if config.output.save is not None:

@@ -1,0 +1,114 @@
+"""Whoever leaves its loop finishes early, or leaves as a failure; nobody waits for it, and the run ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+LOOP = Path(__file__).parent / "ends" / "loop.py"
+MODES = {
+    "sync": ("--mode", "sync"),
+    "async": ("--mode", "async"),
+    "ssp": ("--mode", "ssp", "--staleness", "1"),
+    "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
+}
+STEPS = 30
+
+
+def start(
+    cluster: Cluster, mode: str, *args: str, flags: tuple[str, ...] = (), **env: str
+) -> tuple[Process, list[Process]]:
+    outputs = ("--save", "w.safetensors", "--summary", "s.json")
+    server = cluster.server(*MODES[mode], "--workers", "2", "--steps", str(STEPS), *outputs, *flags)
+    return server, [cluster.script(rank, LOOP, *args, **env) for rank in range(2)]
+
+
+def codes(*processes: Process) -> list[int]:
+    return [process.wait() for process in processes]
+
+
+def said(process: Process, what: str) -> str:
+    """The word after `rank N WHAT`."""
+    lines = [line.split() for line in process.output.splitlines() if line.startswith("rank ")]
+    return next((words[3] for words in lines if words[2] == what), "")
+
+
+def summary(cluster: Cluster) -> dict:
+    return json.loads((cluster.folder / "s.json").read_text())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weights(cluster: Cluster, mode: str) -> None:
+    server, workers = start(cluster, mode, "finish", "5")
+    assert codes(*workers, server) == [0, 0, 0], server.output
+    assert [said(worker, "took") for worker in workers] == [str(STEPS), "5"]
+    assert said(workers[0], "has") == said(workers[1], "has") != ""
+    assert summary(cluster)["final"] == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(("how", "plain"), [("break", ""), ("return", "1"), ("0", ""), ("0", "1")])
+def test_who_just_leaves_has_finished_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str) -> None:
+    server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
+    assert codes(*workers, server) == [0, 0, 0], server.output
+    assert said(workers[0], "took") == str(STEPS)
+
+
+@pytest.mark.parametrize(("how", "plain", "code"), [("raise", "", 1), ("raise", "1", 1), ("3", "", 3), ("3", "1", 3)])
+def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str, code: int) -> None:
+    server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
+    assert codes(*workers, server) == [0, code, 0], server.output
+    assert said(workers[0], "took") == str(STEPS)
+    assert [event["reason"] for event in server.events("left") if event["rank"] == 1] == ["connection lost"]
+
+
+def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
+    server = cluster.server(*MODES["ssp"], "--save", "w.safetensors", "--checkpoint-dir", "snapshots")
+    worker = cluster.script(1, LOOP, "break", "3")
+    assert codes(worker, server) == [0, 0], server.output
+    assert server.events("snapshot")[-1]["version"] == server.events("saved")[0]["version"] == 3
+
+
+@pytest.mark.parametrize("how", ["stop", "stop_break"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> None:
+    server, workers = start(cluster, mode, how, "5")
+    assert codes(*workers, server) == [0, 0, 0], server.output
+    assert all(int(said(worker, "took")) < STEPS for worker in workers)
+    assert said(workers[0], "has") == said(workers[1], "has") != ""
+    assert summary(cluster)["ended_by"] == "stopped by rank 1: good enough"
+    if mode == "sync":  # the round that was open is the last
+        assert [said(worker, "took") for worker in workers] == ["6", "6" if how == "stop" else "5"]
+        assert summary(cluster)["version"] == 6
+    assert (cluster.folder / "w.safetensors").exists()
+
+
+def test_with_shards_too(cluster: Cluster) -> None:
+    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--history", "h.jsonl")
+    told = ("--steps", str(STEPS), "--shards", "2", *MODES["sync"], *outputs, "--script", str(LOOP), "stop", "5")
+    done = cluster.command("launch", "-n", "2", *told)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(cluster)["ended_by"] == "stopped by rank 1: good enough"
+    assert summary(cluster)["version"] == 6
+
+
+@pytest.mark.parametrize("after", ["raise", "kill", "3"])
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str, plain: str) -> None:
+    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
+    told = ("--steps", "10", *MODES["sync"], *outputs, "--script", str(LOOP), "none", "99", after)
+    done = cluster.command("launch", "-n", "2", *told, PLAIN=plain)
+    shown = done.stdout + done.stderr
+    assert done.returncode == {"raise": 1, "kill": 1, "3": 3}[after], shown
+    assert shown.count("ValueError: no such metric\n") == (after == "raise"), shown
+    assert (cluster.folder / "w.safetensors").exists()
+    why = {
+        "raise": "rank 0 failed after the last training step: ValueError: no such metric",
+        "kill": "rank 0 was lost while it evaluated the final weights: connection lost",
+        "3": "rank 0 failed after the last training step: exit code 3",
+    }[after]
+    assert summary(cluster)["ended_by"] == why
+    assert "started again" not in shown
