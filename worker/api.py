@@ -145,6 +145,11 @@ class RemoteSession(Session):
         return self._strategy.progress
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
+        if self._optimizer is not None:
+            raise UsageError(
+                "a second session.optimizer(): a run has one model and one optimizer",
+                fix="put the models into one torch.nn.ModuleDict and their parameters into groups of one optimizer",
+            )
         tensors = ModelTensors(model)
         self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
@@ -186,7 +191,8 @@ class RemoteSession(Session):
         return self._final
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
-        assert self._optimizer is not None, "record() before optimizer()"
+        if self._optimizer is None:
+            raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         self._optimizer.record(num_samples, loss)
 
     def stop(self, reason: str) -> None:

@@ -34,3 +34,43 @@ def test_a_model_that_moves_and_an_optimizer_that_is_loaded_go_on(cluster: Clust
     assert script.wait() == 0, script.output
     assert server.wait() == 0, server.output
     assert load_file(cluster.folder / "w.safetensors")["0.weight"].unique().tolist() == [-8.0]
+
+
+TOLD = {
+    "record": "session.record() before session.optimizer()",
+    "shard": "session.shard() before session.optimizer()",
+    "no parameters": "the model has no parameters to train: it has none",
+    "frozen": "none of its 2 tensors is a parameter with requires_grad",
+    "second": "a run has one model and one optimizer",
+    "inner": "step the one it returned",
+    "group": "parameter groups are fixed",
+    "load": "weights ('0.weight' and 3 more) were changed between two steps, not by this optimizer: in mode async",
+    "clamp": "weights ('0.bias') were changed",
+    "after the end": "step() after the end of the run, which has 8 training steps (run.steps)",
+}
+
+
+def test_each_mistake_gets_its_sentence_and_harms_nothing(cluster: Cluster):
+    server = cluster.server("--mode", "async", "--workers", "1", "--steps", "8")
+    script = cluster.script(0, HERE / "mistakes.py")
+    assert script.wait() == 0, script.output
+    assert server.wait() == 0, server.output
+    told = script.event("told")
+    assert told["rates"] == [0.025, 0.025]
+    for name, words in TOLD.items():
+        assert words in told.get(name, "nothing"), name
+    assert len(script.events("optimizer_state_not_loaded")) == 1, "of another run's, once"
+    assert (
+        "lr_scheduler.step()" not in script.output
+    )  # torch's warning: nobody has stepped the optimizer it was made for
+    assert server.event("summary")["workers"][0]["steps"] == 8
+
+
+def test_a_loop_that_is_longer_than_the_run_is_told_so(cluster: Cluster):
+    server = cluster.server("--mode", "localsgd", "--workers", "1", "--steps", "20", "--save", "w.safetensors")
+    script = cluster.script(0, HERE / "overrun.py")
+    assert script.wait() == 2, script.output
+    assert "step() after the end of the run, which has 20 training steps (run.steps)" in script.output
+    assert "Traceback" not in script.output
+    assert server.wait() == 0, server.output
+    assert load_file(cluster.folder / "w.safetensors")["weight"].item() == -20.0

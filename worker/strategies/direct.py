@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ...common.errors import UsageError
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Work
 from ..tensors.transfer import ModelTensors, Source
+from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
 
 
@@ -15,6 +17,7 @@ class Direct:
 
     def __init__(self, exchange: Exchange, may_send_early: bool) -> None:
         self._exchange = exchange
+        self.settings = exchange.settings
         self.source: Source = exchange.settings.source  # what contributions hold
         self.progress = exchange.progress  # where the training loop is in the run
         self._may_send_early = may_send_early and self.source == "gradient"
@@ -24,6 +27,7 @@ class Direct:
         """Offer the model; it has the run's weights when this returns."""
         self._model = model
         self._start(model, optimizer)
+        self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
@@ -33,10 +37,21 @@ class Direct:
     def contribute(self, work: Work) -> None:
         """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from.
 
-        UsageError when what is around the loop has made another model of it; one that was moved is found again.
+        UsageError when what is around the loop has made another model of it, or put other weights into it; one that
+        was moved is found again.
         """
         self._look_again()
+        if self._watch is not None and (changed := self._watch.changed()):
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"weights ('{changed[0]}'{more}) were changed between two steps, not by this optimizer: in mode "
+                f"{self.settings.mode} the server holds the weights, and the change would be lost",
+                fix="load or initialise weights before session.optimizer(), which takes them into the run; what a loop "
+                "changes for a while (to evaluate an average, say) it puts back before step()",
+            )
         self._contribute(work)
+        if self._watch is not None:
+            self._watch.note()
 
     def _look_again(self) -> None:
         if self._model.has_moved():
@@ -51,7 +66,10 @@ class Direct:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has
         gone back to a snapshot, and there are steps to take again."""
         self._look_again()
-        return self._finish(can_evaluate)
+        final = self._finish(can_evaluate)
+        if self._watch is not None:
+            self._watch.note()
+        return final
 
     def _finish(self, can_evaluate: bool) -> Final | None:
         return self._exchange.finish(can_evaluate)

@@ -52,8 +52,11 @@ class ModelTensors:
                 continue
             found[id(value)] = _describe(name, value)
             tensors[name] = value
-        if not tensors:
-            raise UsageError("the model has no parameters", fix="pass the module you train to session.optimizer()")
+        if all(spec.kind is not Kind.PARAMETER for spec in found.values()):
+            have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
+            raise UsageError(
+                f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
+            )
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
@@ -61,7 +64,7 @@ class ModelTensors:
         self._homes: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
             homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors
         ]
-        self._places = [tensor.data_ptr() for tensor in self.tensors]
+        self.places = [tensor.data_ptr() for tensor in self.tensors]
 
     def has_moved(self) -> bool:
         """Look the tensors up again: whether any lies elsewhere than when this was asked last (43 us for 300).
@@ -75,11 +78,11 @@ class ModelTensors:
                 _check_still(entry.spec, tensor, old)
             self.tensors = [tensor for tensor in found if tensor is not None]
         places = [tensor.data_ptr() for tensor in self.tensors]
-        if is_same and places == self._places:
+        if is_same and places == self.places:
             return False
         for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
             _check_still(entry.spec, tensor, tensor)
-        self._places = places
+        self.places = places
         return True
 
     @cached_property

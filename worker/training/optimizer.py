@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 
+from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters
 from ..conversation.messages import Work
 from ..session import Progress
 from ..strategies.direct import Direct
 from .slowdown import Slowdown
+
+log = get_logger()
+
+_PLACE = "paramserver"  # in a saved state: where the rest of it is
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):
@@ -29,6 +35,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._steps_here = strategy.source == "weights"  # otherwise the server steps
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
+        inner.register_step_pre_hook(self._before_inner_step)
+        self._is_stepping = False
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self._num_samples = 0
@@ -41,7 +49,31 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         """The same dicts, not copies: what a scheduler changes here, the inner optimizer sees."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
+    def _before_inner_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise UsageError(
+                "step() of the optimizer that session.optimizer() was given: the run would never hear of it",
+                fix="step the one it returned: optimizer = session.optimizer(model, optimizer)",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Where the server steps it holds the state, and here there are the hyperparameters only."""
+        found: dict[str, Any] = super().state_dict()
+        if not self._steps_here:
+            found[_PLACE] = {"run": self.progress.run, "steps": self._num_steps}
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Where the server steps, hyperparameters only; a warning says when that loses anything."""
+        if not self._steps_here:
+            place = state_dict.get(_PLACE, {})
+            if state_dict["state"] or (place.get("steps") and place["run"] != self.progress.run):
+                log.warning(
+                    "optimizer_state_not_loaded",
+                    meaning="hyperparameters are taken; moments are the server's, and begin anew in a new run "
+                    "(ps-server --checkpoint-dir goes on with them)",
+                )
+            state_dict = {**state_dict, "state": {}}
         self._inner.load_state_dict(state_dict)
 
     @property
@@ -59,12 +91,14 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
         Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._steps_here:
-            self._inner.step()
+        if self.progress.is_done:
+            steps = self._strategy.settings.steps
+            raise UsageError(
+                f"step() after the end of the run, which has {steps} training steps (run.steps)",
+                fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
+                "as the loop takes (--steps)",
+            )
+        loss = self._step(closure)
         self._num_steps += 1
         self._slow_down()
         if self.progress.took_step():
@@ -74,6 +108,20 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             self._num_samples, self._losses, self._compute_s = 0, [], 0.0
         self._resumed_at = time.perf_counter()
         return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """What of a step is done here; returns the closure's loss."""
+        if self._steps_here:
+            self._is_stepping = True
+            try:
+                return self._inner.step(closure)
+            finally:
+                self._is_stepping = False
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def _current_hyperparameters(self) -> list[Hyperparameters]:
         """Of every group; worked out anew only when a value has changed, which schedulers do now and then."""
@@ -92,7 +140,10 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_strategy"):
-            raise RuntimeError("the run's parameter groups are fixed once session.optimizer() has been called")
+            raise UsageError(
+                "the run's parameter groups are fixed once session.optimizer() has been called",
+                fix="add the group to the optimizer before (its parameters may stay without gradients until later)",
+            )
         super().add_param_group(param_group)
 
 

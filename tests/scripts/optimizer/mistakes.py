@@ -1,0 +1,64 @@
+"""What loops get wrong, each caught, and what they may do; says what it was told."""
+
+import json
+
+import torch
+from torch.utils.data import TensorDataset
+
+import paramserver
+from paramserver.common.errors import UsageError
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+told = {}
+
+
+def wrong(name, action):
+    try:
+        action()
+    except UsageError as error:
+        told[name] = f"{error.message}; {error.fix}"
+
+
+def change(by):
+    with torch.no_grad():
+        model[1].weight.add_(by)
+
+
+with paramserver.connect() as session:
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1000)
+    wrong("record", lambda: session.record(loss=1.0))
+    wrong("shard", lambda: next(iter(session.shard(TensorDataset(torch.zeros(8, 4))))))
+    wrong("no parameters", lambda: session.optimizer(torch.nn.ReLU(), inner))
+    wrong("frozen", lambda: session.optimizer(torch.nn.Linear(4, 3).requires_grad_(False), inner))
+    optimizer = session.optimizer(model, inner)
+    wrong("second", lambda: session.optimizer(model, inner))
+    wrong("inner", inner.step)
+    wrong("group", lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}))
+    for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8)):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if step == 1:
+            model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in before.items()})
+            wrong("load", optimizer.step)
+            model.load_state_dict(before)
+        if step == 2:
+            model[0].bias.data.clamp_(-0.001, 0.001)
+            wrong("clamp", optimizer.step)
+            model.load_state_dict(before)
+        if step == 3:  # there and back, but for a rounding
+            change(0.3)
+            change(-0.3)
+        if step == 4:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {"lr": 0.025}]})
+            optimizer.load_state_dict(saved | {"paramserver": {"run": "another", "steps": 7}})
+            optimizer.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {"lr": 0.025}]})
+            optimizer.load_state_dict(optimizer.state_dict())
+            told["rates"] = [optimizer.param_groups[0]["lr"], inner.param_groups[0]["lr"]]
+        optimizer.step()
+        scheduler.step()
+    wrong("after the end", optimizer.step)
+    session.finish()
+print(json.dumps({"event": "told", **told}))

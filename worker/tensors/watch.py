@@ -1,0 +1,66 @@
+"""Whether the trained weights of a model are still those that a server sent, where only a server may change them."""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import torch
+
+from ...common.tensors.layout import Kind
+from .transfer import ModelTensors
+
+_SAMPLED = 16  # elements of each tensor
+# What is added to weights and taken away again (sharpness-aware steps) leaves so many roundings.
+_ROUNDINGS = 16
+
+
+class Watch:
+    """Compares a few elements of every trained tensor, so that weights which were swapped and put back are the same.
+
+    `note()` and `changed()` take 60 us each for 300 tensors. On a GPU nothing waits for them: there `changed()` looks
+    at the elements only where torch has counted a change in place.
+    """
+
+    def __init__(self, model: ModelTensors) -> None:
+        self._model = model
+        self._is_trained = [entry.spec.kind is Kind.PARAMETER for entry in model.layout.entries]
+        self._names = [entry.spec.name for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._places: list[int] | None = None
+        self._corners: list[torch.Tensor] = []
+        self.note()
+
+    def note(self) -> None:
+        """These are the weights that came."""
+        self._sample = self._take()
+        self._versions = self._count()
+
+    def changed(self) -> list[str]:
+        """Names of tensors that are others than noted."""
+        if self._sample.is_cuda and self._versions == self._count():
+            return []
+        now = self._take()
+        if torch.equal(now, self._sample):
+            return []
+        limit = _ROUNDINGS * max(torch.finfo(corner.dtype).eps for corner in self._corners)
+        sizes = [corner.numel() for corner in self._corners]
+        pairs = zip(self._names, now.split(sizes), self._sample.split(sizes), strict=True)
+        return [name for name, new, old in pairs if (new - old).norm() > limit * old.norm()]
+
+    def _count(self) -> list[int]:
+        trained = compress(self._model.tensors, self._is_trained)
+        return [tensor._version for tensor in trained] if self._sample.is_cuda else []
+
+    def _take(self) -> torch.Tensor:
+        """The first elements of each tensor, one after another, in memory of their own."""
+        if self._places is not self._model.places:
+            self._places = self._model.places
+            trained = list(compress(self._model.tensors, self._is_trained))
+            self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
+        return torch.cat(self._corners)
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """A view, [at most 16], of a tensor of any shape and strides."""
+    while tensor.dim() > 1 and tensor.numel():
+        tensor = tensor[0]
+    return tensor.view(-1)[:_SAMPLED]
