@@ -62,6 +62,7 @@ class Server:
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
         self._has_begun = False
+        self._was_done = asyncio.Event()  # when it began
         self._bus = make_bus(config)
         old = before.engine.run if before is not None else None
         self.engine: Engine = Engine(
@@ -126,6 +127,14 @@ class Server:
             )
         )  # fmt: skip
         self._has_begun = True
+        if run.has_weights and run.was_over_before:
+            self._was_done.set()
+            log.info(
+                "already_done",
+                steps=config.run.steps,
+                weights=f"{engine.model.source}/weights.safetensors",
+                more="--steps with a larger number goes on from there, another --checkpoint-dir begins anew",
+            )
 
     # ---- several shards ---------------------------------------------------------------------
 
@@ -180,6 +189,7 @@ class Server:
             for work in (
                 engine.until(lambda: engine.finished.done() or self.goes_back),
                 self.stop_requested.wait(),
+                self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),
                 self._clock.every(_TEXT_STATUS_S if is_text else self._config.server.status_interval_s, self._report),
             )
@@ -205,6 +215,12 @@ class Server:
         self._write_results(tensors)
         if engine.finished.done():
             engine.finished.result()
+
+    async def _nobody_comes(self) -> None:
+        """Of a run that is done already: workers that are started with it are told so, for a while."""
+        await self._was_done.wait()
+        await self._clock.sleep(self._config.server.absent_s)
+        await self.engine.until(lambda: not self.engine.run.roster.workers)
 
     async def _wind_down(self) -> None:
         """Nothing more is decided: a last snapshot, and a moment for the workers to go."""

@@ -22,7 +22,7 @@ class WorkerSummary(BaseModel):
     transfer_s: float = 0.0
     bytes_sent: int = 0  # by the worker, framing included
     bytes_received: int = 0
-    restarts: int = 0  # times the rank joined again
+    restarts: int = 0  # processes that have taken the rank after its first
     dropped: int = 0  # contributions that came after their round had closed
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
     skipped: int = 0  # steps of which nothing was folded, for the same reasons

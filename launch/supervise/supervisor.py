@@ -168,6 +168,15 @@ class Supervisor:
         what = "the server is" if len(self._servers) == 1 else "every shard of the server is"
         return [self._start(child, f"{what} listening", now) for child in self._workers]
 
+    def already_done(self, reason: str, now: float) -> list[Decision]:
+        """The server has gone on from a snapshot of the run's end: nobody is needed but for its results."""
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
+            return []
+        self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
+        self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._grace_s
+        self._outcome = Finish(0, reason)
+        return list(self._tell_to_end([*self._servers, *self._workers], reason))
+
     def abort(self, exit_code: int, reason: str, now: float) -> list[Decision]:
         """Something that is no process's failure makes the job impossible."""
         return [] if self.phase is Phase.DRAINING else self._drain(Finish(exit_code, reason), now)
@@ -184,7 +193,7 @@ class Supervisor:
             code, self._outcome = 0, _COMPLETE  # it came back too late: the others did without it
         if code != 0:
             return self._failed(child, code, now, raised=raised)
-        if child in self._servers and child not in self._listening:
+        if child in self._servers and child not in self._listening and was is not State.STOPPING:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
         if child == SERVER and self._pending:  # the run is complete: who waits for a restart is not needed

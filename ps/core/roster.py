@@ -113,7 +113,7 @@ class Roster:
         old = self.workers.pop(rank, None)
         worker = self.workers[rank] = Worker(rank, newest + 1, asked.process)
         self.num_joins[rank], self._processes[rank] = worker.incarnation, asked.process
-        self.stats.setdefault(rank, WorkerStats(rank)).num_joins += 1
+        self.stats.setdefault(rank, WorkerStats(rank)).num_joins += not previous  # the same process is no restart
         self.was_anyone_here = True
         return worker, old
 

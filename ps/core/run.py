@@ -471,6 +471,13 @@ class Run:
         self.has_weights = True
 
     @property
+    def was_over_before(self) -> bool:
+        """It goes on from a snapshot of its end: every rank it needs has taken all its training steps."""
+        counted = self.policy.num_counted
+        is_complete = len(counted) >= (self.options.num_workers or 1)
+        return is_complete and not any(self.policy.next_local_steps(rank) for rank in counted.keys() - self.policy.out)
+
+    @property
     def is_over(self) -> bool:
         """Training has ended, as far as the clock of the summary is concerned."""
         return self.is_done or not self.roster.workers

@@ -28,7 +28,7 @@ class WorkerStats:
     compute_s: float = 0.0
     wait_s: float = 0.0
     transfer_s: float = 0.0
-    num_joins: int = 0
+    num_joins: int = 0  # of processes that are new to the run
     dropped: int = 0
     rejected: int = 0
     rejected_in_a_row: int = 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.launch.plan.process import Child
-from paramserver.launch.supervise.supervisor import Supervisor
+from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.supervise.supervisor import Supervisor, Terminate
 
 TRANSCRIPTS = {
     "everything goes well": """
@@ -298,3 +298,18 @@ def test_exit_code_1_of_a_script_is_not_called_our_bug() -> None:
     supervisor.begin(0.0)
     (finish,) = supervisor.exited(Child("worker", 0), 1, 5.0)
     assert (finish.exit_code, finish.reason) == (1, "worker 0 failed: exit code 1 (the script failed)")
+
+
+@pytest.mark.parametrize("have_listened", [False, True])
+def test_a_run_that_is_done_already_starts_nobody_and_is_no_failure(have_listened: bool) -> None:
+    supervisor = Supervisor(num_workers=2)
+    supervisor.begin(0.0)
+    running = [SERVER]
+    if have_listened:
+        supervisor.listening(SERVER, 0.5)
+        running += [start.child for start in supervisor.may_train(0.5)]
+    decisions = supervisor.already_done("all is done", 1.0)
+    assert {(type(told), told.child) for told in decisions} == {(Terminate, child) for child in running}
+    assert supervisor.listening(SERVER, 1.1) == supervisor.may_train(1.1) == []
+    *_, finish = [found for child in running[::-1] for found in supervisor.exited(child, 143, 2.0)]
+    assert (finish.exit_code, finish.reason) == (0, "all is done")

@@ -119,3 +119,18 @@ def test_a_job_that_was_killed_and_resumed_ends_in_the_same_bits(cluster):
     whole, killed = (load_file(cluster.folder / f"{name}.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
+    snapshots = ("--checkpoint-dir", "snapshots")
+    server = start(cluster, "sync", 1, *snapshots)
+    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
+    (cluster.folder / "w.safetensors").unlink()
+    again = start(cluster, "sync", 1, *snapshots)
+    done = again.event("already_done")
+    assert again.wait() == 0
+    assert done["steps"] == STEPS
+    for weights in (cluster.folder / done["weights"], cluster.folder / "w.safetensors"):
+        assert torch.equal(applied(weights, 1), torch.ones(1, STEPS))
+    longer = start(cluster, "sync", 1, *snapshots, steps=STEPS + 5)
+    assert longer.events("already_done") == []

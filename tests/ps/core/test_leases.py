@@ -1,4 +1,4 @@
-"""Leases: who is let go, and when. Pure, so time is a number."""
+"""Leases: who is let go, and when; and who has come anew. Pure, so time is a number."""
 
 from __future__ import annotations
 
@@ -82,3 +82,11 @@ def test_nobody_who_beats_in_time_is_let_go(lease_s: float, parts: list[float]) 
         now += part * lease_s
         beat(roster, 7, now)
     assert looked(roster, now, now + lease_s + 2 * TICK_S) == [7]
+
+
+def test_a_process_that_joins_again_is_no_restart_and_a_new_one_is() -> None:
+    roster = roster_of(0, lease_s=5.0)
+    roster.seat(Joined(2, 0, process="0", incarnation=1))
+    assert roster.stats[0].summary().restarts == 0
+    roster.seat(Joined(3, 0, process="another"))
+    assert roster.stats[0].summary().restarts == 1
