@@ -196,7 +196,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class Contribution(_message.Message):
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     REPEAT_FIELD_NUMBER: _ClassVar[int]
     SKEW_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -223,7 +224,8 @@ class Contribution(_message.Message):
     in_segment: bool
     repeat: bool
     skew: int
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ...) -> None: ...
+    batches: int
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("transfer_s", "can_evaluate")
@@ -381,7 +383,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -409,6 +411,7 @@ class Answer(_message.Message):
     TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -422,7 +425,8 @@ class Answer(_message.Message):
     training_steps: int
     segment: Segment
     codec: str
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ...) -> None: ...
+    batches: int
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("version", "body_bytes", "evaluate", "segment")

@@ -14,7 +14,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,7 +35,8 @@ from .conversation.security import worker_credentials
 from .session import Progress
 from .strategies.pipelined import make_strategy
 from .tensors.transfer import ModelTensors
-from .training.data import num_samples_of, sharded_batches, step_seed
+from .training.batches import Batches, Taken, read_options
+from .training.data import Shares
 from .training.ending import Ending, ending_of, ending_of_process, one_line, watch_exit
 from .training.optimizer import ExchangeOptimizer
 from .training.slowdown import Slowdown
@@ -70,14 +71,38 @@ class Session:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
         raise NotImplementedError
 
-    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
+    def shard(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = True,
+        pad: bool = False,
+        drop_last: bool = False,
+        **loader_options: Any,
+    ) -> Batches:
         """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
-        workers have taken all their steps and the model has the final weights.
+        workers have taken all their steps and the model has the final weights. Its length is the number of batches
+        left; a loop may fetch ahead.
 
-        Torch's generator is seeded before each batch, from the run's seed, the rank and the step: what is drawn
-        at a step (dropout, augmentation) is the same in a run that was killed and resumed.
+        The batches of all ranks at a step make up what one process with batches of num_workers * batch_size would
+        train on, also where the data does not divide; `pad` repeats samples instead, so that all batches are of
+        one size. `loader_options` are DataLoader's. UsageError for what cannot be divided.
+
+        Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
+        drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
+        progress, taken = self._place()
+        shares = Shares(dataset, batch_size or self.settings.batch_size, self.settings.seed, shuffle, pad, drop_last)
+        return Batches(shares, taken, progress, self.settings.steps, self._is_over, read_options(loader_options))
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
         raise NotImplementedError
+
+    def _is_over(self) -> bool:
+        """No batch is needed any more."""
+        return self.is_done
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
@@ -156,27 +181,10 @@ class RemoteSession(Session):
         self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown)
         return self._optimizer
 
-    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._optimizer is None:
-            raise UsageError(
-                "session.shard() before session.optimizer()",
-                fix="call session.optimizer(model, ...) first: it says where in the data this rank goes on",
-            )
-        progress, seed = self._progress, self.settings.seed
-        size = batch_size or self.settings.batch_size
-        num_starts = 0
-        batches: Iterator[Any] = iter(())
-        while not self._is_over():
-            if num_starts != progress.num_starts:  # at the first step, and when the run has moved without this worker
-                num_starts, first_step = progress.num_starts, progress.training_steps
-                batches = sharded_batches(
-                    dataset, size, seed, lambda: (progress.num_workers, progress.worker_index), first_step,
-                    **loader_options,
-                )  # fmt: skip
-            torch.manual_seed(step_seed(seed, self.rank, progress.position))
-            batch = next(batches)
-            self._optimizer.record(num_samples=num_samples_of(batch))
-            yield batch
+            raise _too_early()
+        return lambda: self._progress, self._optimizer.taken
 
     def _is_over(self) -> bool:
         """All steps are taken, everyone else's too, and the model has the final weights."""
@@ -253,6 +261,8 @@ class AloneSession(Session):
         )
         self.num_steps = 0
         self.num_samples = 0
+        self._progress = Progress()
+        self._taken: Taken | None = None
         self.loss = float("nan")
         self.started_at = time.perf_counter()
         self.ended_by = ""  # why it was stopped
@@ -266,21 +276,31 @@ class AloneSession(Session):
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.started_at = time.perf_counter()
+        if self._taken is None:
+            self._taken = Taken(lambda: self._progress, optimizer)
+            optimizer.register_step_post_hook(self._stepped)
         return optimizer
 
-    def shard(self, dataset: Dataset[Any], batch_size: int | None = None, **loader_options: Any) -> Iterator[Any]:
-        size = batch_size or self.settings.batch_size
-        batches = sharded_batches(dataset, size, self.settings.seed, lambda: (1, 0), 0, **loader_options)
-        while not self.is_done:
-            batch = next(batches)
-            yield batch
-            self.num_steps += 1
-            self.num_samples += num_samples_of(batch)
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        if self._taken is None:
+            raise _too_early()
+        return lambda: self._progress, self._taken
+
+    def _stepped(self, *_: Any) -> None:
+        self.num_steps += 1
+        self._progress.training_steps = self.num_steps
+        assert self._taken is not None
+        self.num_samples += self._taken.step()[1]
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         self.num_samples += num_samples
         if loss is not None:
             self.loss = loss
+
+
+def _too_early() -> UsageError:
+    fix = "call session.optimizer(model, ...) first: it says where in the data this rank goes on"
+    return UsageError("session.shard() before session.optimizer()", fix=fix)
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:

@@ -36,7 +36,8 @@ class Progress:
     local_steps: int = 0  # in the next contribution
     num_workers: int = 1
     worker_index: int = 0
-    training_steps: int = 0  # batches of this rank that count
+    training_steps: int = 0  # of this rank that count
+    batches: int = 0  # of this rank's data that were behind it when it was told where to start
     is_done: bool = False
     pull_every: int = 1
     server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
@@ -55,7 +56,7 @@ class Progress:
         self.is_done = next_local_steps == 0
 
     def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
-        """How the data is divided from here on, and where in it this rank is."""
+        """How the data is divided from here on, and how far this rank is."""
         self.num_workers, self.worker_index, self.training_steps = num_workers, worker_index, training_steps
 
     def took_step(self) -> bool:
@@ -79,7 +80,7 @@ class Progress:
 
     @property
     def position(self) -> int:
-        """Batches of this rank that are behind it: those that count and those of its next contribution."""
+        """Training steps of this rank that are behind it: those that count and those of its next contribution."""
         return self.training_steps + self.local_steps - self.steps_left
 
     @property

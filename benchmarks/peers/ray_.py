@@ -175,12 +175,12 @@ class XorWorker:
     """One rank: its share of the data, forward and backward, a call for every step."""
 
     def __init__(self, server: Any, rank: int, options: Any) -> None:
-        from ...worker.training.data import sharded_batches
+        from ...worker.training.data import Shares, sharded_batches
 
         self._server, self._options, self._task = server, options, options.task()
         self._model = self._task.model()
         data, division = self._task.train_data(), (options.workers, rank)
-        self._batches = sharded_batches(data, options.batch_size, 0, lambda: division, 0)
+        self._batches = sharded_batches(Shares(data, options.batch_size, 0), lambda: division, 0)
 
     def is_ready(self) -> bool:
         return True
@@ -194,7 +194,7 @@ class XorWorker:
         weights = ray.get(self._server.weights.remote())
         for _ in range(self._options.steps):
             torch.nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), parameters)
-            loss = self._task.loss(self._model, next(self._batches))
+            loss = self._task.loss(self._model, next(self._batches)[0])
             self._model.zero_grad()
             loss.backward()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

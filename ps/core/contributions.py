@@ -7,6 +7,7 @@ or is replaced before it is folded.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ...common.errors import Reason, refusal
 from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Policy, Refuse
 from . import effects
+from .drawn import Drawn
 from .effects import Effect, Log
 from .events import Contributed, Identity
 from .judgement import halted, rejected_too_often
@@ -30,6 +32,7 @@ class Held:
 
     identity: Identity
     hyperparameters: tuple[dict[str, Any], ...] | None
+    num_batches: int  # drawn for it
     num_contributed: int  # by its process: how far the schedule is that they come from
     is_folded: bool  # False: it counts as an empty one
     scale: float
@@ -45,6 +48,7 @@ class Contributions:
         self._mode = mode
         self._max_rejected = max_rejected
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
+        self.drawn = Drawn()
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
@@ -91,8 +95,9 @@ class Contributions:
         """Hold it until it is folded, and say what was not sound about it."""
         rank, found = worker.rank, event.judgement
         worker.num_contributed += 1
+        num_batches = self._policy.local_steps if event.num_batches is None else event.num_batches
         self._held[rank] = Held(
-            event.identity, worker.hyperparameters, worker.num_contributed, found.is_taken, found.scale
+            event.identity, worker.hyperparameters, num_batches, worker.num_contributed, found.is_taken, found.scale
         )
         stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
         self._ended_at = event.at
@@ -163,6 +168,12 @@ class Contributions:
 
     def _commit(self, decision: Commit) -> Effect:
         in_mean, self._in_mean = self._in_mean, []
+        num_batches, num_steps = Counter[int](), Counter[int]()
+        for held in in_mean:
+            num_batches[held.identity.rank] += held.num_batches
+            num_steps[held.identity.rank] += self._policy.local_steps
+        for rank, num in num_batches.items():
+            self.drawn.committed(rank, num, num_steps[rank], self._policy.steps_done(rank))
         folded = tuple(held.identity for held in in_mean if held.is_folded)
         weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
         # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
@@ -201,6 +212,7 @@ class Contributions:
             has_weights=worker.wants_weights or name != "APPLIED",
             next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
             staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
+            num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None,
         )  # fmt: skip
         worker.waiting_since, worker.staleness = None, 0
 
@@ -225,6 +237,7 @@ class Contributions:
         elapsed_s, stats = training.get("elapsed_s"), training.get("stats")
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)
+        self.drawn.restore(training.get("batches"))
         for rank, values in stats.items() if isinstance(stats, dict) else ():
             if rank.isdecimal() and isinstance(values, dict):
                 self._roster.stats[int(rank)] = WorkerStats.restored(int(rank), values)

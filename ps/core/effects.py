@@ -164,6 +164,7 @@ class Answer(Fact):
     held_s: float = 0.0
     num_workers: int = 1  # how the data is divided
     worker_index: int = 0
+    num_batches: int | None = None  # with START: of the rank's data that are behind it
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

@@ -159,6 +159,7 @@ class Contributed(OfAWorker):
     compute_s: float = 0.0
     transfer_s: float = 0.0
     looked_s: float = 0.0  # it was looked through so long, here
+    num_batches: int | None = None  # drawn for it; None: one for each training step
 
     @property
     def identity(self) -> Identity:

@@ -448,6 +448,7 @@ class Run:
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
                 "stats": stats,
                 "out": sorted(self.policy.out),
+                "batches": self.contributions.drawn.saved(),
             },
         }
 

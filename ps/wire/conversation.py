@@ -161,6 +161,7 @@ class Delivery:
                 worker_index=said.worker_index,
                 training_steps=said.training_steps,
                 segment=segment,
+                batches=said.num_batches,
             )
             return pb.ServerMessage(answer=answer)
 

@@ -164,6 +164,7 @@ class Intake:
             header.compute_s,
             header.transfer_s,
             looked_s,
+            header.batches if header.HasField("batches") else None,
         )
         self._engine.contributed(event, body)
         self._peer.state = "waiting"

@@ -8,7 +8,7 @@ import torch
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import TASKS
 from paramserver.drills.tasks.ledger import Ledger, LedgerModel
-from paramserver.worker.training.data import sharded_batches
+from paramserver.worker.training.data import Shares, sharded_batches
 
 WORKERS, BATCH, STEPS = 3, 4, 8
 SAMPLES = WORKERS * BATCH * STEPS
@@ -26,8 +26,8 @@ def contributions(task: Ledger, model: LedgerModel) -> list[list[dict[str, torch
     """[rank][step]: the gradients of one epoch, all computed on `model`."""
     found = []
     for rank in range(WORKERS):
-        batches = sharded_batches(task.train_data(), BATCH, 0, lambda rank=rank: (WORKERS, rank), 0)
-        found.append([gradients(task, model, next(batches)) for _ in range(STEPS)])
+        batches = sharded_batches(Shares(task.train_data(), BATCH, 0), lambda rank=rank: (WORKERS, rank), 0)
+        found.append([gradients(task, model, next(batches)[0]) for _ in range(STEPS)])
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_lost_contribution_and_a_repeated_one_are_seen(task: Ledger) -> None:
 
 def test_weights_of_two_versions_are_seen_and_not_forgotten(task: Ledger) -> None:
     model = task.model()
-    batch = next(sharded_batches(task.train_data(), BATCH, 0, lambda: (1, 0), 0))
+    batch, _ = next(sharded_batches(Shares(task.train_data(), BATCH, 0), lambda: (1, 0), 0))
     with torch.no_grad():
         model.clock[8:] += 1  # read from a newer version
     gradient = gradients(task, model, batch)

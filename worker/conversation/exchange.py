@@ -136,6 +136,7 @@ class Exchange:
     def _begin(self) -> Answer:
         answer = self._took(self._crew.all(self._shards, Shard.begin))
         self.progress.num_starts += 1
+        self.progress.batches = answer.batches if answer.HasField("batches") else answer.training_steps
         self._history.write(
             "start",
             run=self.progress.run,

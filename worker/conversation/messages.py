@@ -48,6 +48,7 @@ class Work(NamedTuple):
     compute_s: float
     hyperparameters: list[Hyperparameters]  # empty: as before
     transfer_s: float = 0.0  # of the contribution before
+    num_batches: int | None = None  # None: as many as training steps
 
 
 class Goodbye(NamedTuple):
@@ -115,6 +116,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         compute_s=work.compute_s,
         transfer_s=work.transfer_s,
         in_segment=in_segment,
+        batches=work.num_batches,
     )
     return pb.WorkerMessage(contribution=header)
 

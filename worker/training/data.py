@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ...common.errors import UsageError
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
-
-
-def num_samples_of(batch: Any) -> int:
-    """Length of the first tensor found in a batch; 0 when there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        for part in batch:
-            if found := num_samples_of(part):
-                return found
-    return 0
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -47,46 +36,100 @@ def step_seed(seed: int, rank: int, step: int) -> int:
     return (seed << 32 ^ rank << 52 ^ step) % 2**63
 
 
-def sharded_batches(
-    dataset: Dataset[Any],
-    batch_size: int,
-    seed: int,
-    division: Callable[[], tuple[int, int]],
-    first_step: int,
-    **loader_options: Any,
-) -> Iterator[Any]:
-    """Endless batches of the share that `division()` (num_workers, index) gives, reshuffled every epoch.
+@dataclass(frozen=True)
+class Shares:
+    """A data set, and how it is divided among workers.
 
-    The division is asked for again at each epoch. `first_step` batches are skipped without being
-    loaded, so that a worker that comes back goes on where its rank was.
+    Every epoch has one order of the samples, the same for all ranks (torch's permutation of seed + epoch; without
+    `shuffle` their own). With W workers and batches of B, step s of the epoch is made of `order[s*W*B : (s+1)*W*B]`,
+    the union batch: rank r has every W-th of it from the r-th on. It is what one process with batches of W*B would
+    train on, also at the end of an epoch: no sample comes twice, and shares that differ are weighted by their samples.
+
+    Where fewer samples are left than workers, those without one compute another's, and the weights of all are chosen
+    so that the weighted mean is that of the samples left, each counted once.
+
+    `pads`: the last batches are filled up with samples from the beginning of the order, as DistributedSampler does.
+    `drop_last`: a last union batch that is not full is left out.
     """
-    step, epoch = 0, 0
-    while True:
+
+    dataset: Dataset[Any]
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    pads: bool = False
+    drop_last: bool = False
+
+    def num_batches(self, num_workers: int) -> int:
+        """Of every rank in an epoch. UsageError when the data set cannot be divided so."""
+        try:
+            num_samples = len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            raise UsageError(
+                f"{type(self.dataset).__name__} has no length, so it cannot be divided among workers",
+                fix="give session.shard() a data set with __len__ and __getitem__",
+            ) from None
+        union = num_workers * self.batch_size
+        least = union if self.drop_last else 1 if self.pads else num_workers
+        if num_samples < least:
+            needs = f"{num_workers} workers need {least} or more" + (" (drop_last)" if self.drop_last else "")
+            held = f"holds {num_samples} sample{'s' * (num_samples != 1)}" if num_samples else "is empty"
+            raise UsageError(f"the data set {held}; {needs}", fix="use fewer workers, or a larger data set")
+        return num_samples // union if self.drop_last else -(-num_samples // union)
+
+    def batches_of(self, epoch: int, num_workers: int, index: int) -> list[tuple[torch.Tensor, int]]:
+        """One rank's batches of an epoch: the samples' numbers, and what the batch weighs."""
+        num_batches, union = self.num_batches(num_workers), num_workers * self.batch_size
+        order = self._order(epoch)
+        if self.pads:
+            order = order.repeat(1 - -num_workers // len(order))[: -(-len(order) // num_workers) * num_workers]
+        found = [(rows, len(rows)) for rows in order[index::num_workers].split(self.batch_size)][:num_batches]
+        num_left = len(order) % union  # for the last step
+        if num_left < num_workers and num_left and not self.drop_last:
+            # Worker i has the (i mod num_left)-th of them. Some samples are with `more`, the others with one less.
+            at_least, num_more = divmod(num_workers, num_left)
+            is_more = index % num_left < num_more
+            weight = 1 if not num_more else at_least if is_more else at_least + 1
+            place = len(order) - num_left + index % num_left
+            found[num_batches - 1 :] = [(order[place : place + 1], weight)]
+        return found
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return torch.arange(num_samples)
+        return torch.randperm(num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+
+def sharded_batches(
+    shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
+) -> Iterator[tuple[Any, int]]:
+    """Endless batches, each with its weight, of the share that `division()` (num_workers, index) gives.
+
+    The division is asked for again at each epoch. `first` batches are skipped without being loaded, so that a worker
+    that comes back goes on where its rank was.
+    """
+    for epoch in itertools.count():
         num_workers, index = division()
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_workers, index, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        num_batches = -(-len(sampler) // batch_size)
-        if num_batches == 0:
-            raise UsageError("the data set is empty", fix="train_data() must hold at least one sample")
-        skip = min(num_batches, max(0, first_step - step))
-        if skip < num_batches:
-            indices = list(sampler)[skip * batch_size :]
-            yield from _load(dataset, indices, batch_size, loader_options)
-        step += num_batches
-        epoch += 1
+        num_batches = shares.num_batches(num_workers)
+        if first < num_batches:
+            plan = shares.batches_of(epoch, num_workers, index)[first:]
+            loaded = _load(shares.dataset, [rows for rows, _ in plan], shares.seed + epoch, loader_options)
+            yield from zip(loaded, (weight for _, weight in plan), strict=True)
+        first = max(0, first - num_batches)
 
 
-def _load(dataset: Dataset[Any], indices: list[int], batch_size: int, options: dict[str, Any]) -> Iterator[Any]:
+def _load(dataset: Dataset[Any], plan: list[torch.Tensor], seed: int, options: dict[str, Any]) -> Iterator[Any]:
     if type(dataset) is TensorDataset and not options:
         # One index operation a batch instead of one a sample: 60 times faster for small samples.
-        order = torch.tensor(indices)
-        for start in range(0, len(indices), batch_size):
-            rows = order[start : start + batch_size]
+        for rows in plan:
             yield [tensor[rows.to(tensor.device)] for tensor in dataset.tensors]
     else:
         if options.get("num_workers"):
             options = options | {"worker_init_fn": partial(_begin_loader, options.get("worker_init_fn"))}
-        yield from DataLoader(dataset, batch_size, sampler=indices, **options)
+        # A loader draws its own seed when it begins: not from the generator of the script, which would then be
+        # elsewhere after a resume than without one.
+        options = {"generator": torch.Generator().manual_seed(seed)} | options
+        yield from DataLoader(dataset, batch_sampler=[rows.tolist() for rows in plan], **options)
 
 
 def _begin_loader(then: Callable[[int], None] | None, index: int) -> None:

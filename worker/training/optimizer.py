@@ -14,6 +14,7 @@ from ...common.tensors.optimizers import Hyperparameters, current_hyperparameter
 from ..conversation.messages import Work
 from ..session import Progress
 from ..strategies.direct import Direct
+from .batches import Taken
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -39,6 +40,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._is_stepping = False
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
+        self.taken = Taken(lambda: strategy.progress, inner)
+        self._num_batches = 0
         self._num_samples = 0
         self._losses: list[float] = []
         self._num_steps = strategy.progress.training_steps
@@ -100,12 +103,15 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             )
         loss = self._step(closure)
         self._num_steps += 1
+        num_batches, weight = self.taken.step()
+        self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
         self._slow_down()
         if self.progress.took_step():
             mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
             hyperparameters = self._current_hyperparameters()
-            self._strategy.contribute(Work(self._num_samples, mean_loss, self._compute_s, hyperparameters))
-            self._num_samples, self._losses, self._compute_s = 0, [], 0.0
+            work = Work(self._num_samples, mean_loss, self._compute_s, hyperparameters)
+            self._strategy.contribute(work._replace(num_batches=self._num_batches) if self.taken.is_used else work)
+            self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
         self._resumed_at = time.perf_counter()
         return loss
 

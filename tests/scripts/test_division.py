@@ -1,0 +1,106 @@
+"""What `session.shard()` gives makes up the union batch of each step, whatever divides, and is told to the run.
+
+Step s of an epoch is made of `order[s*W*B : (s+1)*W*B]` of the epoch's order: of what a DataLoader with batches of W*B
+gives when it is asked for that order.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+SCRIPT = Path(__file__).parent / "ordinary" / "divided.py"
+BATCH = 4
+
+
+def plain(num_samples: int, union: int, num_steps: int, shuffle: bool = True) -> dict[str, torch.Tensor]:
+    """The script without paramserver: plain torch, one process."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num_samples, 6, dtype=torch.float64, generator=generator)
+    y = x @ torch.randn(6, 1, dtype=torch.float64, generator=generator)
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(0), torch.nn.Linear(8, 1)
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batches: list[torch.Tensor] = []
+    for epoch in range(num_steps):
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
+        batches += (order if shuffle else torch.arange(num_samples)).split(union)
+    for rows in batches[:num_steps]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def scripts(cluster: Cluster, num: int, out: str, **env: str) -> list[Process]:
+    return [cluster.script(rank, SCRIPT, OUT=str(cluster.folder / f"{out}{rank}.pt"), **env) for rank in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_samples", "env"),
+    [
+        pytest.param(2, 53, {}, marks=pytest.mark.slow),  # 8 to a step and 5 left: shares of 3 and 2
+        (3, 50, {"SHUFFLE": "no", "AHEAD": "1"}),  # 12 to a step and 2 left for three ranks
+        pytest.param(3, 49, {}, marks=pytest.mark.slow),  # 1 left
+        pytest.param(2, 57, {"AHEAD": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_sync_is_one_process_with_the_union_batch_where_the_data_does_not_divide(
+    cluster: Cluster, workers: int, num_samples: int, env: dict[str, str]
+) -> None:
+    server = cluster.server("--mode", "sync", "--workers", str(workers), "--steps", "100")
+    ranks = scripts(cluster, workers, "w", NUM=str(num_samples), **env)
+    assert [one.wait() for one in (*ranks, server)] == [0] * (workers + 1), ranks[0].output
+    wanted = plain(num_samples, workers * BATCH, 100, "SHUFFLE" not in env)
+    for rank in range(workers):
+        found = torch.load(cluster.folder / f"w{rank}.pt")
+        difference = max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+        assert difference <= 1e-9
+    assert "100 batches" in ranks[0].output
+
+
+def accumulated(cluster: Cluster, name: str, *flags: str, **env: str) -> tuple[Process, list[Process]]:
+    server = cluster.server(
+        "--mode", "sync", "--workers", "2", "--steps", "40", "--checkpoint-dir", name, "--checkpoint-every", "5", *flags
+    )  # fmt: skip
+    return server, scripts(cluster, 2, name, NUM="53", ACCUMULATE="4", DROPOUT="0.5", **env)
+
+
+@pytest.mark.parametrize("ahead", ["", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(cluster: Cluster, ahead: str) -> None:
+    server, ranks = accumulated(cluster, "whole", AHEAD=ahead)
+    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
+
+    # Stopped in the middle of an accumulation after 15 steps. A snapshot holds step 10 or 15.
+    server, ranks = accumulated(cluster, "killed", AHEAD=ahead, GATE=str(cluster.folder / "never"), GATE_AT="62")
+    for rank in ranks:
+        rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
+    server.until(lambda: any(event["version"] >= 10 for event in server.events("snapshot")), "snapshot")
+    for process in (*ranks, server):
+        process.signal(signal.SIGKILL)
+        process.popen.wait()
+
+    # The second time a worker alone is killed, and replaced.
+    gate = str(cluster.folder / "go")
+    server, ranks = accumulated(cluster, "killed", AHEAD=ahead, GATE=gate, GATE_AT="30")
+    for rank in ranks:
+        rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
+    ranks[1].signal(signal.SIGKILL)
+    ranks[1].popen.wait()
+    server.until(lambda: any(event["rank"] == 1 for event in server.events("left")), "leave")
+    second = cluster.script(
+        1, SCRIPT, OUT=str(cluster.folder / "killed1.pt"), NUM="53", ACCUMULATE="4", DROPOUT="0.5", AHEAD=ahead
+    )
+    second.until(lambda: "batches" in second.output, "start")
+    Path(gate).touch()
+    assert [one.wait() for one in (ranks[0], second, server)] == [0, 0, 0], second.output
+    for rank in range(2):
+        whole, killed = (torch.load(cluster.folder / f"{name}{rank}.pt") for name in ("whole", "killed"))
+        assert all(torch.equal(whole[name], killed[name]) for name in whole)

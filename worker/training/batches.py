@@ -1,0 +1,138 @@
+"""What `session.shard()` gives: this rank's batches until the run is over, and which of them a step was made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from ...common.errors import UsageError
+from ..session import Progress
+from .data import Shares, sharded_batches, step_seed
+
+
+class Taken:
+    """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
+
+    def __init__(self, progress: Callable[[], Progress], optimizer: torch.optim.Optimizer) -> None:
+        self._progress, self._optimizer = progress, optimizer
+        self._loops: WeakSet[Batches] = WeakSet()
+        self.is_used = False  # this rank's batches come from here
+        self._num_starts = -1
+        self._num_taken = 0  # since the run said where to start
+        self.per_step = 0  # in the newest step; 0 before the first
+
+    @property
+    def place(self) -> int:
+        """Batches of this rank that are behind it."""
+        progress = self._progress()
+        if self._num_starts != progress.num_starts:
+            self._num_starts, self._num_taken = progress.num_starts, 0
+        return progress.batches + self._num_taken
+
+    def add(self, loop: Batches) -> None:
+        if not self.is_used:
+            parameters = [one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
+            parameters[-1].register_post_accumulate_grad_hook(self._computed)
+        self.is_used = True
+        self._loops.add(loop)
+
+    def _computed(self, _: torch.Tensor) -> None:
+        for loop in self._loops:
+            loop.computed()
+
+    def step(self) -> tuple[int, int]:
+        """A training step is done: (batches, what they weigh) that it was made of; zeros when none came from here."""
+        self.place  # noqa: B018  what was taken before the run moved is forgotten
+        found = [loop.take() for loop in self._loops]
+        num_batches = max((num for num, _ in found), default=0)  # two loops side by side draw at the same place
+        self._num_taken += num_batches if self.is_used else 1
+        self.per_step = max(1, num_batches)
+        return num_batches, sum(weight for _, weight in found)
+
+
+class Batches:
+    """An iterator with a length. What it gives belongs to a step only when the step is taken: a loop may ask for
+    batches before it uses them, as trainers do."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        taken: Taken,
+        progress: Callable[[], Progress],
+        num_steps: int,
+        is_over: Callable[[], bool],
+        options: dict[str, Any],
+    ) -> None:
+        self._shares, self._taken, self._progress = shares, taken, progress
+        self._num_steps, self._is_over, self._options = num_steps, is_over, options
+        self._drawn: deque[int] = deque()  # weights of batches that no step has taken
+        self._num_computed = 0  # backward passes since the last step
+        self._is_ahead: bool | None = None  # whether batches are asked for before the one at hand is used
+        self._num_starts = -1
+        self._batches: Iterator[tuple[Any, int]] = iter(())
+        shares.num_batches(max(1, progress().num_workers))  # says at once what cannot be
+        taken.add(self)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __len__(self) -> int:
+        """Batches left for this rank in the run; of several to a step, as many as the newest step had."""
+        return max(0, self._num_left * max(1, self._taken.per_step) - len(self._drawn))
+
+    @property
+    def _num_left(self) -> int:
+        """Training steps that are to be taken."""
+        return max(0, self._num_steps - self._progress().position)
+
+    def __next__(self) -> Any:
+        if self._has_all or self._is_over():
+            raise StopIteration
+        progress, place = self._progress(), self._taken.place
+        if self._num_starts != progress.num_starts:  # at first, and when the run has moved without this worker
+            self._num_starts = progress.num_starts
+            self._drawn.clear()
+            self._batches = sharded_batches(self._shares, lambda: self._division, place, **self._options)
+        torch.manual_seed(step_seed(self._shares.seed, progress.rank or 0, place + len(self._drawn)))
+        batch, weight = next(self._batches)
+        self._drawn.append(weight)
+        return batch
+
+    @property
+    def _division(self) -> tuple[int, int]:
+        progress = self._progress()
+        return max(1, progress.num_workers), progress.worker_index
+
+    @property
+    def _has_all(self) -> bool:
+        """A loop that asks ahead has what its last steps need: these are still to be taken, so it must not wait."""
+        return bool(self._is_ahead and self._taken.per_step and self._num_left and not len(self))
+
+    def computed(self) -> None:
+        """A backward pass is done."""
+        if self._is_ahead is None and self._drawn:
+            self._is_ahead = len(self._drawn) > 1
+        self._num_computed += 1
+
+    def take(self) -> tuple[int, int]:
+        """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
+        were backward passes."""
+        num = min(len(self._drawn), self._num_computed) if self._is_ahead else len(self._drawn)
+        self._num_computed = 0
+        return num, sum(self._drawn.popleft() for _ in range(num))
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those for the loader. UsageError for those that `session.shard()` cannot keep to."""
+    instead = {
+        "sampler": "give session.shard() a torch.utils.data.Subset of the samples you want, or weigh them in the loss",
+        "batch_sampler": "give session.shard() batch_size=, shuffle= and drop_last=",
+    }
+    for name, fix in instead.items():
+        if options.get(name) is not None:
+            raise UsageError(f"session.shard() divides the data itself and cannot follow a {name} of yours", fix=fix)
+    return {name: value for name, value in options.items() if name not in instead}
