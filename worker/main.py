@@ -93,6 +93,7 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import AloneSession, open_session
+    from .tensors.transfer import named_tensors
     from .trainer import choose_device, train
     from .training.alone import reporting, write_alone
 
@@ -112,7 +113,7 @@ def _work(resolved: Resolved) -> None:
             if isinstance(session, AloneSession):
                 with reporting(session, config):
                     model, wall_s = train(session, task, batch_size, device)
-                write_alone(session, config, model.state_dict(), wall_s)
+                write_alone(session, config, named_tensors(model), wall_s)
             else:
                 train(session, task, batch_size, device)
     except UserCodeError as error:

@@ -3,9 +3,11 @@ sentence."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from paramserver.tests.loopback.conftest import Cluster
@@ -66,11 +68,41 @@ def test_each_mistake_gets_its_sentence_and_harms_nothing(cluster: Cluster):
     assert server.event("summary")["workers"][0]["steps"] == 8
 
 
-def test_a_loop_that_is_longer_than_the_run_is_told_so(cluster: Cluster):
+@pytest.mark.parametrize("early", [-1, pytest.param(8, marks=slow)])
+def test_a_loop_that_goes_on_after_the_end_is_told_so(cluster: Cluster, early: int):
     server = cluster.server("--mode", "localsgd", "--workers", "1", "--steps", "20", "--save", "w.safetensors")
-    script = cluster.script(0, HERE / "overrun.py")
+    script = cluster.script(0, HERE / "overrun.py", str(early))
     assert script.wait() == 2, script.output
     assert "step() after the end of the run, which has 20 training steps (run.steps)" in script.output
     assert "Traceback" not in script.output
-    assert server.wait() == 0, server.output
-    assert load_file(cluster.folder / "w.safetensors")["weight"].item() == -20.0
+    server.wait()  # with the worker's reason, where that failed after its end
+    assert load_file(cluster.folder / "w.safetensors")["weight"].item() == -(early if early > 0 else 20)
+
+
+def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
+    path = HERE / "lbfgs.py"
+    spec = importlib.util.spec_from_file_location("lbfgs", path)
+    lbfgs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lbfgs)
+    steps = lbfgs.LOCAL_STEPS * lbfgs.ROUNDS
+    server = cluster.server(
+        "--mode", "localsgd", "--local-steps", str(lbfgs.LOCAL_STEPS), "--workers", str(lbfgs.WORKERS),
+        "--steps", str(steps), "--save", "w.safetensors",
+    )  # fmt: skip
+    scripts = [cluster.script(rank, path) for rank in range(lbfgs.WORKERS)]
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output
+    bare = lbfgs.model()
+    start = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+    bare.load_state_dict(load_file(cluster.folder / "w.safetensors"))
+    for name, wanted in lbfgs.plain().items():
+        assert torch.allclose(bare.state_dict()[name], wanted, rtol=1e-9, atol=1e-12), name
+        assert not torch.allclose(start[name], wanted, rtol=0.1), name
+
+
+def test_lbfgs_where_the_server_steps_is_refused_at_once(cluster: Cluster):
+    cluster.server("--mode", "sync", "--workers", "1", "--steps", "5")
+    script = cluster.script(0, HERE / "lbfgs.py")
+    assert script.wait() == 2, script.output
+    assert "optimizer 'LBFGS' does not work elementwise" in script.output
+    assert "--mode localsgd" in script.output
+    assert "Traceback" not in script.output

@@ -100,6 +100,19 @@ def test_a_model_that_became_another_is_refused(change: Callable[[Awkward], obje
     assert words in caught.value.message
 
 
+def test_tensors_have_the_names_of_the_bare_model() -> None:
+    module = Awkward()
+    bare = ModelTensors(module)
+    compiled = torch.compile(nn.DataParallel(torch.compile(module, backend="eager")), backend="eager")
+    assert ModelTensors(compiled).layout.fingerprint == bare.layout.fingerprint
+    module.norm = torch.compile(module.norm, backend="eager")  # a part of it
+    assert ModelTensors(module).layout.fingerprint == bare.layout.fingerprint
+    assert set(ModelTensors(nn.ModuleDict({"module": nn.Linear(1, 1)})).names.values()) == {
+        "module.weight",
+        "module.bias",
+    }
+
+
 # ---- out -------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ class Direct:
         gone back to a snapshot, and there are steps to take again."""
         self._look_again()
         final = self._finish(can_evaluate)
+        self.progress.is_done |= final is not None  # also when there were steps left to take
         if self._watch is not None:
             self._watch.note()
         return final

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,17 @@ Source = Literal["gradient", "weights"]
 Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers themselves (tied ones are one), with their names in the bare model: whatever it is
+    wrapped in, what is saved loads into it."""
+    bare: Any = model
+    while isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(bare, "_orig_mod"):
+        bare = bare._orig_mod if hasattr(bare, "_orig_mod") else bare.module
+    found = bare.state_dict(keep_vars=True).items()
+    # torch.compile of a part; what is no tensor is of get_extra_state().
+    return {name.replace("_orig_mod.", ""): value for name, value in found if isinstance(value, torch.Tensor)}
+
+
 class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
 
@@ -43,10 +54,7 @@ class ModelTensors:
             for held in (module._parameters, module._buffers)
             for key, tensor in held.items()
         }
-        # keep_vars: the parameters themselves, so that tied ones are seen to be one.
-        for name, value in model.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor):
-                continue  # get_extra_state()
+        for name, value in named_tensors(model).items():
             if (known := found.get(id(value))) is not None:
                 found[id(value)] = TensorSpec(known.name, known.kind, known.dtype, known.shape, (*known.aliases, name))
                 continue
