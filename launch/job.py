@@ -146,6 +146,10 @@ class Job:
         elif event.name == "already_done":
             done = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(event.fields)
             self._carry_out(self._supervisor.already_done(done, self._loop.time()))
+        elif event.name == "run_failed":
+            culprit, code = Child("worker", event.fields.get("rank", 0)), event.fields.get("exit_code", EXIT_BUG)
+            reason = str(event.fields.get("reason", ""))
+            self._carry_out(self._supervisor.run_failed(culprit, code, reason, self._loop.time()))
         elif event.name == "listening":
             self._addresses[child] = str(event.fields.get("address", ""))
             self._reached[child] = self._backend.reach(child, self._addresses[child])

@@ -181,6 +181,16 @@ class Supervisor:
         """Something that is no process's failure makes the job impossible."""
         return [] if self.phase is Phase.DRAINING else self._drain(Finish(exit_code, reason), now)
 
+    def run_failed(self, culprit: Child, exit_code: int, reason: str, now: float) -> list[Decision]:
+        """The server says that a worker has failed after the last training step: all end by themselves, and what
+        they exit with says nothing new."""
+        if self.phase is Phase.DRAINING:
+            return []
+        self._give_up_restarts()
+        self._outcome = Finish(exit_code, reason, culprit)
+        self.phase, self._patience = Phase.DRAINING, now + _SERVER_WRITE_GRACES * self._grace_s
+        return self._finish_when_empty()
+
     def exited(self, child: Child, code: int, now: float, raised: Raised | None = None) -> list[Decision]:
         """A process has ended; `code` is negative for a signal, `raised` the exception that it has shown."""
         was, self._states[child] = self._states[child], State.ENDED
@@ -197,8 +207,11 @@ class Supervisor:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
         if child == SERVER and self._pending:  # the run is complete: who waits for a restart is not needed
+            # But one that ended in a code of its own, and that the run did not wait for, had failed after its goodbye.
+            ends = [one.otherwise for one in self._pending.values()]
+            own = [end for end in ends if end.exit_code < 128 and end.exit_code != UNREACHABLE]
+            self._outcome = (*own, _COMPLETE)[0]
             self._give_up_restarts()
-            self._outcome = _COMPLETE
         if all(self._states[worker] is State.ENDED for worker in self._workers):
             down = next((server for server in self._servers if server in self._pending), None)
             if down is not None:  # nobody is left whom it could serve

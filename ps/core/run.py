@@ -363,7 +363,7 @@ class Run:
         self.failure = ParamServerError(f"rank {rank} {what}")
         self.failure.exit_code = exit_code
         self.ended_by = self.failure.message
-        yield Log("error", "run_failed", {"reason": self.ended_by, "exit_code": exit_code})
+        yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
         """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""

@@ -186,6 +186,25 @@ RESTARTS = {
         tick at 6                ->
         exit worker 0 0 at 7     -> finish 0 (the server ended with exit code 0: the run is complete)
     """,
+    "but who ended in a code of its own had failed after its goodbye": """
+        exit worker 1 3 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        exit server 0 at 5.1     ->
+        exit worker 0 0 at 7     -> finish 3 (worker 1 failed: exit code 3)
+    """,
+    "what fails at the end ends the job, and nothing is started again": """
+        exit worker 1 1 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        failed 1 1 at 5.1        ->
+        tick at 6                ->
+        exit server 1 at 6       ->
+        exit worker 0 0 at 7     -> finish 1 (no such metric)
+    """,
+    "also where the server says so first": """
+        failed 1 1 at 5          ->
+        exit worker 1 1 at 5.1   ->
+        exit server 1 at 6       ->
+        tick at 105              -> kill worker 0 (still there after 10 s)
+        exit worker 0 -9 at 105  -> finish 1 (no such metric)
+    """,
     "and who came back too late finds nobody": """
         exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
         tick at 6                -> start worker 1 (restart 1 of 3)
