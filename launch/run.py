@@ -97,7 +97,10 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         if plan.server is not None:
             if config.policy.pipelined:
                 check_pipelined(plan.mode, config.policy.options(plan.mode))
-            check_contributions(plan.mode, config.policy.aggregation, config.store.max_norm)
+            store = config.store
+            check_contributions(
+                plan.mode, config.policy.aggregation, store.max_norm, store.clip_norm, config.server.shards
+            )
         if backend.spans_hosts:
             check_exposure(plan)
         for path in (plan.save, plan.history):

@@ -153,7 +153,14 @@ class StoreConfig(Section):
     max_nonfinite: int = Field(
         10, ge=1, description="contributions of one worker rejected in a row that end the run (exit 16)"
     )
-    max_norm: float | None = Field(None, gt=0, description="cap on the 2-norm of a gradient; none: any")
+    clip_norm: Annotated[float | None, Flag(Panel.OPTIMIZER)] = Field(
+        None,
+        gt=0,
+        description="sync: cap on the 2-norm of the mean gradient, as clip_grad_norm_ in one process; none: any",
+    )
+    max_norm: float | None = Field(
+        None, gt=0, description="cap on the 2-norm of each worker's gradient, before the mean; none: any"
+    )
     on_large: Literal["reject", "skip", "clip", "halt"] = Field(
         "clip", description="a gradient beyond store.max_norm: as on_nonfinite; clip scales it down to the cap"
     )

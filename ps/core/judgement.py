@@ -26,6 +26,11 @@ _EPSILON = 1e-6
 _SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
 
 
+def factor_to(most: float, norm: float) -> float:
+    """What a gradient of `norm` is multiplied with to have norm `most`, as clip_grad_norm_ does it."""
+    return most / (norm + _EPSILON)
+
+
 @dataclass(frozen=True)
 class Limits:
     """The settings, as in the configuration's `store` section. `max_norm` None: any norm, and none is computed."""
@@ -37,7 +42,7 @@ class Limits:
     def factor(self, norm: float) -> float:
         """What a gradient of `norm` is multiplied with to have the largest one allowed."""
         assert self.max_norm is not None
-        return self.max_norm / (norm + _EPSILON)
+        return factor_to(self.max_norm, norm)
 
 
 class Judgement(NamedTuple):

@@ -215,9 +215,10 @@ class Engine:
         self.streams.detach(peer)
         self.notify()
 
-    def contributed(self, event: events.Contributed, body: torch.Tensor) -> None:
-        """A contribution lies whole in `body`, uint8 [exchange_bytes], which is the run's from here on."""
-        self.folding.stage(event.identity, body)
+    def contributed(self, event: events.Contributed, body: torch.Tensor, without: frozenset[str]) -> None:
+        """A contribution lies whole in `body`, uint8 [exchange_bytes], which is the run's from here on; parameters
+        `without` a gradient are zeros in it."""
+        self.folding.stage(event.identity, body, without)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

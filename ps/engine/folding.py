@@ -4,6 +4,7 @@ codecs of their workers remember of them."""
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,11 @@ from ..tensors.thread import TensorThread
 log = get_logger()
 
 _FEW = "too few to leave out so many (policy.aggregation): fewer workers that lie are withstood"
+
+
+class _Staged(NamedTuple):
+    body: torch.Tensor
+    without: frozenset[str]  # names of parameters that got no gradient
 
 
 class CodecMemories:
@@ -51,20 +57,20 @@ class Folding:
         self._tensors = tensors
         self._answers_before_commit = answers_before_commit
         self.codec_memories = CodecMemories(model, tensors)
-        self._staged: dict[Identity, torch.Tensor] = {}  # that came here whole
-        self._kept: dict[Identity, torch.Tensor] = {}  # of contributions that count and are to be folded
+        self._staged: dict[Identity, _Staged] = {}  # that came here whole
+        self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
         self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._are_few = False  # contributions of the newest commit
 
     def is_withdrawn(self, rank: int, incarnation: int) -> bool:
         return self._withdrawn.get(rank, 0) >= incarnation
 
-    def stage(self, identity: Identity, body: torch.Tensor) -> None:
-        """The body of a contribution is the run's from here on."""
+    def stage(self, identity: Identity, body: torch.Tensor, without: frozenset[str] = frozenset()) -> None:
+        """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
             self._model.staging.give_back(body)  # it has been let go, or said this before
         else:
-            self._staged[identity] = body
+            self._staged[identity] = _Staged(body, without)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
@@ -75,8 +81,8 @@ class Folding:
         self.codec_memories.settle(discard.identity.rank, False)
 
     def _give_back(self, identity: Identity) -> None:
-        if (body := self._staged.pop(identity, None)) is not None:
-            self._model.staging.give_back(body)
+        if (staged := self._staged.pop(identity, None)) is not None:
+            self._model.staging.give_back(staged.body)
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""
@@ -87,7 +93,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body = self._kept.pop(fold.identity)
+        body, without = self._kept.pop(fold.identity)
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
 
@@ -95,7 +101,7 @@ class Folding:
             taken = body.clone() if is_copied else body
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
-            return store.fold(taken, fold.weight, fold.identity.rank, may_keep)
+            return store.fold(taken, fold.weight, fold.identity.rank, may_keep, without)
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):

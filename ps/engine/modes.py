@@ -14,11 +14,11 @@ from ..policies.base import Common, Policy
 
 def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
-    policy, run = config.policy, config.run
+    policy, run, store = config.policy, config.run, config.store
     options = policy.options(run.mode)
     if policy.pipelined:
         check_pipelined(run.mode, options)
-    check_contributions(run.mode, policy.aggregation, config.store.max_norm)
+    check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm, config.server.shards)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     return policy_of(run.mode, {**settings, **options.model_dump()})

@@ -133,29 +133,30 @@ def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
     return [[entries[name] for name in group.tensors if name in entries] for group in optimizer.groups]
 
 
-def state_keys(members: list[Entry], state: Tensors) -> list[str]:
-    """What a group's optimizer state consists of, e.g. exp_avg, exp_avg_sq, step; `state` is `<key>/<parameter>`."""
-    parts = [full.partition("/") for full in state] if members else []
-    return [key for key, _, name in parts if name == members[0].spec.name]
+def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
+    """What the optimizer state of each tensor that has some consists of, e.g. exp_avg, exp_avg_sq, step; `state` is
+    `<key>/<parameter>`."""
+    found: dict[str, set[str]] = {}
+    for full in state:
+        key, _, name = full.partition("/")
+        found.setdefault(name, set()).add(key)
+    return {name: frozenset(keys) for name, keys in found.items()}
 
 
 def _check_state(groups: list[list[Entry]], scalars: tuple[str, ...], state: Tensors) -> None:
-    """Every parameter of a group has the same state, of its own shape or one value that all of them share."""
-    expected = {
-        f"{key}/{entry.spec.name}": (key, members[0].spec, entry.spec)
-        for members in groups
-        for key in state_keys(members, state)
-        for entry in members
-    }
+    """Every parameter of a group that has been stepped has the same state, of its own shape or one value."""
+    expected, keys = {}, keys_by_name(state)
+    for members in groups:
+        stepped = [entry.spec for entry in members if entry.spec.name in keys]
+        expected.update(
+            {f"{key}/{spec.name}": (key, stepped[0], spec) for spec in stepped for key in keys[stepped[0].name]}
+        )
     _check_names(OPTIMIZER, expected.keys(), state.keys())
     for name, (key, first, spec) in expected.items():
-        if key not in scalars:
+        if key in scalars:
+            _check_tensor(OPTIMIZER, name, state[name], state[f"{key}/{first.name}"].dtype, ())
+        else:
             _check_tensor(OPTIMIZER, name, state[name], DTYPES[spec.dtype], spec.shape)
-            continue
-        value = state[f"{key}/{first.name}"]
-        _check_tensor(OPTIMIZER, name, state[name], value.dtype, ())
-        if not torch.equal(state[name], value):
-            raise CheckpointError(f"{OPTIMIZER}: '{key}' differs between parameters of one group")
 
 
 def _check_names(file: str, expected: Set[str], got: Set[str]) -> None:
@@ -183,7 +184,7 @@ def _try_out(
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
             raise CheckpointError(f"'{key}' is no hyperparameter")
-    numbers = [torch.nn.Parameter(torch.zeros(1)) for _ in groups]
+    numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
     try:
         tried = build_optimizer(
             optimizer.name,
@@ -192,9 +193,9 @@ def _try_out(
         for number, torch_group, now, members in zip(numbers, tried.param_groups, hyperparameters, groups, strict=True):
             apply_hyperparameters(torch_group, now)
             number.grad = torch.ones(1)
+            name = next((entry.spec.name for entry in members if entry.spec.name in keys), "")
             found = {
-                key: state[f"{key}/{members[0].spec.name}"].clone() if key in scalars else torch.zeros(1)
-                for key in state_keys(members, state)
+                key: state[f"{key}/{name}"].clone() if key in scalars else torch.zeros(1) for key in keys.get(name, ())
             }
             if found:
                 tried.state[number] = found

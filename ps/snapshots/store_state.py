@@ -14,10 +14,10 @@ import torch
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
-from ..tensors.flat_optimizer import GroupState, OptimizerState
+from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
 from ..tensors.store import Store
 from .checkpoint import Loaded
-from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Files, Manifest, Tensors, members_of, state_keys
+from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Files, Manifest, Tensors, keys_by_name, members_of
 
 
 @dataclass
@@ -74,15 +74,16 @@ def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | N
         tensors=layout.specs,
         optimizer=optimizer,
         hyperparameters=tuple(group.hyperparameters for group in groups) or None,
-        scalars=tuple(sorted({key for group in groups for key in group.scalars})),
+        scalars=tuple(sorted({key for group in groups for tensor in group.tensors.values() for key in tensor.scalars})),
         **facts,
     )
 
 
 def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerState) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for members, (_, keys, scalars) in zip(members_of(layout, optimizer), state.groups, strict=True):
+    for members, group in zip(members_of(layout, optimizer), state.groups, strict=True):
         for entry in members:
+            keys, scalars = group.tensors[entry.spec.name]
             found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
             found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
     return found
@@ -124,11 +125,14 @@ def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
     scalars, tensors = set(loaded.manifest.scalars), loaded.state
     state = OptimizerState()
     groups = zip(members_of(loaded.layout, spec), loaded.manifest.hyperparameters or (), strict=True)
+    keys = keys_by_name(tensors)
     for members, hyperparameters in groups:
-        found = set(state_keys(members, tensors))
-        values = {key: tensors[f"{key}/{members[0].spec.name}"] for key in found & scalars}
-        state.groups.append(GroupState(dict(hyperparameters), found - scalars, values))
-        for key in found - scalars:
-            for entry in members:
-                entry.view(state.body(key, loaded.layout)).copy_(tensors[f"{key}/{entry.spec.name}"])
+        group = GroupState(dict(hyperparameters), {})
+        state.groups.append(group)
+        for entry in members:
+            name, found = entry.spec.name, keys.get(entry.spec.name, frozenset())
+            values = {key: tensors[f"{key}/{name}"] for key in found & scalars}
+            group.tensors[name] = TensorState(found - scalars, values)
+            for key in found - scalars:
+                entry.view(state.body(key, loaded.layout)).copy_(tensors[f"{key}/{name}"])
     return state

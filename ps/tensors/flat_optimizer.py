@@ -2,20 +2,24 @@
 
 Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. Right for
 optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries out for each class. A window's
-gradient, weights and state pass through the cache once, and it can be read while the next one is stepped.
+gradient, weights and state pass through the cache once, and it can be read while the next one is stepped. Tensors that
+torch would have skipped for want of a gradient become flat parameters of their own when that first happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from ...common.errors import ParamServerError
-from ...common.tensors.layout import FlatRun, Layout, View, joined
+from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
     Hyperparameters,
     OptimizerSpec,
@@ -27,13 +31,19 @@ from ...common.tensors.optimizers import (
 from .windows import Window
 
 
+class TensorState(NamedTuple):
+    """What is remembered of one tensor: `keys` say of which state it has a value for each element (exp_avg), `scalars`
+    hold the rest (step), 0-dim. Nothing before its first step."""
+
+    keys: frozenset[str] = frozenset()
+    scalars: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
 class GroupState(NamedTuple):
-    """Of one parameter group. `keys` say of which state it has a value for each element (exp_avg); state with one value
-    per parameter (step) is the same for all of a group, since they are stepped together: `scalars`, 0-dim."""
+    """Of one parameter group; `tensors` by name."""
 
     hyperparameters: Hyperparameters
-    keys: set[str]
-    scalars: dict[str, torch.Tensor]
+    tensors: dict[str, TensorState]
 
 
 @dataclass
@@ -52,10 +62,12 @@ class OptimizerState:
 
 
 class _Flat(NamedTuple):
-    """Part of a run that one parameter group holds, as a parameter of the optimizer."""
+    """Part of a run that one parameter group holds, as a parameter of the optimizer. The tensors that lie in it have
+    always been stepped together."""
 
     run: FlatRun
     parameter: torch.nn.Parameter
+    tensors: list[Entry]
 
 
 class FlatOptimizer:
@@ -67,15 +79,16 @@ class FlatOptimizer:
         groups = []
         entries = {entry.spec.name: entry for entry in layout.entries}
         for group in spec.groups:
-            runs = joined(
-                sorted((entries[name] for name in group.tensors), key=lambda entry: (entry.offset, entry.end))
-            )
+            held = [entries[name] for name in group.tensors if entries[name].num_bytes]
+            held.sort(key=lambda entry: entry.offset)
+            runs = joined(held)
             for (start, end, _), flats in zip(windows, self._windows, strict=True):
                 parts = [part for run in runs if (part := run.within(start, end)) is not None]
-                flats.append([_Flat(part, torch.nn.Parameter(part.view(weights))) for part in parts])
+                flats.append([_Flat(one, torch.nn.Parameter(one.view(weights)), _lying_in(one, held)) for one in parts])
             members = [flat.parameter for flats in self._windows for flat in flats[-1]]
             groups.append({"params": members, **group.hyperparameters})
         self.torch = build_optimizer(spec.name, groups)
+        self._is_parted = False  # some flats have missed steps that others took
         self._step = plain_step(type(self.torch))
 
     def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
@@ -99,48 +112,107 @@ class FlatOptimizer:
             for flat in flats:
                 flat.parameter.data = flat.run.view(weights)
 
-    def step(self, index: int, gradient: torch.Tensor, view: View) -> None:
-        """One step of window `index` along `gradient`, uint8 [exchange_bytes]."""
+    def step(
+        self, index: int, gradient: torch.Tensor, view: View, without: frozenset[str] | set[str] = frozenset()
+    ) -> None:
+        """One step of window `index` along `gradient`, uint8 [exchange_bytes]. Tensors `without` a gradient are left as
+        they are, as torch leaves them: no decay, no momentum, and their next step is one step later."""
         window = self._windows[index]
-        if len(self._windows) > 1:
-            for group, flats in zip(self.torch.param_groups, window, strict=True):
-                group["params"] = [flat.parameter for flat in flats]
+        if without:
+            for group in range(len(window)):
+                self._part(index, group, lambda name: name in without)
         for flats in window:
             for flat in flats:
-                flat.parameter.grad = view(flat.run, gradient)
-        self._step(self.torch)
+                if not (without and flat.tensors[0].spec.name in without):
+                    flat.parameter.grad = view(flat.run, gradient)
+        # Torch's fused steps take no parameters that were stepped before together with others.
+        for has_state in (True, False) if self._is_parted else (None,):
+            self._step_those(window, has_state)
         for flats in window:
             for flat in flats:
                 flat.parameter.grad = None  # its memory is used again
+
+    def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
+        """Those of a window that have been stepped before, or have not; None: all."""
+        if len(self._windows) > 1 or has_state is not None:
+            state = self.torch.state
+            for group, flats in zip(self.torch.param_groups, window, strict=True):
+                group["params"] = [
+                    flat.parameter for flat in flats if has_state in (None, bool(state.get(flat.parameter)))
+                ]
+        self._step(self.torch)
+
+    def _part(self, index: int, group: int, kind: Callable[[str], object]) -> None:
+        """From now on tensors of different `kind` are not stepped as one: each flat of a window's group becomes as many
+        as there are stretches of one kind in it, with the state that it has."""
+        window = self._windows[index]
+        found: list[_Flat] = []
+        for flat in window[group]:
+            stretches = [list(same) for _, same in groupby(flat.tensors, lambda entry: kind(entry.spec.name))]
+            if len(stretches) > 1:
+                found += self._cut(flat, stretches)
+            else:
+                found.append(flat)
+        if len(found) > len(window[group]):
+            window[group], self._is_parted = found, True
+
+    def _cut(self, flat: _Flat, stretches: list[list[Entry]]) -> Iterator[_Flat]:
+        remembered = self.torch.state.pop(flat.parameter, None)
+        for stretch in stretches:
+            run = flat.run.within(stretch[0].offset, stretch[-1].end)
+            assert run is not None
+            first = (run.offset - flat.run.offset) // run.dtype.itemsize
+            here = slice(first, first + run.num_elements)
+            parameter = torch.nn.Parameter(flat.parameter.data[here])
+            if remembered is not None:
+                self.torch.state[parameter] = {
+                    key: value if value is None else value[here] if value.dim() else value.clone()
+                    for key, value in remembered.items()
+                }
+            yield _Flat(run, parameter, stretch)
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
         """A copy of what is remembered, in the memory of an earlier copy when one is given."""
         state = OptimizerState(bodies=into.bodies if into is not None else {})
         for index, torch_group in enumerate(self.torch.param_groups):
-            group = GroupState(current_hyperparameters(torch_group), set(), {})
+            group = GroupState(current_hyperparameters(torch_group), {})
             state.groups.append(group)
             for flat in self._flats_of(index):
-                for key, value in self.torch.state.get(flat.parameter, {}).items():
-                    if value is None:
-                        continue
-                    if value.dim() == 0:
-                        group.scalars.setdefault(key, value.clone())
-                        continue
-                    if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
-                        raise ParamServerError(f"{type(self.torch).__name__} keeps {key} in a form unlike its weights")
-                    group.keys.add(key)
-                    flat.run.view(state.body(key, self._layout)).copy_(value)
+                of_all = self._copy(flat, state)
+                group.tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
         return state
+
+    def _copy(self, flat: _Flat, state: OptimizerState) -> TensorState:
+        """What is remembered of a flat, its elementwise part in the bodies of `state`."""
+        keys, scalars = [], {}
+        for key, value in self.torch.state.get(flat.parameter, {}).items():
+            if value is None:
+                continue
+            if value.dim() == 0:
+                scalars[key] = value.clone()
+                continue
+            if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
+                raise ParamServerError(f"{type(self.torch).__name__} keeps {key} in a form unlike its weights")
+            keys.append(key)
+            flat.run.view(state.body(key, self._layout)).copy_(value)
+        return TensorState(frozenset(keys), scalars)
 
     def set_state(self, state: OptimizerState) -> None:
         """Go on from `state`, of an optimizer of the same groups; its memory is this optimizer's from now on."""
         self.set_hyperparameters([group.hyperparameters for group in state.groups])
-        for index, (_, keys, scalars) in enumerate(state.groups):
-            if not keys and not scalars:
-                continue  # taken before the first step: what the constructor made is right
-            for flat in self._flats_of(index):
-                elementwise = {key: flat.run.view(state.bodies[key]) for key in keys}
-                self.torch.state[flat.parameter] = elementwise | {k: v.clone() for k, v in scalars.items()}
+        for number, (_, tensors) in enumerate(state.groups):
+
+            def kind(name: str, tensors: dict[str, TensorState] = tensors) -> object:
+                keys, scalars = tensors.get(name, TensorState())
+                return keys, {key: value.item() for key, value in scalars.items()}
+
+            for window in range(len(self._windows)):
+                self._part(window, number, kind)
+            for flat in self._flats_of(number):
+                keys, scalars = tensors.get(flat.tensors[0].spec.name, TensorState())
+                if keys or scalars:  # before the first step what the constructor made is right
+                    elementwise = {key: flat.run.view(state.bodies[key]) for key in keys}
+                    self.torch.state[flat.parameter] = elementwise | {k: v.clone() for k, v in scalars.items()}
 
     def _flats_of(self, group: int) -> Iterator[_Flat]:
         for window in self._windows:
@@ -150,3 +222,9 @@ class FlatOptimizer:
     def num_state_bytes(self) -> int:
         tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _lying_in(run: FlatRun, entries: list[Entry]) -> list[Entry]:
+    """Of tensors in the order of a body, those of which the run holds something."""
+    first = bisect_right(entries, run.offset, key=lambda entry: entry.end)
+    return entries[first : bisect_left(entries, run.end, key=lambda entry: entry.offset)]

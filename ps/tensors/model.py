@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -117,6 +117,18 @@ class Model:
             if told and self._has_optimizer:
                 check_hyperparameters(self.optimizer.name, told, known.hyperparameters)
 
+    def names_here(self, positions: Sequence[int]) -> frozenset[str]:
+        """Of these tensors of the workers' model, by position in its specs, the parts on this server. Refuses
+        BAD_REQUEST a position that there is not."""
+        if not positions:
+            return frozenset()
+        assert self.whole is not None and self.share is not None
+        if max(positions) >= len(self.whole.specs):
+            there = f"this model has {len(self.whole.specs)} tensors"
+            raise refusal(Reason.BAD_REQUEST, f"tensor {max(positions)} is said to have no gradient; {there}")
+        names = {self.whole.specs[position].name for position in positions}
+        return frozenset(part.name for part in self.share.parts if part.spec.name in names)
+
     def forget(self) -> None:
         """Who brought the model is gone, and nobody else has it."""
         self.whole = self.whole_optimizer = self.share = self.optimizer = None
@@ -164,6 +176,7 @@ class Model:
             trim=policy.trim,
             limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
             is_part=server.shards > 1,
+            clip_norm=store.clip_norm,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes

@@ -46,15 +46,16 @@ class Sanity:
 
     def look(self, body: torch.Tensor, windows: slice, findings: Findings) -> None:
         """Add what some windows of a body hold. After the first NaN or Inf nothing else is looked at."""
+        is_measured = self.limits.max_norm is not None
         for index in range(*windows.indices(len(self._windows))):
-            norm = self._norm(body, self._windows[index]) if findings.is_finite else None
+            norm = self.norm(body, self._windows[index], is_measured) if findings.is_finite else None
             if norm is None:
                 findings.is_finite = False
                 return
             findings.norms[index] = norm
 
-    def _norm(self, body: torch.Tensor, window: Window) -> float | None:
-        """Of the window's parameters, 0 where norms play no part; None when one of its floats is NaN or Inf. One pass.
+    def norm(self, body: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
+        """Of the window's parameters, 0 unless it `is_measured`; None when one of its floats is NaN or Inf. One pass.
 
         A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows by itself
         needs the slow look.
@@ -64,13 +65,13 @@ class Sanity:
             if not piece.is_float:
                 continue
             values = self._view(piece, body)
-            is_measured = self.limits.max_norm is not None and piece.kind is Kind.PARAMETER
-            norm = _norm(values) if is_measured else values.sum().item()
+            is_one = is_measured and piece.kind is Kind.PARAMETER
+            norm = _norm(values) if is_one else values.sum().item()
             if not math.isfinite(norm):
                 if not bool(torch.isfinite(values).all()):
                     return None
-                norm = _large_norm(values) if is_measured else 0.0
-            if is_measured:
+                norm = _large_norm(values) if is_one else 0.0
+            if is_one:
                 norms.append(norm)
         return math.hypot(*norms)
 
@@ -119,12 +120,16 @@ class Sanity:
 
     def scale(self, body: torch.Tensor, factor: float) -> None:
         """Parameters times `factor`, 0 to 1."""
-        factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
         for window in self._windows:
-            for piece in window.pieces:
-                if piece.kind is Kind.PARAMETER:
-                    for one in factors:
-                        self._view(piece, body).mul_(one)
+            self.scale_window(body, window, factor)
+
+    def scale_window(self, body: torch.Tensor, window: Window, factor: float) -> None:
+        """Those of one window."""
+        factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
+        for piece in window.pieces:
+            if piece.kind is Kind.PARAMETER:
+                for one in factors:
+                    self._view(piece, body).mul_(one)
 
 
 def _norm(values: torch.Tensor) -> float:

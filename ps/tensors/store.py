@@ -12,6 +12,7 @@ is: weights, optimizer state, one mean (or, where all are kept, every body of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -19,7 +20,7 @@ import torch
 
 from ...common.tensors.layout import FlatRun, Kind, Layout, View, kept_views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..core.judgement import Limits
+from ..core.judgement import Limits, factor_to
 from .aggregation.base import Aggregator, Buffers
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer
@@ -32,7 +33,8 @@ class Store:
     """Versioned weights, uint8 [layout.total_bytes], and what moves them.
 
     `optimizer` is None when workers contribute weights: a commit then takes the mean as the
-    new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded.
+    new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded,
+    `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Store:
         trim: int = 1,
         limits: Limits | None = None,
         is_part: bool = False,
+        clip_norm: float | None = None,
     ) -> None:
         self.layout = layout
         self.weights = weights
@@ -56,17 +59,28 @@ class Store:
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
         self.sanity = Sanity(limits or Limits(), self.windows, self._view, optimizer is not None, is_part)
+        self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
+        self._clip_norm = clip_norm  # of the mean gradient
         self._polyak = polyak
         self.averaged = weights.clone() if polyak is not None else None
         self.optimizer: FlatOptimizer | None = None
         if optimizer is not None:
             self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows)
 
-    def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool = False) -> list[torch.Tensor]:
+    def fold(
+        self,
+        body: torch.Tensor,
+        weight: float,
+        rank: int,
+        may_keep: bool = False,
+        without: frozenset[str] = frozenset(),
+    ) -> list[torch.Tensor]:
         """Add a contribution to the round's; returns bodies that may be reused at once.
 
-        A body that may be kept may be read as late as at the commit.
+        A body that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in it;
+        the optimizer leaves those alone that no contribution of the round has one of.
         """
+        self._without = without & self._without if self.aggregator.num_folded else without
         return self.aggregator.fold(body, weight, rank, may_keep)
 
     def commit(
@@ -92,6 +106,7 @@ class Store:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
+        factor = self._clip_factor()
         with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
             for index, window in enumerate(self.windows):
                 if new is not old:
@@ -99,19 +114,34 @@ class Store:
                     if self.optimizer is not None:
                         self.optimizer.move(index, new)
                 if round_.result is not None:
-                    round_.complete(window)
+                    if factor is None:
+                        round_.complete(window)
+                    elif factor < 1:
+                        self.sanity.scale_window(round_.result, window, factor)
                     self._move_window(index, round_.result, new, share, takes_integers)
                 progress(window.end)
         self.weights = new
         self.version += 1
         return round_.close() if round_.result is not None else []
 
+    def _clip_factor(self) -> float | None:
+        """What the mean of the round is multiplied with to be no longer than clip_norm; the mean is complete then.
+        None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
+        mean = self.aggregator.result
+        if self._clip_norm is None or mean is None:
+            return None
+        norms = []
+        for window in self.windows:
+            self.aggregator.complete(window)
+            norms.append(self.sanity.norm(mean, window) or 0.0)
+        return min(1.0, factor_to(self._clip_norm, math.hypot(*norms)))
+
     def _move_window(
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, takes_integers: bool
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
         if self.optimizer is not None:
-            self.optimizer.step(index, mean, self._view)
+            self.optimizer.step(index, mean, self._view, self._without)
         view = self._view
         for piece in self.windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER

@@ -43,6 +43,7 @@ class Intake:
         self._peer = peer
         self._lane = lane
         self._told: list[Hyperparameters] = []  # with the contribution that is on its way
+        self._without: frozenset[str] = frozenset()  # a gradient, in it
 
     async def next(self) -> Frame | None:
         """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
@@ -111,6 +112,7 @@ class Intake:
             raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
         self._told = hyperparameters_from_proto(header.hyperparameters)
         self._engine.model.check_hyperparameters(self._told)
+        self._without = self._engine.model.names_here(header.without_gradient)
         self._peer.state = "uploading"
 
     async def _announced(self, received: Frame, upload: Upload | None) -> Upload:
@@ -166,7 +168,7 @@ class Intake:
             looked_s,
             header.batches if header.HasField("batches") else None,
         )
-        self._engine.contributed(event, body)
+        self._engine.contributed(event, body, self._without)
         self._peer.state = "waiting"
 
     async def _borrow(self) -> Body:

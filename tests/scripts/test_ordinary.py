@@ -23,11 +23,11 @@ STEPS = {"epochs": 48, "language_model": 12, "fine_tuning": 15, "sparse": 10, "c
 FIRST = ("language_model", "fine_tuning")
 
 
-def plain(script: str, folder: Path) -> dict[str, torch.Tensor]:
+def plain(script: str, folder: Path, **more: str) -> dict[str, torch.Tensor]:
     """By one process, without a server, of the union batch."""
     out = folder / "plain.pt"
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
-    environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "OMP_NUM_THREADS": "1"}
+    environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "OMP_NUM_THREADS": "1", **more}
     done = subprocess.run(
         [sys.executable, str(HERE / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=60
     )
@@ -49,3 +49,18 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(cluster: Clust
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
     assert all("Traceback" not in one.output for one in (*scripts, server))
+
+
+@pytest.mark.parametrize("more", [{"MOMENTUM": "1"}, pytest.param({}, marks=pytest.mark.slow)])
+def test_branches_without_a_gradient_and_a_clipped_mean(cluster: Cluster, tmp_path: Path, more: dict[str, str]):
+    """The plain process clips its gradient, the server the mean of the workers', and neither decays a branch that was
+    not in the loss."""
+    wanted = plain("branches", tmp_path, CLIP="0.1", **more)
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "14", "--clip-norm", "0.1")
+    out = tmp_path / "together.pt"
+    place = {"BATCH": str(BATCH), "OUT": str(out), **more}
+    scripts = [cluster.script(rank, HERE / "branches.py", **place) for rank in range(2)]
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    found = torch.load(out)
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name

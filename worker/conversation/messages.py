@@ -49,6 +49,7 @@ class Work(NamedTuple):
     hyperparameters: list[Hyperparameters]  # empty: as before
     transfer_s: float = 0.0  # of the contribution before
     num_batches: int | None = None  # None: as many as training steps
+    without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
 
 
 class Goodbye(NamedTuple):
@@ -117,6 +118,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         transfer_s=work.transfer_s,
         in_segment=in_segment,
         batches=work.num_batches,
+        without_gradient=work.without_gradient,
     )
     return pb.WorkerMessage(contribution=header)
 

@@ -49,7 +49,7 @@ class Direct:
                 fix="load or initialise weights before session.optimizer(), which takes them into the run; what a loop "
                 "changes for a while (to evaluate an average, say) it puts back before step()",
             )
-        self._contribute(work)
+        self._contribute(self._described(work))
         if self._watch is not None:
             self._watch.note()
 
@@ -61,6 +61,10 @@ class Direct:
         if self._early is not None:
             self._early.settle()
         self._exchange.contribute(self.source, work)
+
+    def _described(self, work: Work) -> Work:
+        """With what is to be seen on the model's own tensors."""
+        return work._replace(without_gradient=self._model.without_gradient()) if self.source == "gradient" else work
 
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has

@@ -98,6 +98,17 @@ class ModelTensors:
         """Tensors that travel with contributions; the frozen ones come after them."""
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
 
+    @cached_property
+    def _trained(self) -> list[tuple[int, int]]:
+        """Of each parameter, its position in the layout's specs and in `tensors`."""
+        places = {spec.name: place for place, spec in enumerate(self.layout.specs)}
+        entries = enumerate(self.layout.entries)
+        return [(places[one.spec.name], index) for index, one in entries if one.spec.kind is Kind.PARAMETER]
+
+    def without_gradient(self) -> tuple[int, ...]:
+        """Positions in the layout's specs of the parameters that have no gradient now: torch would not step them."""
+        return tuple(place for place, index in self._trained if self.tensors[index].grad is None)
+
     def views(self, body: torch.Tensor) -> list[torch.Tensor]:
         """The exchanged tensors in `body`, uint8 [exchange_bytes]; shares memory.
 

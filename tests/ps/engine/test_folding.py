@@ -27,7 +27,9 @@ class Store:
     def scale(self, body: torch.Tensor, factor: float) -> None:
         body.mul_(int(factor))
 
-    def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
+    def fold(
+        self, body: torch.Tensor, weight: float, rank: int, may_keep: bool, without: frozenset[str]
+    ) -> list[torch.Tensor]:
         self.folded.append(body)
         return []
 

@@ -322,3 +322,12 @@ def test_a_trim_that_leaves_nothing_of_any_round(workers: Any, backup: int, trim
         return
     with pytest.raises(ValueError, match=f"policy.trim is {trim}: a round needs more than {2 * trim} contributions"):
         Config.model_validate(values)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp", "localsgd"])
+def test_a_mean_that_there_is_not_cannot_be_clipped(mode):
+    with pytest.raises(UsageError, match=f"store.clip_norm is 1, and mode {mode} does not take one step along"):
+        check_contributions(mode, "mean", None, 1.0)
+    check_contributions("sync", "median", None, 1.0)
+    with pytest.raises(UsageError, match="no one of 2 shards sees the whole mean"):
+        check_contributions("sync", "mean", None, 1.0, shards=2)
