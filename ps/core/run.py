@@ -449,6 +449,7 @@ class Run:
                 "stats": stats,
                 "out": sorted(self.policy.out),
                 "batches": self.contributions.drawn.saved(),
+                "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
             },
         }
 
@@ -458,8 +459,11 @@ class Run:
         self.model = model
         self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
         self.roster.restore(saved["num_joins"])
+        self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
             self.policy.restore(version, saved["steps"], saved["policy"])
+            if (steps := _steps_done(saved["training"])) is not None:
+                self.policy.count_from(steps)
         except Exception as error:
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
@@ -467,7 +471,6 @@ class Run:
                 fix="mend the mode's restore, or begin anew with --resume never",
             ) from error
         self.contributions.restore(saved["training"])
-        self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = True
 
@@ -499,6 +502,14 @@ class Run:
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
+
+
+def _steps_done(training: dict[str, Any]) -> dict[int, int] | None:
+    """Training steps of each rank, as `Run.saved` keeps them; None where they are not, as in older snapshots."""
+    saved = training.get("steps_done")
+    if not isinstance(saved, dict) or not all(type(steps) is int and steps >= 0 for steps in saved.values()):
+        return None
+    return {int(rank): steps for rank, steps in saved.items() if rank.isdecimal()}
 
 
 def _stopping() -> ParamServerError:

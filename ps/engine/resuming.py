@@ -6,12 +6,14 @@ import contextlib
 from typing import Any
 
 from ...common.config.schema import Config
+from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model
 from ..tensors.model import names_of
 from .engine import Engine
+from .modes import make_policy
 from .peers import Traffic
 
 log = get_logger()
@@ -24,12 +26,30 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
+        has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
+        if has_changed:
+            _count_steps(config, saved)
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         _restore_traffic(engine, saved["training"])
+        if has_changed:
+            done, steps = run.policy.min_steps_done, config.run.steps
+            told = (
+                f"training steps are counted: {done} of {steps} are done by the slowest rank, {steps - done} are left"
+            )
+            log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=told)
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]
     if config.checkpoint.dir is not None and config.server.shard == 0:
         run.incarnation = new_incarnation(config, run.incarnation)
+
+
+def _count_steps(config: Config, saved: dict[str, Any]) -> None:
+    """What was saved in another mode says how many training steps it comes to; an older snapshot did not."""
+    if "steps_done" in saved["training"]:
+        return
+    then = make_policy(config.model_copy(update={"run": config.run.model_copy(update={"mode": saved["mode"]})}))
+    then.restore(saved["version"], saved["steps"], {})
+    saved["training"] |= {"steps_done": {str(rank): steps for rank, steps in then.committed_steps().items()}}
 
 
 def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:

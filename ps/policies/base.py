@@ -110,6 +110,9 @@ class Policy(ABC):
         self._num_open: Counter[int] = Counter()  # of those, by rank, which no version holds yet
         self.has_started = False
         self._first_number = 0  # of a rank that is new while nobody is live
+        # Training steps of each rank beyond those that its contributions, or the rounds, come to: another mode's.
+        self._offsets: dict[int, int] = {}
+        self._offset = 0  # of a rank that is new
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting: set[int] = set()  # ranks with an answer pending that would reach them
         self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
@@ -136,6 +139,25 @@ class Policy(ABC):
         self.version = version
         self.num_counted = dict(contributions)
         self._first_number = min(contributions.values(), default=0)
+
+    def committed_steps(self) -> dict[int, int]:
+        """Training steps of each rank that the newest version holds."""
+        done = {rank: self.steps_done(rank) for rank in self.num_counted}
+        if self.has_rounds:
+            return done
+        return {rank: steps - self._num_open[rank] * self.local_steps for rank, steps in done.items()}
+
+    def count_from(self, steps: Mapping[int, int]) -> None:
+        """After `restore`: what it has brought comes to these training steps (`committed_steps`), in whatever mode they
+        were taken. Rounds are everybody's, and begin at the slowest of those who take more steps."""
+        if not self.num_counted:
+            return
+        fewest = min(self.num_counted, key=lambda rank: self.num_counted[rank])
+        least = min(steps.get(rank, 0) for rank in (self.num_counted.keys() - self.out or self.num_counted))
+        for rank in self.num_counted:
+            done = least if self.has_rounds else steps.get(rank, least)
+            self._offsets[rank] = done - self._rounds_done(rank) * self.local_steps
+        self._offset = self._offsets[fewest]
 
     def full_state(self) -> dict[str, Any]:
         """Everything that decides, as JSON: for comparing two that were given the same events. Takes time in
@@ -227,7 +249,8 @@ class Policy(ABC):
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
-        return min(self.common.training_steps, self._rounds_done(rank) * self.local_steps)
+        before = self._offsets.get(rank, self._offset)
+        return min(self.common.training_steps, before + self._rounds_done(rank) * self.local_steps)
 
     @property
     def min_steps_done(self) -> int:
@@ -236,7 +259,7 @@ class Policy(ABC):
         if not self.members:
             return min(map(self.steps_done, self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
-        return min(self.common.training_steps, rounds * self.local_steps)
+        return min(self.common.training_steps, self._offset + rounds * self.local_steps)
 
     @property
     def local_steps(self) -> int:

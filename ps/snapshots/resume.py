@@ -19,8 +19,8 @@ from .store_state import restore
 log = get_logger()
 
 _INCARNATION = "incarnation"
-# What `Snapshots.take` was given, and the version. The key "steps" is of format 1, and counts contributions.
-_SAVED = {"run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
+# What `Snapshots.take` was given, the mode and the version. The key "steps" is of format 1, and counts contributions.
+_SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
 
 
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
@@ -31,10 +31,8 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     """
     loaded = available.load(name)
     manifest = loaded.manifest
-    mode, mode_then = mode_anywhere(config.run.mode), mode_anywhere(manifest.mode)
-    for what, now, then in (("mode", mode, mode_then), ("seed", config.run.seed, manifest.seed)):
-        if now != then:
-            log.warning("resumed_with_another", what=what, now=now, snapshot=then)
+    if config.run.seed != manifest.seed:
+        log.warning("resumed_with_another", what="seed", now=config.run.seed, snapshot=manifest.seed)
     optimizer = loaded.whole_optimizer
     if optimizer is None:
         raise CheckpointError(f"snapshot {loaded.path} names no optimizer")
@@ -50,7 +48,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     model.adopt(loaded.whole, optimizer)
     model.begin(model.new_memory(), lambda store: restore(store, loaded))
     saved = manifest.model_dump(by_alias=True, include=_SAVED)
-    if mode != mode_then:
+    if mode_anywhere(config.run.mode) != mode_anywhere(manifest.mode):
         saved["policy"] = {}  # another mode's state
     return saved
 

@@ -134,3 +134,17 @@ def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
         assert torch.equal(applied(weights, 1), torch.ones(1, STEPS))
     longer = start(cluster, "sync", 1, *snapshots, steps=STEPS + 5)
     assert longer.events("already_done") == []
+
+
+def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
+    """20 steps of two workers are 40 versions of async, which were taken for 40 rounds of sync: nothing was trained."""
+    for mode, steps, version in (("async", 20, 40), ("sync", 30, 50), ("localsgd", 46, 52)):
+        server = cluster.server(
+            "--mode", mode, "--workers", "2", "--steps", str(steps), "--task", "linear", "--checkpoint-dir", "snapshots"
+        )
+        workers = [cluster.worker(rank) for rank in range(2)]
+        assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
+        assert server.events("snapshot")[-1]["version"] == version
+        if mode == "sync":
+            told = server.events("mode_changed")[0]["meaning"]
+            assert told == "training steps are counted: 20 of 30 are done by the slowest rank, 10 are left"
