@@ -37,7 +37,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)
-        self._is_stepping = False
+        self._is_stepping = self._has_told = False
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self.taken = Taken(lambda: strategy.progress, inner)
@@ -64,6 +64,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         found: dict[str, Any] = super().state_dict()
         if not self._steps_here:
             found[_PLACE] = {"run": self.progress.run, "steps": self._num_steps}
+            if self._num_steps and not self._has_told:
+                self._has_told = True
+                log.warning(
+                    "optimizer_state_saved_in_part",
+                    meaning="hyperparameters only: moments are the server's, and ps-server --checkpoint-dir keeps them",
+                )
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

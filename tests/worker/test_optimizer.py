@@ -1,0 +1,83 @@
+"""The session's optimizer as torch sees it: loaded, saved, scheduled, it is the optimizer it was made from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.common.config.schema import SlowdownConfig
+from paramserver.common.errors import UsageError
+from paramserver.worker.session import Progress
+from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.slowdown import Slowdown
+
+
+class Run:
+    """What a strategy is to an optimizer, in a run of many local steps."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.settings = SimpleNamespace(steps=100, mode="any")
+        self.progress = Progress(run="this", steps_left=100, local_steps=100)
+
+    def contribute(self, work: Any) -> None:
+        self.progress.steps_left = 100
+
+
+def optimizer_of(model: nn.Module, source: str = "weights") -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    return ExchangeOptimizer(inner, Run(source), Slowdown(SlowdownConfig(), 0, 0)), inner  # type: ignore[arg-type]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    copy = nn.Linear(3, 2)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("who", ["outer", "inner"])
+def test_moments_that_are_loaded_are_gone_on_with_where_this_process_steps(who: str) -> None:
+    model = nn.Linear(3, 2)
+    plain_model = copy_of(model)
+    plain = torch.optim.Adam(plain_model.parameters(), lr=0.1)
+    optimizer, inner = optimizer_of(model)
+    for one, stepped in ((plain_model, plain), (model, optimizer)):
+        train(one, stepped, 3)
+        saved = stepped.state_dict()
+        train(one, stepped, 2)
+        (inner if who == "inner" and stepped is optimizer else stepped).load_state_dict(saved)
+        torch.optim.lr_scheduler.StepLR(stepped, step_size=1, gamma=0.5).step()
+        train(one, stepped, 3)
+    assert torch.equal(model.weight, plain_model.weight)  # type: ignore[arg-type]
+    assert optimizer.state is inner.state
+    assert optimizer.param_groups is inner.param_groups
+
+
+def test_where_the_server_steps_only_hyperparameters_are_loaded() -> None:
+    elsewhere = nn.Linear(3, 2)
+    other = torch.optim.Adam(elsewhere.parameters(), lr=0.02)
+    train(elsewhere, other, 2)
+    optimizer, inner = optimizer_of(nn.Linear(3, 2), "gradient")
+    optimizer.load_state_dict(other.state_dict())
+    assert (inner.param_groups[0]["lr"], len(inner.state)) == (0.02, 0)
+    assert optimizer.state_dict()["paramserver"] == {"run": "this", "steps": 0}
+
+
+@pytest.mark.parametrize("source", ["weights", "gradient"])
+def test_the_inner_optimizer_is_stepped_by_nobody_else(source: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer, inner = optimizer_of(model, source)
+    train(model, optimizer, 1)
+    with pytest.raises(UsageError, match="the run would never hear of it"):
+        inner.step()
