@@ -7,7 +7,9 @@ supervisor's Finish.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, ParamServerError
 from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
@@ -86,7 +89,12 @@ class Job:
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:
-                self._screen.note("ended", f"{finish.reason}; every process has ended", "warning")
+                again = (
+                    f"; to go on: {shlex.join((LAUNCHER, *sys.argv[1:]))}"
+                    if self._plan.checkpoint_dir is not None
+                    else ""
+                )
+                self._screen.note("ended", f"{finish.reason}; every process has ended{again}", "warning")
         finally:
             self._screen.close()
         return Outcome(finish, self._summary)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
 from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_command, show_config
 from ..common.config.option import LAUNCHER
 

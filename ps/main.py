@@ -7,9 +7,13 @@ import contextlib
 import ctypes
 import os
 import resource
+import shlex
 import signal
 import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
 
+from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
 from ..common.config.cli import (
     ConfigOption,
     Drained,
@@ -24,6 +28,10 @@ from ..common.config.option import SERVER
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.reporting.log import get_logger, setup_logging
+
+if TYPE_CHECKING:
+    from .server import Server
+    from .shards.server import ShardServer
 
 _HELP = """Hold the weights and the optimizer; let workers train.
 
@@ -50,6 +58,17 @@ def serve(
     asyncio.run(_serve(resolved))
 
 
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """gRPC prints what ends its own coroutines; that calls are cut off when the server ends is no mistake."""
+    if not issubclass(kind, asyncio.CancelledError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    if not issubclass(what.exc_type, asyncio.CancelledError):
+        sys.__unraisablehook__(what)
+
+
 def _allow_connections() -> None:
     """As many as the system lets this process have: with 1,024, as is common, 1,500 silent ones kept workers out."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -74,8 +93,28 @@ def _keep_memory() -> None:
     mallopt(_M_ARENA_MAX, 1)
 
 
+class _Signals:
+    """SIGINT and SIGTERM end the server in good order, from before it is loaded: asyncio's own way would cut off what
+    is half made. They are heard when the loop runs; the second means now."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self.server: Server | ShardServer | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
+
+    def _hear(self, number: int) -> None:
+        self.heard.append(number)
+        if len(self.heard) > 1:
+            os._exit(128 + number)
+        if self.server is not None:
+            self.server.stop_requested.set()
+
+
 async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load: only once the configuration has been found good.
+    signals = _Signals()
+    sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
     before_torch()
     _keep_memory()
     _allow_connections()
@@ -87,38 +126,34 @@ async def _serve(resolved: Resolved) -> None:
     without_compiler()
     check_before_start(resolved.config)
     with sole_server(held_dir(resolved.config)):
-        await _serve_alone(resolved.config)
+        await _serve_alone(resolved.config, signals)
 
 
-async def _serve_alone(config: Config) -> None:
+async def _serve_alone(config: Config, signals: _Signals) -> None:
     """Until the run is over or a signal ends it, also over going back."""
     from .server import Server
     from .shards.server import ShardServer
 
     server: Server | ShardServer = Server(config) if config.server.shard == 0 else ShardServer(config)
-    loop = asyncio.get_running_loop()
-    stops: list[int] = []
-
-    def stop(number: int) -> None:
-        stops.append(number)
-        if len(stops) > 1:
-            os._exit(128 + number)  # the second signal means now
-        server.stop_requested.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    signals.server = server
     await server.start()
     await server.serve()
-    while server.goes_back and not stops:
+    while server.goes_back and not signals.heard:
         # Where it listened: workers and shards look for it there.
         listening = config.server.model_copy(update={"listen": server.address})
         config = config.model_copy(update={"server": listening})
-        server = server.after(config)
+        signals.server = server = server.after(config)
         await server.start()
         await server.serve()
-    if stops:
-        get_logger().info("stopped", signal=signal.Signals(stops[0]).name)
-        raise KeyboardInterrupt if stops[0] == signal.SIGINT else Drained
+    if signals.heard:
+        get_logger().info("stopped", signal=signal.Signals(signals.heard[0]).name, **_how_to_go_on(config))
+        raise KeyboardInterrupt if signals.heard[0] == signal.SIGINT else Drained
+
+
+def _how_to_go_on(config: Config) -> dict[str, str]:
+    if config.checkpoint.dir is None or config.log.format == "json":
+        return {}
+    return {"snapshots": config.checkpoint.dir, "to_go_on": shlex.join((SERVER, *sys.argv[1:]))}
 
 
 def main() -> None:

@@ -320,6 +320,9 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """An error of ours that a script does not catch ends it like our programs: explained, with its exit code."""
+    if isinstance(error, KeyboardInterrupt):  # where it came is no news, as a rule it is in the middle of a wait
+        print("paramserver: interrupted", file=sys.stderr)
+        return
     if not isinstance(error, ParamServerError):
         sys.__excepthook__(kind, error, traceback)
         return

@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
 from ..common.config.cli import (
     ConfigOption,
     Drained,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 import typer
 
 from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
+from . import quiet
 
 # pydantic, yaml and rich are imported where they are used: not every command needs them.
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
 
         print(f"{program} {PROGRAM_VERSION}")
         sys.exit(0)
+    quiet.end()
     try:
         code = app(prog_name=program, standalone_mode=False)
     except ParamServerError as error:

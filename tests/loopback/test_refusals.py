@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def test_worker_waits_for_a_server_that_comes_later(cluster):
     script.event("waiting_for_server")
     server = cluster.server("--steps", "5", "--workers", "1", "--listen", cluster.address)
     assert [script.wait(), server.wait()] == [0, 0]
+
+
+def test_a_signal_while_a_server_is_loading_ends_it_without_a_word_of_others(cluster):
+    server = cluster.start("server", "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--checkpoint-dir", "kept")
+    libraries = Path(f"/proc/{server.popen.pid}/maps")
+    server.until(lambda: "libtorch" in libraries.read_text(), "torch")
+    server.signal(signal.SIGINT)
+    assert server.wait() == 130
+    assert not any(word in server.output for word in ("Traceback", "Exception", "Warning"))
+
+
+def test_an_interrupted_script_that_waits_for_a_server_says_one_line(cluster):
+    cluster.address = "127.0.0.1:1"
+    script = cluster.script(0, "onehot.py", "5")
+    assert script.event("waiting_for_server")["reason"] == "connection refused"
+    script.signal(signal.SIGINT)
+    assert script.wait() in (-signal.SIGINT, 130)
+    assert script.output.splitlines()[1:] == ["paramserver: interrupted"]
 
 
 def test_an_address_that_is_none_ends_a_script_in_a_sentence(cluster):
