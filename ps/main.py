@@ -54,6 +54,7 @@ def serve(
 ) -> None:
     """Hold the weights and the optimizer; let workers train."""
     resolved = resolve(config, flags, sets, print_config)
+    resolved.check_options([resolved.config.run.mode])
     setup_logging(resolved.config.log, SERVER)
     asyncio.run(_serve(resolved))
 

@@ -69,7 +69,7 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
 @contextmanager
 def _exchanges(options: LatencyOptions) -> Iterator[Measured]:
     num_steps = options.num_warmup + options.exchanges + 1
-    flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--local-steps", "1")
+    flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--set", "policy.local_steps=1")
     with (
         running_server(*flags) as server,
         joined_worker(server.address, 0, options.floats, options.optimizer) as worker,

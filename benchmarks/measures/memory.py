@@ -114,7 +114,7 @@ def _run(options: MemoryOptions, mode: str, workers: int, shared_memory: bool) -
     """Bytes of the server (before, peak, anonymous, shared) and of the workers' median (worker_...)."""
     flags = ("--mode", mode, "--workers", str(workers), "--steps", str(_NUM_STEPS + 1))
     arguments = (options.num_floats, options.optimizer, shared_memory)
-    with running_server(*flags, "--local-steps", str(_LOCAL_STEPS)) as server:
+    with running_server(*flags, "--set", f"policy.local_steps={_LOCAL_STEPS}") as server:
         address = server.address
         before = memory_of(server.pid)
         with (

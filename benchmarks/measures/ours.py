@@ -87,7 +87,7 @@ class OurExchange:
         """Parts exchange, encode, up, held, down, and up_reply: both of them in the first run."""
         steps = str(self.num_steps + 1)
         size = (self.num_floats, self.optimizer, self.codec, self.variant.shared_memory)
-        first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--local-steps", "1")
+        first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--set", "policy.local_steps=1")
         second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
         with (
             running_server(*first_flags) as both_ways,

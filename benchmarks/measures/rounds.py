@@ -68,7 +68,16 @@ def measure_round(options: RoundOptions, peer_names: Sequence[str] = ()) -> Repo
 def _our_round(options: RoundOptions, variant: Variant) -> Iterator[Measured]:
     """A server and its workers."""
     steps = str(_NUM_WARMUP + options.runs + 1)
-    flags = ("--mode", options.mode, "--workers", str(options.workers), "--steps", steps, "--local-steps", "1")
+    flags = (
+        "--mode",
+        options.mode,
+        "--workers",
+        str(options.workers),
+        "--steps",
+        steps,
+        "--set",
+        "policy.local_steps=1",
+    )
     with (
         running_server(*flags) as server,
         team(options.workers, worker_life, server.address, options, variant) as workers,

@@ -42,7 +42,16 @@ def _measure(options: ScaleOptions, num_workers: int) -> dict[str, float]:
     from ..rig.swarm import SwarmOptions, swarm_life
 
     num_processes = min(options.generators, num_workers)
-    flags = ("--mode", options.mode, "--workers", str(num_workers), "--steps", str(_STEPS), "--local-steps", "1")
+    flags = (
+        "--mode",
+        options.mode,
+        "--workers",
+        str(num_workers),
+        "--steps",
+        str(_STEPS),
+        "--set",
+        "policy.local_steps=1",
+    )
     with running_server(*flags) as server:
         swarm = SwarmOptions(server.address, server.pid, options.floats, options.optimizer, options.seconds)
         with team(num_processes, swarm_life, num_processes, num_workers, swarm) as generators:

@@ -60,7 +60,7 @@ def scalar(text: str) -> Any:
 def read_document(path: str, what: str, fix: str) -> yaml.Node | None:
     """What the file of `what` ("the hosts") holds. Raises UsageError."""
     try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise UsageError(f"cannot read {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -69,6 +69,26 @@ def read_document(path: str, what: str, fix: str) -> yaml.Node | None:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    _check_once(root, path, set())
+    return root
+
+
+def _check_once(node: yaml.Node | None, path: str, seen: set[int]) -> None:
+    """Refuse a key that stands twice in one mapping: YAML would take the last, and say nothing."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))  # what an alias names is there once, and may be inside itself
+    lines: dict[str, int] = {}
+    for entry in node.value:
+        if isinstance(entry, tuple):
+            key, entry = entry
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and isinstance(key, yaml.ScalarNode):
+                raise UsageError(
+                    f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}", fix="leave one of them out"
+                )
+            lines[name] = line
+        _check_once(entry, path, seen)
 
 
 def items(node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:

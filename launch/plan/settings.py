@@ -31,6 +31,8 @@ _ONE_SERVERS = ("server.shard", "server.coordinator", "server.advertise")
 def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tuple[str, ...]) -> None:
     """Refuse what does not go together with these modes, or with a script or none. Raises UsageError."""
     script, resume = resolved.config.launch.script, resolved.config.checkpoint.resume
+    if modes != (SINGLE,):
+        resolved.check_options(modes)
     for key, origin in resolved.origins.items():
         if key in _ONE_SERVERS:
             raise UsageError(
@@ -41,6 +43,11 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
             raise UsageError(
                 f"{origin} together with the script {script}: the script owns the optimizer",
                 fix="set it in the script, where session.optimizer() wraps it",
+            )
+        if is_flag(origin) and key == "task.name" and script is not None:
+            raise UsageError(
+                f"{origin} together with the script {script}: the script has its own model and data, no task is run",
+                fix="leave one of them out",
             )
         if is_flag(origin) and key.startswith("checkpoint.") and modes == (SINGLE,):
             raise UsageError(

@@ -12,6 +12,7 @@ from ...common.errors import Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.version import PROGRAM_VERSION
 from ...common.wire.protocol import layout_from_proto, optimizer_from_proto, struct
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -66,6 +67,11 @@ class Joining:
             "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
             pid=join.pid, device=join.device,
         )  # fmt: skip
+        if join.program_version not in ("", PROGRAM_VERSION):  # empty: a program of somebody else's
+            meaning = "what only one of them knows is ignored by the other: install the same version"
+            log.warning(
+                "another_version", rank=peer.rank, worker=join.program_version, server=PROGRAM_VERSION, meaning=meaning
+            )
         return peer
 
     async def _find(self, join: pb.Join, rank: int | None) -> Peer:

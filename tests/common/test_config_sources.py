@@ -460,3 +460,30 @@ def test_no_file_gives_a_traceback(text: str, tmp_path_factory: pytest.TempPathF
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(UsageError):
         load(path)
+
+
+# ---- what would be ignored ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second", "key"),
+    [
+        ("run:\n  steps: 10\n  seed: 1\n  steps: 20\n", 2, 4, "steps"),
+        ("run:\n  steps: 10\npolicy:\n  staleness: 1\nrun:\n  seed: 1\n", 1, 5, "run"),
+        ("task:\n  name: linear\n  args: {seed: 1,\n    seed: 2}\n", 3, 4, "seed"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_both_lines(write, text, first, second, key):
+    path = write(text)
+    error = mistake(lambda: load(path))
+    assert error.message == f"{path}:{second}: '{key}' is set already in {path}:{first}"
+
+
+def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_several(write):
+    path = write("policy: {straggler_timeout_s: 1, staleness: 2}\n")
+    load(path, {"run.mode": "async"}).check_options(["async"])
+    resolved = load(path, {"run.mode": "async", "policy.straggler_timeout_s": 2.0})
+    error = mistake(lambda: resolved.check_options(["async"]))
+    assert error.message == "flag --straggler-timeout-s: mode async has no such option, it would change nothing"
+    assert error.fix == "leave it out, or take a mode that has it: localsgd, sync"
+    resolved.check_options(["async", "sync"])

@@ -73,6 +73,8 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--set", "policy.backup_workers=2"], 2, ["must be below run.workers, 2"]),
         (["--set", "launch.backend=locall"], 2, ["unknown backend 'locall'", "did you mean 'local'"]),
         (["--script", "no.py"], 2, ["flag --script: no file no.py"]),
+        (["--script", "train.py", "--task", "xor"], 2, ["flag --task together with the script train.py", "leave one"]),
+        (["--mode", "async", "--straggler-timeout-s", "2"], 2, ["mode async has no such option", "localsgd, sync"]),
         (["--script", "train.py", "--lr", "0.1"], 2, ["flag --lr", "the script owns the optimizer"]),
         (["--script", "train.py", "--optimizer", "adam"], 2, ["flag --optimizer"]),
         (["--", "--epochs", "3"], 2, ["arguments after --", "--script FILE.py -- ARGS"]),

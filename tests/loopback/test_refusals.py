@@ -24,6 +24,8 @@ STEPS = 25
         (("ps", "--stalenes", "3"), 2, ["--stalenes", "--staleness"]),
         (("ps", "--steps", "-5"), 2, ["flag --steps", "-5"]),
         (("ps", "--mode", "ssp", "--staleness", "-1"), 2, ["flag --staleness", "-1"]),
+        (("ps", "--mode", "async", "--staleness", "1"), 2, ["flag --staleness: mode async has no such option", "ssp"]),
+        (("ps", "--mode", "async", "--clip-norm", "1"), 2, ["store.clip_norm is 1, and mode async", "sync"]),
         (("ps", "--set", "run.stepz=3"), 2, ["unknown key 'run.stepz'", "'run.steps'"]),
         (("ps", "--save", "missing/w.safetensors"), 14, ["no directory missing", "mkdir -p missing"]),
         (("ps", "--save", "w.pt"), 2, [".safetensors"]),

@@ -7,12 +7,14 @@ import asyncio
 import pytest
 
 from paramserver.common.config.schema import Config
+from paramserver.common.version import PROGRAM_VERSION
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
 from paramserver.ps.core.replication import Follower
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
+from paramserver.ps.wire import joining
 from paramserver.ps.wire.service import ParameterServerService
 
 from ..streams import Aborted, Stream, turns
@@ -73,3 +75,25 @@ def test_an_older_incarnation_than_the_one_that_was_seated_is_refused_at_once() 
         assert shard.call.done() and str(shard.call.exception()) == "NOT_JOINED"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("said", "is_told"), [("0.0.1", True), (PROGRAM_VERSION, False), ("", False)])
+def test_a_worker_of_another_version_is_said_so(monkeypatch: pytest.MonkeyPatch, said: str, is_told: bool) -> None:
+    told: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(joining.log, "warning", lambda event, **fields: told.append((event, fields)))
+
+    async def main() -> None:
+        config = Config.model_validate({"run": {"mode": "async"}})
+        stream = Stream()
+        service = ParameterServerService(Engine(config, make_policy(config), name="run"), config)
+        call = asyncio.ensure_future(service.exchange(None, stream))
+        stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=said))))
+        await turns()
+        assert [received.kind for received in stream.received] == ["welcome"]
+        call.cancel()
+        await asyncio.wait([call])
+
+    asyncio.run(main())
+    assert [(event, fields["worker"], fields["server"]) for event, fields in told] == (
+        [("another_version", said, PROGRAM_VERSION)] if is_told else []
+    )
