@@ -51,6 +51,7 @@ class Session:
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
+        self._is_told = False  # that it has no more batches
 
     @property
     def rank(self) -> int:
@@ -93,12 +94,20 @@ class Session:
         drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
         progress, taken = self._place()
+        self._say_length(progress().training_steps)
         shares = Shares(dataset, batch_size or self.settings.batch_size, self.settings.seed, shuffle, pad, drop_last)
         return Batches(shares, taken, progress, self.settings.steps, self._is_over, read_options(loader_options))
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
         raise NotImplementedError
+
+    def _say_length(self, num_steps: int) -> None:
+        """Once, where a loop gets fewer batches than its author may expect."""
+        steps = self.settings.steps
+        if num_steps >= steps and not self._is_told:
+            self._is_told = True
+            log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 
     def _is_over(self) -> bool:
         """No batch is needed any more."""
@@ -243,10 +252,12 @@ class RemoteSession(Session):
 
 
 class AloneSession(Session):
-    """The same session without a server: the given optimizer steps, the data is not divided."""
+    """The same session without a server: the given optimizer steps, the data is not divided. `has_length`: somebody has
+    said how many steps there are to be."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, has_length: bool = True) -> None:
         super().__init__()
+        self._has_length = has_length
         self.settings = Settings(
             mode="single",
             source="weights",
@@ -286,6 +297,13 @@ class AloneSession(Session):
             raise _too_early()
         return lambda: self._progress, self._taken
 
+    def _say_length(self, num_steps: int) -> None:
+        super()._say_length(num_steps)
+        if not self._has_length:
+            self._has_length = True
+            told = f"session.shard() ends after {self.settings.steps} training steps, the default of run.steps"
+            log.warning("length", reason=told, fix="PS_RUN__STEPS=N in the environment sets another")
+
     def _stepped(self, *_: Any) -> None:
         self.num_steps += 1
         self._progress.training_steps = self.num_steps
@@ -315,7 +333,9 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")
-    return open_session(resolved.config, alone=not resolved.was_set("worker.server"))
+    if not resolved.was_set("worker.server"):
+        return AloneSession(resolved.config, has_length=resolved.was_set("run.steps"))
+    return open_session(resolved.config)
 
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -332,12 +352,12 @@ def _explain(kind: type[BaseException], error: BaseException, traceback: Traceba
     os._exit(code)
 
 
-def open_session(config: Config, alone: bool = False, overlap: bool = False) -> Session:
+def open_session(config: Config, overlap: bool = False) -> Session:
     """A session for a resolved configuration; `worker.server: none` trains alone too.
 
     `overlap` is what worker.overlap means where it is not set: true only for a loop that leaves
     gradients as backward left them.
     """
-    if alone or config.worker.server == "none":
+    if config.worker.server == "none":
         return AloneSession(config)
     return RemoteSession(config, overlap)
