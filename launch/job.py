@@ -178,6 +178,8 @@ class Job:
     def _on_exit(self, child: Child, code: int) -> None:
         for shown in self._blame.rest(child):
             self._screen.line(child, shown, None)
+        if child == self._plan.reporter:
+            self._screen.is_down(child)
         raised = self._blame.last.get(child) if code == EXIT_BUG else None
         self._carry_out(self._supervisor.exited(child, code, self._loop.time(), raised))
 

@@ -106,6 +106,7 @@ def _work(resolved: Resolved) -> None:
     for path in (config.output.save, config.output.summary):
         if path is not None and config.worker.server == "none":
             check_writable(path)
+    say = get_logger().info if config.log.format == "text" else None  # programs hear it from the server
     try:
         session = open_session(config, overlap=True)
         with session:
@@ -113,10 +114,10 @@ def _work(resolved: Resolved) -> None:
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             if isinstance(session, AloneSession):
                 with reporting(session, config):
-                    model, wall_s = train(session, task, batch_size, device)
+                    model, wall_s = train(session, task, batch_size, device, say)
                 write_alone(session, config, named_tensors(model), wall_s)
             else:
-                train(session, task, batch_size, device)
+                train(session, task, batch_size, device, say)
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,15 @@ from .api import Session
 from .tasks.base import Task
 from .training.data import to_device
 
+_SAY_EVERY_S = 5.0
 
-def train(session: Session, task: Task, batch_size: int, device: torch.device) -> tuple[nn.Module, float]:
+
+def train(
+    session: Session, task: Task, batch_size: int, device: torch.device, say: Callable[..., object] | None = None
+) -> tuple[nn.Module, float]:
     """Train `task` to the end of the run, with the optimizer the run's settings name, and report its figures where
-    this worker is to evaluate it. Returns the model and the seconds that training took."""
+    this worker is to evaluate it. Returns the model and the seconds that training took. `say(event, **fields)` is told
+    where it is, now and then."""
     settings = session.settings
     torch.manual_seed(settings.seed)
     with user_code():
@@ -28,8 +34,10 @@ def train(session: Session, task: Task, batch_size: int, device: torch.device) -
     model.train()
     groups = [{"params": list(model.parameters())}]
     optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
-    started = time.perf_counter()
+    started = said_at = time.perf_counter()
     num_batches = 0
+    if say is not None:
+        say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, steps=settings.steps)
     for batch in _checked(session.shard(data, batch_size)):
         with user_code():
             loss = task.loss(model, to_device(batch, device))
@@ -38,7 +46,12 @@ def train(session: Session, task: Task, batch_size: int, device: torch.device) -
         session.record(loss=float(loss.detach()))
         optimizer.step()
         num_batches += 1
+        if say is not None and time.perf_counter() - said_at >= _SAY_EVERY_S:
+            said_at = time.perf_counter()
+            say("progress", rank=session.rank, batches=num_batches, loss=f"{float(loss.detach()):.4g}")
     wall_s = time.perf_counter() - started
+    if say is not None:
+        say("trained", rank=session.rank, batches=num_batches, seconds=round(wall_s, 1))
     if session.finish():
         figures = _evaluate(session, task, model)
         tokens = getattr(task, "tokens_per_sample", None)

@@ -50,6 +50,9 @@ class Screen(ABC):
     def status(self, line: str, status: Status, now: float) -> None:
         """The run reported its status in a line."""
 
+    def is_down(self, child: Child) -> None:  # noqa: B027
+        """The process whose status is shown has ended."""
+
     def tick(self, now: float) -> None:  # noqa: B027  (nothing, for most)
         """A moment has passed."""
 
@@ -160,6 +163,10 @@ class LiveScreen(PlainScreen):
 
     def status(self, line: str, status: Status, now: float) -> None:
         self._latest, self._is_drawn = status, False
+
+    def is_down(self, child: Child) -> None:
+        if self._latest is not None:
+            self._latest, self._is_drawn = self._latest.model_copy(update={"waiting": f"the {child} is down"}), False
 
     def tick(self, now: float) -> None:
         self._flush()

@@ -58,16 +58,25 @@ def status_panel(status: Status) -> RenderableType:
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),
+        *_reasons(status),
     )
 
 
+def _reasons(status: Status) -> list[Text]:
+    """What who waits for, below the table: a line that is too long goes on in the next, and loses nothing."""
+    waiting: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.waiting_for:
+            waiting.setdefault(worker.waiting_for, []).append(str(worker.rank))
+    return [Text(f"worker {', '.join(ranks)} waits for: {why}", style="dim") for why, ranks in waiting.items()]
+
+
 def _workers(status: Status) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("worker", justify="right", no_wrap=True)
     table.add_column("state", min_width=9, no_wrap=True)
     for name in ("step", "lead", "loss", "samples/s", "compute", "transfer", "wait"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("waiting for", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)  # gets the rest
     for worker in status.workers:
         table.add_row(*_worker_row(worker, status.steps))
     return table
@@ -84,7 +93,6 @@ def _worker_row(worker: WorkerStatus, num_steps: int) -> list[RenderableType]:
         share(worker.compute_share),
         share(worker.transfer_share),
         share(worker.wait_share),
-        worker.waiting_for,
     ]
 
 

@@ -22,6 +22,7 @@ from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.view.events import LineSplitter, parse_event, parse_status
+from paramserver.launch.view.screen import LiveScreen
 from paramserver.launch.view.text import LastLines, child_line, status_panel
 
 WORKER_2 = Child("worker", 2)
@@ -104,6 +105,17 @@ def test_status_as_a_table() -> None:
     assert "waiting: worker 0: lead 3 of at most 3" in lines[3]
     assert lines[5].split()[:9] == ["0", "waiting", "121/500", "3", "0.300", "812", "70%", "10%", "20%"]
     assert lines[6].split() == ["2", "computing", "118/500", "0", "-", "700", "100%", "0%", "0%"]
+
+
+def test_at_80_columns_nothing_is_lost_of_what_a_worker_waits_for() -> None:
+    told = status().model_copy(update={"step": 999_000, "steps": 1_000_000, "version": 12_345_678})
+    why = "the round 12,345,679 needs 3 of 4 workers; missing rank 2, which is at training step 118"
+    rows = [worker.model_copy(update={"step": 999_123, "waiting_for": why}) for worker in told.workers]
+    lines = drawn(status_panel(told.model_copy(update={"workers": rows})), 80).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert "…" not in "".join(lines)
+    assert [line for line in lines if "999,123/1,000,000" in line and line.rstrip().endswith("%")] != []
+    assert f"worker 0, 2 waits for: {why}" in " ".join(line.strip() for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -190,3 +202,17 @@ def test_figures() -> None:
     assert [size(value) for value in (0, 999, 1500, 123_456, 1e9, 2e15)] == [
         *("0 B", "999 B", "1.5 kB", "123 kB", "1.0 GB", "2,000.0 TB")
     ]
+
+
+def test_a_server_that_is_down_is_said_in_the_live_view_until_it_reports_again() -> None:
+    screen = LiveScreen({}, on_lost=lambda: None)
+    try:
+        screen.is_down(SERVER)  # nothing was shown yet
+        for is_down in (False, True, False):
+            if is_down:
+                screen.is_down(SERVER)
+            else:
+                screen.status("", status(), 0.0)
+            assert ("waiting: the server is down" in drawn(screen._live.get_renderable())) is is_down
+    finally:
+        screen.close()
