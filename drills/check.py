@@ -25,6 +25,7 @@ class Verdict:
     num_lines: int
     lineage: Lineage
     unchecked_modes: tuple[str, ...] = ()  # of runs whose mode's rules were not asked
+    last_op: str = "end"  # of the server: anything else, and its history is cut
 
     @property
     def is_good(self) -> bool:
@@ -40,7 +41,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
     replay = Replay(modes)
     problems: list[Problem] = []
     told: list[Line] = []
-    num_lines = 0
+    num_lines, last_op = 0, "end"
     server_file: str | None = None
     for name, raw in files.items():
         lines, unreadable = read_lines(name, raw)
@@ -53,7 +54,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
             if server_file not in (None, name):
                 problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
                 break
-            server_file = name
+            server_file, last_op = name, line.op
             replay.feed(line)
     if server_file is None:
         problems.append(Problem(", ".join(files), 0, "no server has written here: give the server's history"))
@@ -62,7 +63,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         problems += replay.problems + _check_workers(told, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    return Verdict(problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes))
+    return Verdict(problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes), last_op)
 
 
 class _WorkerReplay:

@@ -99,6 +99,11 @@ def show(verdict: Verdict) -> None:
         print(f"... and {more} more")
     for mode in verdict.unchecked_modes:
         print(f"the rules of mode {mode} were not checked: it is not installed here, and --mode does not name it")
+    if verdict.last_op != "end":
+        print(
+            f"the history is cut: its last line is '{verdict.last_op}', not the run's end; the server was killed or "
+            "runs still, or the file was copied in part, and nothing later was checked"
+        )
     print(f"{verdict.num_lines:,} lines: {describe(verdict)}")
 
 

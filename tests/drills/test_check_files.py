@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from paramserver.drills.check import check
+from paramserver.drills.check_main import show
 from paramserver.tests.drills.histories import Line, applied, encoded, joined, messages, start
 
 
@@ -63,3 +64,13 @@ def test_the_command(tmp_path) -> None:
     assert "every contribution was applied once" in kept.stdout
     assert f"{bad}:8: contribution 1 of rank 0 is committed again: it was on line 5" in broken.stdout
     assert "cannot be read" in missing.stderr
+
+
+def test_a_history_without_the_runs_end_is_said_to_be_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
+    end = {"op": "end", "role": "server", "version": 1, "steps": {"0": 1}}
+    for lines, is_cut in (([*whole, end], False), (whole, True), ([*whole[:-1]], True)):
+        verdict = check({"h": encoded(*lines)})
+        show(verdict)
+        assert ("the history is cut: its last line is" in capsys.readouterr().out) is is_cut
+        assert verdict.is_good
