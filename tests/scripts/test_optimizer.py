@@ -21,7 +21,7 @@ slow = pytest.mark.slow
     ("flags", "shards"),
     [
         pytest.param(("--mode", "sync"), 1, id="shared memory"),
-        pytest.param(("--mode", "localsgd", "--local-steps", "1", *TCP), 1, id="localsgd over TCP"),
+        pytest.param(("--mode", "localsgd", "--local-steps", "1", *TCP), 1, id="localsgd over TCP", marks=slow),
         pytest.param(("--mode", "sync", *TCP), 1, id="TCP", marks=slow),
         pytest.param(("--mode", "localsgd", "--local-steps", "3"), 1, id="localsgd", marks=slow),
         pytest.param(("--mode", "async", "--pipelined"), 1, id="pipelined", marks=slow),
