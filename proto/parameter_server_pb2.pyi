@@ -196,7 +196,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class Contribution(_message.Message):
     SKEW_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -227,7 +228,16 @@ class Contribution(_message.Message):
     skew: int
     batches: int
     without_gradient: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ...) -> None: ...
+    data: Data
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ...) -> None: ...
+
+class Data(_message.Message):
+    __slots__ = ("num_samples", "digest")
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    num_samples: int
+    digest: int
+    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("transfer_s", "can_evaluate")

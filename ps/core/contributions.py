@@ -15,7 +15,7 @@ from typing import Any
 from ...common.errors import Reason, refusal
 from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Policy, Refuse
 from . import effects
-from .drawn import Drawn
+from .drawn import Data, Drawn
 from .effects import Effect, Log
 from .events import Contributed, Identity
 from .judgement import halted, rejected_too_often
@@ -49,6 +49,7 @@ class Contributions:
         self._max_rejected = max_rejected
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
+        self._data = Data()
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
@@ -71,6 +72,8 @@ class Contributions:
             return
         if math.isfinite(event.loss):
             stats.loss = event.loss
+        if event.data is not None and not worker.num_contributed:
+            yield from self._data.told(rank, event.base_version, *event.data)
         contribution = Contribution(event.number, event.base_version, event.num_samples)
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.num_counted[rank], policy.version

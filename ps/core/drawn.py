@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from .effects import Effect, Log
 
 
 class Drawn:
@@ -33,3 +36,46 @@ class Drawn:
             match place:
                 case [int(batches), int(steps)] if rank.isdecimal():
                     self._places[int(rank)] = (batches, steps)
+
+
+class Data:
+    """What workers say of their data with their first contribution, and mistakes that it shows; each is said once."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._firsts: dict[int, int] = {}  # ranks, by digest, of those that began with this version
+        self._lengths: dict[int, int] = {}  # by rank, of its data set
+        self._is_said: set[str] = set()
+
+    def told(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
+        """Both 0 where they are not known."""
+        if version != self._version:
+            self._version, self._firsts = version, {}
+        other = self._firsts.setdefault(digest, rank) if digest else rank
+        if other != rank:
+            yield from self._warn(
+                "same_batches",
+                ranks=[other, rank],
+                meaning=f"ranks {other} and {rank} began with the same result from the same weights: each seems to "
+                "train on the same batches, so that one alone would do",
+                fix="loop over session.shard(dataset), or divide the data (DistributedSampler with session.num_workers "
+                "and session.rank), or seed each rank's loader differently",
+            )
+        if not num_samples:
+            return
+        self._lengths[rank] = num_samples
+        if len(set(self._lengths.values())) > 1:
+            found = ", ".join(f"rank {rank} {num:,}" for rank, num in sorted(self._lengths.items()))
+            yield from self._warn(
+                "data_differs",
+                lengths=dict(self._lengths),
+                meaning=f"the data sets that session.shard() divides have different lengths ({found} samples): some "
+                "samples are nobody's, or two ranks'",
+                fix="give every worker the whole data set; where each has its own, a DataLoader instead of "
+                "session.shard()",
+            )
+
+    def _warn(self, name: str, **fields: Any) -> Iterator[Effect]:
+        if name not in self._is_said:
+            self._is_said.add(name)
+            yield Log("warning", name, fields)

@@ -104,3 +104,30 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
     for rank in range(2):
         whole, killed = (torch.load(cluster.folder / f"{name}{rank}.pt") for name in ("whole", "killed"))
         assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: str) -> None:
+    server = cluster.server("--mode", mode, "--workers", "2", "--steps", "4")
+    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py")) for rank in range(2)]
+    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
+    (said,) = server.events("same_batches")
+    assert sorted(said["ranks"]) == [0, 1] and said["level"] == "warning"
+
+
+def test_data_sets_of_different_lengths_are_told(cluster: Cluster) -> None:
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
+    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), MORE=str(rank)) for rank in range(2)]
+    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
+    (said,) = server.events("data_differs")
+    assert "(rank 0 64, rank 1 65 samples)" in said["meaning"]
+    assert not server.events("same_batches")
+
+
+def test_fewer_samples_than_workers_end_the_script_with_a_sentence(cluster: Cluster) -> None:
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
+    ranks = scripts(cluster, 2, "w", NUM="1")
+    assert [one.wait() for one in ranks] == [2, 2]
+    assert "the data set holds 1 sample; 2 workers need 2 or more" in ranks[0].output
+    server.signal(signal.SIGTERM)
+    server.wait()

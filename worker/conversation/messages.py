@@ -50,6 +50,7 @@ class Work(NamedTuple):
     transfer_s: float = 0.0  # of the contribution before
     num_batches: int | None = None  # None: as many as training steps
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
+    data: tuple[int, int] | None = None  # with the first: samples of the data set, digest of what is contributed
 
 
 class Goodbye(NamedTuple):
@@ -120,6 +121,8 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         batches=work.num_batches,
         without_gradient=work.without_gradient,
     )
+    if work.data is not None:
+        header.data.num_samples, header.data.digest = work.data
     return pb.WorkerMessage(contribution=header)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +14,8 @@ from ...common.errors import UsageError
 from ..session import Progress
 from .data import Shares, sharded_batches, step_seed
 
+_NUM_DIGESTED = 64  # elements of each tensor
+
 
 class Taken:
     """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
@@ -21,6 +24,7 @@ class Taken:
         self._progress, self._optimizer = progress, optimizer
         self._loops: WeakSet[Batches] = WeakSet()
         self.is_used = False  # this rank's batches come from here
+        self.num_samples = 0  # of the data set
         self._num_starts = -1
         self._num_taken = 0  # since the run said where to start
         self.per_step = 0  # in the newest step; 0 before the first
@@ -76,6 +80,7 @@ class Batches:
         self._batches: Iterator[tuple[Any, int]] = iter(())
         shares.num_batches(max(1, progress().num_workers))  # says at once what cannot be
         taken.add(self)
+        taken.num_samples = len(shares.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Batches:
         return self
@@ -124,6 +129,15 @@ class Batches:
         num = min(len(self._drawn), self._num_computed) if self._is_ahead else len(self._drawn)
         self._num_computed = 0
         return num, sum(self._drawn.popleft() for _ in range(num))
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the beginnings of dense tensors, 64 bits; 0 when all are zero, as they are for many batches."""
+    begins = [tensor.detach().flatten()[:_NUM_DIGESTED].double() for tensor in tensors if not tensor.is_sparse]
+    seen = torch.cat(begins).cpu() if begins else torch.zeros(1)
+    if not seen.any():
+        return 0
+    return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:

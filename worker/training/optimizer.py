@@ -14,7 +14,7 @@ from ...common.tensors.optimizers import Hyperparameters, current_hyperparameter
 from ..conversation.messages import Work
 from ..session import Progress
 from ..strategies.direct import Direct
-from .batches import Taken
+from .batches import Taken, digest_of
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -42,6 +42,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._hyperparameters: list[Hyperparameters] = []
         self.taken = Taken(lambda: strategy.progress, inner)
         self._num_batches = 0
+        self._has_contributed = False
         self._num_samples = 0
         self._losses: list[float] = []
         self._num_steps = strategy.progress.training_steps
@@ -116,10 +117,20 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
             hyperparameters = self._current_hyperparameters()
             work = Work(self._num_samples, mean_loss, self._compute_s, hyperparameters)
-            self._strategy.contribute(work._replace(num_batches=self._num_batches) if self.taken.is_used else work)
+            drawn = self._num_batches if self.taken.is_used else None
+            self._strategy.contribute(work._replace(num_batches=drawn, data=self._data()))
             self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
         self._resumed_at = time.perf_counter()
         return loss
+
+    def _data(self) -> tuple[int, int] | None:
+        """What the first contribution says of the data."""
+        if self._has_contributed:
+            return None
+        self._has_contributed = True
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        sent = parameters if self._steps_here else [one.grad for one in parameters if one.grad is not None]
+        return self.taken.num_samples, digest_of(sent)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """What of a step is done here; returns the closure's loss."""
