@@ -286,21 +286,6 @@ def _placed(spec: ProcessSpec, place: Place | None, config: Config) -> ProcessSp
     )
 
 
-def _with_script(plan: Plan, resolved: Resolved, request: Request, machine: Machine) -> Plan:
-    """The plan whose workers are the user's script; every setting reaches it as a variable."""
-    script = str(plan.config.launch.script)
-    told = for_workers(told_settings(resolved, with_files=True))
-    env = {
-        variable(key): scalar_text(value)
-        for key, value in told.items()
-        if not key.startswith(_NOT_FOR_SCRIPTS) and key == key.lower()
-    }
-    if plan.history is not None:  # unlike the server's other files this one is the workers' too
-        env["PS_OUTPUT__HISTORY"] = scalar_text(plan.history)
-    argv = (machine.python, script, *request.script_args)
-    return dataclasses.replace(plan, worker_argv=argv, worker_env={**env, **plan.worker_env})
-
-
 def _thread_env(config: Config, machine: Machine, num_processes: int) -> dict[str, str]:
     """A share of the cores for each worker or shard: torch's default is all of them in every process."""
     if machine.spans_hosts or config.worker.threads is not None or machine.environ.get("OMP_NUM_THREADS"):
