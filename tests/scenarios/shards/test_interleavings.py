@@ -145,7 +145,9 @@ class Client:
                     self.refusals.append(error.reason)
                     self.shards.offer(events.Left(*self.seat, "closed", error.message))
                     self.die()
-            case effects.Answer(rank, incarnation) if (rank, incarnation) == self.seat and self.phase != "joining":
+            case effects.Answer(rank, incarnation) if (rank, incarnation) == self.seat:
+                if self.phase in ("gone", "joining"):
+                    return  # it came to a stream that has ended
                 self.heard[shard] = effect
                 if len(self.heard) == NUM_SHARDS:
                     self._answered()
