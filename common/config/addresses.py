@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
-
-from pydantic import AfterValidator
 
 from ..errors import UsageError
 
@@ -21,7 +18,8 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _listening(address: str) -> str:
+def listening(address: str) -> str:
+    """The address of who listens; port 0 is a free one. These raise ValueError, as fields are checked."""
     try:
         split_address(address)
     except UsageError as error:
@@ -29,16 +27,13 @@ def _listening(address: str) -> str:
     return address
 
 
-def _reached(address: str) -> str:
-    if split_address(_listening(address))[1] == 0:
+def reached(address: str) -> str:
+    """The address of somebody else."""
+    if split_address(listening(address))[1] == 0:
         raise ValueError(f"'{address}': port 0 is no address that anyone answers at")
     return address
 
 
-def _reached_or_none(address: str) -> str:
-    return address if address == "none" else _reached(address)
-
-
-Listening = Annotated[str, AfterValidator(_listening)]  # port 0: a free one
-Reached = Annotated[str, AfterValidator(_reached)]
-ReachedOrNone = Annotated[str, AfterValidator(_reached_or_none)]
+def reached_or_none(address: str) -> str:
+    """The same, or `none`."""
+    return address if address == "none" else reached(address)

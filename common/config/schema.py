@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from ..errors import UsageError
 from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
 from ..user_code import is_in_file
-from .addresses import Listening, Reached, ReachedOrNone
+from .addresses import listening, reached, reached_or_none
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
@@ -22,6 +22,9 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
 Codec = Annotated[str, AfterValidator(CODECS.check)]
+Listening = Annotated[str, AfterValidator(listening)]
+Reached = Annotated[str, AfterValidator(reached)]
+ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
 
 
 class TaskConfig(Section):

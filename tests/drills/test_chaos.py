@@ -279,7 +279,9 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
     weights(tmp_path, [1.0] * 4 + [0.0] * 8, [1.0, 1.0]).rename(tmp_path / "weights.safetensors")
     assert judge(Ending(exit_code=0), trial) == ["its history: 1 problem", "8 samples are missing"]
-    assert "version 1 holds rank 0 incarnation 1 step 1, which was not accepted before" in capsys.readouterr().out
+    assert (
+        "version 1 holds rank 0 incarnation 1 contribution 1, which was not accepted before" in capsys.readouterr().out
+    )
     assert judge(Ending(exit_code=3), trial)[0] == "the job ended with exit code 3"
     assert judge(Ending(hang="nothing has moved for 90 s"), trial)[0] == "nothing has moved for 90 s"
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
 from paramserver.common.wire.frames import BodyReader, Frame, parse
@@ -45,6 +46,11 @@ class Fuzzer:
         self._valid = valid
 
     def message(self) -> bytes:
+        while _stops(raw := self._message()):
+            pass
+        return raw
+
+    def _message(self) -> bytes:
         random = self._random
         way = random.random()
         if way < 0.45:
@@ -121,6 +127,14 @@ class Fuzzer:
             else:
                 mutated += random.choice(self._valid)[:2000]
         return bytes(mutated)
+
+
+def _stops(raw: bytes) -> bool:
+    """A member of the run may stop it: no hostility, and the end of the server that all these tests share."""
+    try:
+        return pb.WorkerMessage.FromString(raw).HasField("stop")
+    except DecodeError:
+        return False
 
 
 def pieces_of(random: random.Random) -> list[Frame]:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from paramserver.common.config.schema import Config
-from paramserver.common.errors import BindError, UsageError
+from paramserver.common.errors import BindError
 from paramserver.ps.core.effects import ContributionTaken
 from paramserver.ps.core.events import Identity
 from paramserver.ps.core.stats import WorkerStats
@@ -183,7 +183,7 @@ def test_a_port_in_use_is_said(cluster: Cluster) -> None:
 
 def test_a_wrong_address_is_said_at_once() -> None:
     for address in ("9464", "127.0.0.1:", "127.0.0.1:99999", "/metrics"):
-        with pytest.raises(UsageError, match="is not HOST:PORT"):
+        with pytest.raises(ValueError, match="is not HOST:PORT"):
             make_bus(Config.model_validate({"server": {"metrics": address}}))
 
 
