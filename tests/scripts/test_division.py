@@ -73,7 +73,8 @@ def accumulated(cluster: Cluster, name: str, *flags: str, **env: str) -> tuple[P
     return server, scripts(cluster, 2, name, NUM="53", ACCUMULATE="4", DROPOUT="0.5", **env)
 
 
-@pytest.mark.parametrize("ahead", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", ["", "1"])
 def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(cluster: Cluster, ahead: str) -> None:
     server, ranks = accumulated(cluster, "whole", AHEAD=ahead)
     assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output

@@ -46,7 +46,7 @@ def sometimes(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("mode", ["sync", sometimes("async"), "ssp", sometimes("localsgd")])
+@pytest.mark.parametrize("mode", ["sync", sometimes("async"), sometimes("ssp"), sometimes("localsgd")])
 def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weights(cluster: Cluster, mode: str) -> None:
     server, workers = start(cluster, mode, "finish", "5")
     assert codes(*workers, server) == [0, 0, 0], server.output

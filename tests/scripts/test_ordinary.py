@@ -20,7 +20,7 @@ HERE = Path(__file__).parent / "ordinary"
 BATCH = 10
 # How often each steps its optimizer.
 STEPS = {"epochs": 48, "language_model": 12, "fine_tuning": 15, "sparse": 10, "closure": 12}
-FIRST = ("language_model", "fine_tuning")
+FIRST = ("language_model",)
 
 
 def plain(script: str, folder: Path, **more: str) -> dict[str, torch.Tensor]:
