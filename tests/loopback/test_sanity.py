@@ -24,7 +24,7 @@ def test_a_worker_lies_then_sends_nan_then_what_ends_the_run(cluster):
     weights = load_file(cluster.folder / "w.safetensors")["seen"]
     assert torch.equal(weights, torch.full((8 * STEPS,), -4.0)), "four rounds, each by 1"
     for output in (server.output, liar.output):
-        for words in ("rank 1", "norm 6.928e+30", "step 5", "store.max_norm is 1000", "version 4"):
+        for words in ("rank 1", "norm 6.928e+30", "contribution 5", "store.max_norm is 1000", "version 4"):
             assert words in output
         assert "Traceback" not in output
     rows = {row["rank"]: (row["rejected"], row["skipped"]) for row in server.event("summary")["workers"]}
