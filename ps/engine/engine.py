@@ -125,11 +125,11 @@ class Engine:
     def _resolve(self, error: BaseException | None) -> None:
         if self.finished.done():
             return
-        self.notify()
         if error is None:
             self.finished.set_result(None)
         else:
             self.finished.set_exception(error)
+        self.notify()
 
     def let_go(self) -> None:
         """This process is about to stop: every worker is told, so that it need not find out."""

@@ -7,8 +7,23 @@ import asyncio
 import pytest
 
 from paramserver.common.config.sources import load_config
+from paramserver.common.errors import ParamServerError
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
+
+
+def test_who_waits_for_the_end_goes_on_when_it_ends() -> None:
+    async def scenario() -> None:
+        config = load_config(None, {}, [], {}).config
+        engine = Engine(config, make_policy(config), name="r")
+        waiting = asyncio.create_task(engine.until(engine.finished.done))
+        await asyncio.sleep(0)
+        engine.end_with(ParamServerError("over"))
+        await asyncio.wait_for(waiting, 1)  # there are no ticks before a server has begun: nothing else would wake it
+        assert isinstance(engine.finished.exception(), ParamServerError)
+        engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_who_waits_goes_on_when_it_is_so_and_not_before() -> None:
