@@ -17,8 +17,8 @@ _ROUNDINGS = 16
 class Watch:
     """Compares a few elements of every trained tensor, so that weights which were swapped and put back are the same.
 
-    `note()` and `changed()` take 60 us each for 300 tensors. On a GPU nothing waits for them: there `changed()` looks
-    at the elements only where torch has counted a change in place.
+    `note()` and `changed()` take 40 us each for 300 tensors (one core at 2.6 GHz). On a GPU nothing waits for them:
+    there `changed()` looks at the elements only where torch has counted a change in place.
     """
 
     def __init__(self, model: ModelTensors) -> None:
