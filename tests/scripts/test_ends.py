@@ -100,6 +100,14 @@ def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> Non
     assert (cluster.folder / "w.safetensors").exists()
 
 
+def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Cluster) -> None:
+    """Its step comes after the end, and is none: the batch was asked for before the end was known."""
+    server, workers = start(cluster, "sync", "stop_ahead", "5")
+    assert codes(*workers, server) == [0, 0, 0], workers[0].output + workers[1].output
+    assert summary(cluster)["version"] == 6
+    assert said(workers[0], "has") == said(workers[1], "has") != ""
+
+
 @pytest.mark.slow
 def test_with_shards_too(cluster: Cluster) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--history", "h.jsonl")

@@ -57,6 +57,10 @@ class Taken:
         self.per_step = max(1, num_batches)
         return num_batches, sum(weight for _, weight in found)
 
+    def drop(self) -> bool:
+        """Forget what was asked for before the run was known to end; False when that is nothing."""
+        return sum(loop.drop() for loop in self._loops) > 0  # each of them drops
+
 
 class Batches:
     """An iterator with a length. What it gives belongs to a step only when the step is taken: a loop may ask for
@@ -122,6 +126,11 @@ class Batches:
         if self._is_ahead is None and self._drawn:
             self._is_ahead = len(self._drawn) > 1
         self._num_computed += 1
+
+    def drop(self) -> bool:
+        had_any = bool(self._drawn)
+        self._drawn.clear()
+        return had_any
 
     def take(self) -> tuple[int, int]:
         """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there

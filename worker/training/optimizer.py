@@ -101,6 +101,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
         Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
         """
+        if self.progress.is_done and self.taken.drop():
+            return closure() if closure is not None else None
         if self.progress.is_done:
             steps = self._strategy.settings.steps
             raise UsageError(
