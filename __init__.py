@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .common.errors import ParamServerError
-    from .worker.api import Session, connect
+    from .worker.api import connect
+    from .worker.training.session import Session
 
 __all__ = ["ParamServerError", "Session", "connect"]
 
-_HOME = {"connect": "worker.api", "Session": "worker.api", "ParamServerError": "common.errors"}
+_HOME = {"connect": "worker.api", "Session": "worker.training.session", "ParamServerError": "common.errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -93,10 +93,10 @@ def _work(resolved: Resolved) -> None:
     from ..common.reporting.output import check_writable
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
-    from .api import AloneSession, open_session
+    from .api import open_session
     from .tensors.transfer import named_tensors
     from .trainer import choose_device, train
-    from .training.alone import reporting, write_alone
+    from .training.alone import AloneSession, reporting, write_alone
 
     config: Config = resolved.config
     without_compiler()

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config
-from paramserver.worker.api import AloneSession
+from paramserver.worker.training.alone import AloneSession
 
 
 def epochs(session: AloneSession, stop_at: int | None = None) -> list[int]:

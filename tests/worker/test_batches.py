@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
-from paramserver.worker.api import AloneSession
+from paramserver.worker.training.alone import AloneSession
 
 
 def session(steps: int) -> tuple[AloneSession, torch.nn.Module, torch.optim.Optimizer]:

@@ -1,23 +1,94 @@
-"""What a run without a server reports: the same events, summary and files as a server's."""
+"""A session without a server, and what it reports: the same events, summary and files as a server's."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...common.config.schema import Config
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
-from ..api import AloneSession
+from ..conversation.messages import Settings
+from ..session import Progress
+from .batches import Taken
+from .ending import one_line
+from .session import Session, too_early
 
 log = get_logger()
+
+
+class AloneSession(Session):
+    """The same session without a server: the given optimizer steps, the data is not divided. `has_length`: somebody has
+    said how many steps there are to be."""
+
+    def __init__(self, config: Config, has_length: bool = True) -> None:
+        super().__init__()
+        self._has_length = has_length
+        self.settings = Settings(
+            mode="single",
+            source="weights",
+            num_workers=1,
+            steps=config.run.steps,
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            task=config.task.name,
+            task_args=config.task.args,
+            optimizer=config.optimizer.name,
+            optimizer_args=config.optimizer.arguments(),
+        )
+        self.num_steps = 0
+        self.num_samples = 0
+        self._progress = Progress()
+        self._taken: Taken | None = None
+        self.loss = float("nan")
+        self.started_at = time.perf_counter()
+        self.ended_by = ""  # why it was stopped
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.ended_by) or self.num_steps >= self.settings.steps
+
+    def stop(self, reason: str) -> None:
+        self.ended_by = f"stopped: {one_line(reason)}"
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.started_at = time.perf_counter()
+        if self._taken is None:
+            self._taken = Taken(lambda: self._progress, optimizer)
+            optimizer.register_step_post_hook(self._stepped)
+        return optimizer
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        if self._taken is None:
+            raise too_early()
+        return lambda: self._progress, self._taken
+
+    def _say_length(self, num_steps: int) -> None:
+        super()._say_length(num_steps)
+        if not self._has_length:
+            self._has_length = True
+            told = f"session.shard() ends after {self.settings.steps} training steps, the default of run.steps"
+            log.warning("length", reason=told, fix="PS_RUN__STEPS=N in the environment sets another")
+
+    def _stepped(self, *_: Any) -> None:
+        self.num_steps += 1
+        self._progress.training_steps = self.num_steps
+        assert self._taken is not None
+        self.num_samples += self._taken.step()[1]
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        self.num_samples += num_samples
+        if loss is not None:
+            self.loss = loss
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""A session with a server."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.config.schema import Config
+from ...common.errors import UnreachableError, UsageError
+from ...common.reporting.log import get_logger
+from ...common.tensors.optimizers import describe_optimizer
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Final, Goodbye
+from ..conversation.security import worker_credentials
+from ..session import Progress
+from ..strategies.pipelined import make_strategy
+from ..tensors.transfer import ModelTensors
+from .batches import Taken
+from .ending import Ending, ending_of, ending_of_process, one_line
+from .optimizer import ExchangeOptimizer
+from .session import Session, too_early
+from .slowdown import Slowdown
+
+log = get_logger()
+
+
+class RemoteSession(Session):
+    """A session with a server."""
+
+    def __init__(self, config: Config, overlap: bool = False) -> None:
+        super().__init__()
+        may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
+        self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
+        self._config = config
+        self._optimizer: ExchangeOptimizer | None = None
+        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw")
+        self._final: Final | None = None
+        self._is_closed = False
+        self.settings = self._exchange.settings
+        atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
+
+    @property
+    def rank(self) -> int:
+        return self._progress.rank or 0
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, self._progress.num_workers)
+
+    @property
+    def is_done(self) -> bool:
+        return self._final is not None or self._progress.is_done
+
+    @property
+    def _progress(self) -> Progress:
+        """The training thread's; the exchange's own may be another thread's for the moment."""
+        return self._strategy.progress
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
+        if self._optimizer is not None:
+            raise UsageError(
+                "a second session.optimizer(): a run has one model and one optimizer",
+                fix="put the models into one torch.nn.ModuleDict and their parameters into groups of one optimizer",
+            )
+        tensors = ModelTensors(model)
+        self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
+        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
+        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown)
+        return self._optimizer
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        if self._optimizer is None:
+            raise too_early()
+        return lambda: self._progress, self._optimizer.taken
+
+    def _is_over(self) -> bool:
+        """All steps are taken, everyone else's too, and the model has the final weights."""
+        while self.is_done:
+            if self._wait_for_final() is not None:
+                return True
+        return False
+
+    def _wait_for_final(self) -> Final | None:
+        if self._final is None:
+            self._final = self._strategy.finish(can_evaluate=True)
+        return self._final
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        if self._optimizer is None:
+            raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
+        self._optimizer.record(num_samples, loss)
+
+    def stop(self, reason: str) -> None:
+        self._strategy.stop(one_line(reason))
+
+    def finish(self) -> bool:
+        if not self.is_done:
+            log.info("finished_early", step=self._progress.training_steps, of=self.settings.steps)
+        final = self._wait_for_final()
+        if final is None:
+            raise UnreachableError(
+                f"the server was lost and went back to step {self._progress.training_steps}, and this loop had ended",
+                fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
+            )
+        return final.evaluate
+
+    def averaged(self, model: nn.Module) -> bool:
+        if not self.settings.polyak:
+            return False
+        self._exchange.pull_averaged(ModelTensors(model))
+        return True
+
+    def close(self) -> None:
+        self._close(Ending())
+
+    def _close(self, ending: Ending) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_through = self._final is not None
+        if ending.failure and not is_through:
+            self._strategy.drop()  # as a process that was killed: another one may take its place
+            return
+        finished = self._optimizer is not None and not is_through and not ending.is_interrupted
+        goodbye = Goodbye(self.figures, finished, ending.failure, ending.exit_code)
+        self._strategy.leave(goodbye, ending.is_interrupted)
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        self._close(ending_of(error))

@@ -1,0 +1,127 @@
+"""What a training loop holds: a place in a run, its data, its end. With a server: `remote.py`; without: `alone.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
+from ..conversation.messages import Settings
+from ..session import Progress
+from .batches import Batches, Taken, read_options
+from .data import Shares
+
+log = get_logger()
+
+
+class Session:
+    """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
+
+    settings: Settings
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self._is_told = False  # that it has no more batches
+
+    @property
+    def rank(self) -> int:
+        """0..N-1."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """Workers the data is divided among."""
+        return 1
+
+    @property
+    def is_done(self) -> bool:
+        """All steps of the run are taken, or it was stopped, or this worker has finished."""
+        raise NotImplementedError
+
+    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+        raise NotImplementedError
+
+    def shard(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = True,
+        pad: bool = False,
+        drop_last: bool = False,
+        **loader_options: Any,
+    ) -> Batches:
+        """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
+        workers have taken all their steps and the model has the final weights. Its length is the number of batches
+        left; a loop may fetch ahead.
+
+        The batches of all ranks at a step make up what one process with batches of num_workers * batch_size would
+        train on, also where the data does not divide; `pad` repeats samples instead, so that all batches are of
+        one size. `loader_options` are DataLoader's. UsageError for what cannot be divided.
+
+        Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
+        drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
+        """
+        progress, taken = self._place()
+        self._say_length(progress().training_steps)
+        shares = Shares(dataset, batch_size or self.settings.batch_size, self.settings.seed, shuffle, pad, drop_last)
+        return Batches(shares, taken, progress, self.settings.steps, self._is_over, read_options(loader_options))
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
+        raise NotImplementedError
+
+    def _say_length(self, num_steps: int) -> None:
+        """Once, where a loop gets fewer batches than its author may expect."""
+        steps = self.settings.steps
+        if num_steps >= steps and not self._is_told:
+            self._is_told = True
+            log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
+
+    def _is_over(self) -> bool:
+        """No batch is needed any more."""
+        return self.is_done
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        """Tell the run the loss of a step, and its samples where `shard` did not count them."""
+        raise NotImplementedError
+
+    def finish(self) -> bool:
+        """Take no more steps, wait for the others and take the final weights; True when this worker is to evaluate
+        them. Before the end of the run this worker is out: nobody waits for it, and the others go on."""
+        return True
+
+    def stop(self, reason: str) -> None:
+        """End the run for all. Said with this worker's next step, or when it finishes or leaves: in sync and localsgd
+        the open round is the last, in other modes everyone's contribution under way. `is_done` and `shard` tell."""
+        raise NotImplementedError
+
+    def averaged(self, model: nn.Module) -> bool:
+        """Write the run's Polyak average into `model`; False when the run keeps none."""
+        return False
+
+    def report(self, **figures: float) -> None:
+        """Figures of the final evaluation, for the run's summary."""
+        self.figures.update({name: float(value) for name, value in figures.items()})
+
+    def close(self) -> None:
+        """Leave the run in good order: the others go on without this worker. Also called at the end of a `with` block
+        and of the script; with an exception or an exit code that is not 0 it leaves as a process that has failed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def too_early() -> UsageError:
+    fix = "call session.optimizer(model, ...) first: it says where in the data this rank goes on"
+    return UsageError("session.shard() before session.optimizer()", fix=fix)
