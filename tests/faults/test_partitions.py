@@ -73,6 +73,7 @@ def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, figure, mod
         assert torch.equal(rig.applied(), torch.ones(2, 250))
 
 
+@pytest.mark.slow
 def test_a_short_cut_and_a_long_one(rig, figure):
     """Bridged, then let go and back by itself: in one sync run."""
     lease_s = 1.5

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_overlap_changes_nothing_but_time(cluster, shared_memory):
     bodies = {}

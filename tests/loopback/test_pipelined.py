@@ -67,6 +67,7 @@ def test_alone_every_gradient_but_the_first_is_one_version_old(cluster):
     assert (row["steps"], row["staleness_max"], row["staleness_mean"]) == (STEPS, 1, (STEPS - 1) / STEPS)
 
 
+@pytest.mark.slow
 def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
     bound = 2
     server = _start(cluster, "ssp", 3, "--staleness", str(bound))
@@ -309,6 +310,7 @@ def test_nan_in_flight_is_rejected_and_ends_the_run(cluster):
 # ---- whole runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", PIPELINED)
 def test_pipelined_modes_train(cluster, mode):
     server = cluster.server(

@@ -121,6 +121,7 @@ def test_a_job_that_was_killed_and_resumed_ends_in_the_same_bits(cluster):
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
     snapshots = ("--checkpoint-dir", "snapshots")
     server = start(cluster, "sync", 1, *snapshots)
@@ -136,6 +137,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
     assert longer.events("already_done") == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
     """20 steps of two workers are 40 versions of async, which were taken for 40 rounds of sync: nothing was trained."""
     for mode, steps, version in (("async", 20, 40), ("sync", 30, 50), ("localsgd", 46, 52)):
