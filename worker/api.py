@@ -30,10 +30,10 @@ __all__ = ["Session", "connect", "open_session"]
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:
-    """Join the run at `address` (or PS_SERVER) as `rank` (or RANK); without an address, train alone.
+    """Join the run at `address` (or PS_SERVER) as `rank` (or PS_WORKER__RANK, or an engine's RANK).
 
-    Waits for the server up to worker.give_up_s, then raises UnreachableError. Every setting can be
-    given as PS_SECTION__KEY in the environment.
+    Without an address, train alone. Waits for the server up to worker.give_up_s, then raises
+    UnreachableError. Every setting can be given as PS_SECTION__KEY in the environment.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _explain

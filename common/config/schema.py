@@ -375,6 +375,10 @@ class LaunchConfig(Section):
     script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
         None, description="your own training script as each worker; its arguments follow --"
     )
+    torch_variables: Annotated[bool, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
+        False,
+        description="a script is given RANK and WORLD_SIZE too; trainers take them for a process group of their own",
+    )
     port: Annotated[int | None, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
         None, ge=0, le=65535, description="server port; none: a free one"
     )

@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 # Files and directories of which each mode has its own where several run.
 _OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
-# Beside the launcher's own, what a script is told otherwise (RANK, ...) or decides itself.
+# Beside the launcher's own, what a script is told with its place or decides itself.
 _NOT_FOR_SCRIPTS = ("optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
 
 
@@ -168,7 +168,10 @@ class Plan:
         address, identity = server or "none", self.identities.get(child, {})
         if self.is_script:
             own = {variable(key): scalar_text(value) for key, value in identity.items()}
-            places = {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers), "PS_SERVER": address}
+            rank, workers = str(child.rank), str(self.num_workers)
+            places = {variable("worker.rank"): rank, variable("run.workers"): workers, "PS_SERVER": address}
+            if self.config.launch.torch_variables:
+                places |= {"RANK": rank, "WORLD_SIZE": workers}
             spec = ProcessSpec(child, self.worker_argv, {**self.worker_env, **own, **places})
         else:
             argv = (*self.worker_argv, *arguments(None, identity), "--server", address, "--rank", str(child.rank))

@@ -281,14 +281,20 @@ def test_a_script_gets_its_place_and_the_settings_as_variables(tmp_path: Path) -
     plan = plan_of(resolved, config_path=str(path), script_args=("--epochs", "3"))
     worker = plan.workers("h:1")[2]
     assert worker.argv == ("python", "t.py", "--epochs", "3")
-    assert {key: worker.env[key] for key in ("RANK", "WORLD_SIZE", "PS_SERVER")} == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
+    assert {key: worker.env[key] for key in ("PS_WORKER__RANK", "PS_RUN__WORKERS", "PS_SERVER")} == {
+        "PS_WORKER__RANK": "2",
+        "PS_RUN__WORKERS": "4",
         "PS_SERVER": "h:1",
     }
+    assert not {"RANK", "WORLD_SIZE"} & worker.env.keys()  # trainers would make a process group of them
     assert worker.env["PS_SLOWDOWN__BASE_S"] == "0.5"
     assert worker.env["PS_WORKER__CODEC"] == "raw"
     assert not [name for name in worker.env if name.startswith(("PS_OPTIMIZER", "PS_LAUNCH"))]
+
+
+def test_a_script_is_given_rank_and_world_size_where_that_is_asked_for() -> None:
+    worker = plan_of(resolve("launch.torch_variables=true", launch__script="t.py")).workers("h:1")[2]
+    assert (worker.env["RANK"], worker.env["WORLD_SIZE"], worker.env["PS_WORKER__RANK"]) == ("2", "4", "2")
 
 
 def test_a_script_owns_its_optimizer_and_arguments_need_a_script() -> None:

@@ -1,4 +1,4 @@
-"""Stands in for ps-worker, and for a user's script (then RANK and PS_SERVER are its arguments).
+"""Stands in for ps-worker, and for a user's script (then PS_WORKER__RANK and PS_SERVER are its arguments).
 
 It looks for a server that is gone, as ps-worker does. FAKE_WORKER_<rank> or FAKE_WORKER makes it
 misbehave once all workers have connected, so that every one of them has said what it says:
@@ -31,7 +31,7 @@ def say(event: str, **fields: object) -> None:
 def place() -> tuple[int, str]:
     if "--rank" in sys.argv:
         return int(sys.argv[sys.argv.index("--rank") + 1]), sys.argv[sys.argv.index("--server") + 1]
-    return int(os.environ["RANK"]), os.environ["PS_SERVER"]
+    return int(os.environ["PS_WORKER__RANK"]), os.environ["PS_SERVER"]
 
 
 def misbehave(todo: str, code: str) -> None:
