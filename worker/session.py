@@ -34,6 +34,7 @@ class Progress:
     version: int = 0
     steps_left: int = 0  # local steps before the next contribution
     local_steps: int = 0  # in the next contribution
+    is_cut_short: bool = False  # it has fewer than the server expects
     num_workers: int = 1
     worker_index: int = 0
     training_steps: int = 0  # of this rank that count
@@ -53,11 +54,20 @@ class Progress:
         if has_weights:
             self.version = version
         self.steps_left = self.local_steps = next_local_steps
+        self.is_cut_short = False
         self.is_done = next_local_steps == 0
 
     def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
         """How the data is divided from here on, and how far this rank is."""
         self.num_workers, self.worker_index, self.training_steps = num_workers, worker_index, training_steps
+
+    def cut_short(self) -> bool:
+        """No more training steps are to come: the next contribution is of those that were taken. False when there are
+        none."""
+        if self.is_done or self.steps_left == self.local_steps:
+            return False
+        self.local_steps, self.steps_left, self.is_cut_short = self.local_steps - self.steps_left, 0, True
+        return True
 
     def took_step(self) -> bool:
         """A training step is done; True when it is time to contribute."""

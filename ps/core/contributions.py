@@ -33,6 +33,7 @@ class Held:
     identity: Identity
     hyperparameters: tuple[dict[str, Any], ...] | None
     num_batches: int  # drawn for it
+    num_steps: int
     num_contributed: int  # by its process: how far the schedule is that they come from
     is_folded: bool  # False: it counts as an empty one
     scale: float
@@ -74,7 +75,7 @@ class Contributions:
             stats.loss = event.loss
         if event.data is not None and not worker.num_contributed:
             yield from self._data.told(rank, event.base_version, *event.data)
-        contribution = Contribution(event.number, event.base_version, event.num_samples)
+        contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps)
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.num_counted[rank], policy.version
         decisions = policy.contributed(rank, contribution, event.at)
@@ -98,10 +99,10 @@ class Contributions:
         """Hold it until it is folded, and say what was not sound about it."""
         rank, found = worker.rank, event.judgement
         worker.num_contributed += 1
-        num_batches = self._policy.local_steps if event.num_batches is None else event.num_batches
-        self._held[rank] = Held(
-            event.identity, worker.hyperparameters, num_batches, worker.num_contributed, found.is_taken, found.scale
-        )
+        num_steps = self._policy.local_steps if event.num_steps is None else event.num_steps
+        num_batches = num_steps if event.num_batches is None else event.num_batches
+        told = (worker.hyperparameters, num_batches, num_steps, worker.num_contributed)
+        self._held[rank] = Held(event.identity, *told, found.is_taken, found.scale)
         stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
         self._ended_at = event.at
         self._empty.pop(rank, None)
@@ -174,7 +175,7 @@ class Contributions:
         num_batches, num_steps = Counter[int](), Counter[int]()
         for held in in_mean:
             num_batches[held.identity.rank] += held.num_batches
-            num_steps[held.identity.rank] += self._policy.local_steps
+            num_steps[held.identity.rank] += held.num_steps
         for rank, num in num_batches.items():
             self.drawn.committed(rank, num, num_steps[rank], self._policy.steps_done(rank))
         folded = tuple(held.identity for held in in_mean if held.is_folded)

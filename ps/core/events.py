@@ -160,6 +160,7 @@ class Contributed(OfAWorker):
     transfer_s: float = 0.0
     looked_s: float = 0.0  # it was looked through so long, here
     num_batches: int | None = None  # drawn for it; None: one for each training step
+    num_steps: int | None = None  # training steps in it; None: as many as the worker was told
     data: tuple[int, int] | None = None  # of a process's first: samples of the data set, digest; 0: not known
 
     @property

@@ -113,6 +113,7 @@ class Policy(ABC):
         # Training steps of each rank beyond those that its contributions, or the rounds, come to: another mode's.
         self._offsets: dict[int, int] = {}
         self._offset = 0  # of a rank that is new
+        self._too_many: dict[int, int] = {}  # training steps that a rank's open contribution does not have
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting: set[int] = set()  # ranks with an answer pending that would reach them
         self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
@@ -213,6 +214,8 @@ class Policy(ABC):
         if (refusal := self._refusal(rank, contribution.number)) is not None:
             return [Discard(rank), refusal]
         member = self.members[rank]
+        too_many = 0 if contribution.num_steps is None else self.local_steps - contribution.num_steps
+        self._too_many[rank] = max(0, too_many)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
         return decisions + self._settle(now)
@@ -343,6 +346,8 @@ class Policy(ABC):
         """A version is made of what these ranks have contributed: all that was folded since the one before."""
         self.version += 1
         self._num_open.subtract(ranks)
+        for rank in self._too_many.keys() & set(ranks):
+            self._offsets[rank] = self._offsets.get(rank, self._offset) - self._too_many.pop(rank)
         return Commit(ranks, reason, scales)
 
     def _weight(self, contribution: Contribution) -> float:

@@ -27,6 +27,7 @@ class Contribution:
     number: int  # of the rank's, from 1; `step` in the proto
     base_version: int
     num_samples: int = 1
+    num_steps: int | None = None  # training steps in it; None: as many as its worker was told
 
 
 @dataclass(frozen=True)

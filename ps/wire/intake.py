@@ -167,6 +167,7 @@ class Intake:
             header.transfer_s,
             looked_s,
             header.batches if header.HasField("batches") else None,
+            header.training_steps if header.HasField("training_steps") else None,
             (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
         )
         self._engine.contributed(event, body, self._without)

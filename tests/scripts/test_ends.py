@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from paramserver.tests.loopback.conftest import Cluster, Process
 
@@ -80,6 +82,24 @@ def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
     worker = cluster.script(1, LOOP, "break", "3")
     assert codes(worker, server) == [0, 0], server.output
     assert server.events("snapshot")[-1]["version"] == server.events("saved")[0]["version"] == 3
+
+
+@pytest.mark.parametrize("how", ["finish", "break"])
+def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
+    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
+    server = cluster.server(*MODES["localsgd"], *outputs)
+    worker = cluster.script(1, LOOP, how, "6")
+    assert codes(worker, server) == [0, 0], worker.output + server.output
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (plain(torch.ones(4, 4)) - 1).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(load_file(cluster.folder / "w.safetensors")["weight"], plain.weight)
+    (manifest,) = cluster.folder.glob("snapshots/snapshot-*2-*/manifest.json")
+    assert json.loads(manifest.read_text())["training"]["steps_done"] == {"1": 6}
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         in_segment=in_segment,
         batches=work.num_batches,
         without_gradient=work.without_gradient,
+        training_steps=progress.local_steps if progress.is_cut_short else None,
     )
     if work.data is not None:
         header.data.num_samples, header.data.digest = work.data

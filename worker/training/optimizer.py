@@ -116,14 +116,22 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
         self._slow_down()
         if self.progress.took_step():
-            mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-            hyperparameters = self._current_hyperparameters()
-            work = Work(self._num_samples, mean_loss, self._compute_s, hyperparameters)
-            drawn = self._num_batches if self.taken.is_used else None
-            self._strategy.contribute(work._replace(num_batches=drawn, data=self._data()))
-            self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
+            self._contribute()
         self._resumed_at = time.perf_counter()
         return loss
+
+    def _contribute(self) -> None:
+        mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        hyperparameters = self._current_hyperparameters()
+        work = Work(self._num_samples, mean_loss, self._compute_s, hyperparameters)
+        drawn = self._num_batches if self.taken.is_used else None
+        self._strategy.contribute(work._replace(num_batches=drawn, data=self._data()))
+        self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
+
+    def finish(self) -> None:
+        """No more training steps are to come: local ones that nobody has heard of are contributed."""
+        if self.progress.cut_short():
+            self._contribute()
 
     def _data(self) -> tuple[int, int] | None:
         """What the first contribution says of the data."""

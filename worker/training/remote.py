@@ -87,6 +87,8 @@ class RemoteSession(Session):
 
     def _wait_for_final(self) -> Final | None:
         if self._final is None:
+            if self._optimizer is not None:
+                self._optimizer.finish()
             self._final = self._strategy.finish(can_evaluate=True)
         return self._final
 
@@ -127,6 +129,8 @@ class RemoteSession(Session):
             self._strategy.drop()  # as a process that was killed: another one may take its place
             return
         finished = self._optimizer is not None and not is_through and not ending.is_interrupted
+        if finished and self._optimizer is not None:
+            self._optimizer.finish()
         goodbye = Goodbye(self.figures, finished, ending.failure, ending.exit_code)
         self._strategy.leave(goodbye, ending.is_interrupted)
 
