@@ -112,12 +112,13 @@ def _work(resolved: Resolved) -> None:
         with session:
             task = _load_task(resolved, session, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
+            own: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
                 with reporting(session, config):
-                    model, wall_s = train(session, task, batch_size, device, say)
+                    model, wall_s = train(session, task, batch_size, device, say, **own)
                 write_alone(session, config, named_tensors(model), wall_s)
             else:
-                train(session, task, batch_size, device, say)
+                train(session, task, batch_size, device, say, **own)
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None

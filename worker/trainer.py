@@ -15,22 +15,33 @@ from ..common.tensors.optimizers import build_optimizer
 from ..common.user_code import user_code
 from .api import Session
 from .tasks.base import Task
-from .training.data import to_device
+from .training.tasks.init import load_weights
+from .training.tasks.stepping import Stepper
 
 _SAY_EVERY_S = 5.0
 
 
 def train(
-    session: Session, task: Task, batch_size: int, device: torch.device, say: Callable[..., object] | None = None
+    session: Session,
+    task: Task,
+    batch_size: int,
+    device: torch.device,
+    say: Callable[..., object] | None = None,
+    *,
+    init: str | None = None,
+    loader: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, float]:
     """Train `task` to the end of the run, with the optimizer the run's settings name, and report its figures where
     this worker is to evaluate it. Returns the model and the seconds that training took. `say(event, **fields)` is told
-    where it is, now and then."""
+    where it is, now and then; `init` is a file with the weights that a run begins with, `loader` are options of the
+    DataLoader."""
     settings = session.settings
     torch.manual_seed(settings.seed)
     with user_code():
         model = task.model().to(device)
         data = task.train_data()
+    if init is not None:
+        load_weights(model, init)
     model.train()
     groups = [{"params": list(model.parameters())}]
     optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
@@ -38,17 +49,16 @@ def train(
     num_batches = 0
     if say is not None:
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, steps=settings.steps)
-    for batch in _checked(session.shard(data, batch_size)):
-        with user_code():
-            loss = task.loss(model, to_device(batch, device))
-            optimizer.zero_grad()
-            loss.backward()
-        session.record(loss=float(loss.detach()))
-        optimizer.step()
+    batches, stepper = (
+        session.shard(data, batch_size, **(loader or {})),
+        Stepper(session, task, model, optimizer, device),
+    )
+    for batch in _checked(batches):
+        loss = stepper.add(batches, batch)
         num_batches += 1
         if say is not None and time.perf_counter() - said_at >= _SAY_EVERY_S:
             said_at = time.perf_counter()
-            say("progress", rank=session.rank, batches=num_batches, loss=f"{float(loss.detach()):.4g}")
+            say("progress", rank=session.rank, batches=num_batches, loss=f"{loss:.4g}")
     wall_s = time.perf_counter() - started
     if say is not None:
         say("trained", rank=session.rank, batches=num_batches, seconds=round(wall_s, 1))

@@ -32,6 +32,9 @@ class TaskConfig(Section):
         "digits", description="a built-in task, or FILE.py:NAME (never taken from the server)"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
+    init: Annotated[str | None, Flag(Panel.RUN, (WORKER, LAUNCHER), metavar="FILE.safetensors")] = Field(
+        None, description="initial weights, where a run begins: a file that every worker has"
+    )
 
     @field_validator("name")
     @classmethod
@@ -182,6 +185,66 @@ class OptimizerConfig(Section):
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the torch class: `lr` and every extra key."""
         return {"lr": self.lr, **(self.model_extra or {})}
+
+
+class TrainConfig(Section):
+    """How a task is trained; a script decides that itself. The server's word counts for all workers."""
+
+    lr_schedule: Annotated[
+        Literal["constant", "cosine", "linear", "step"], Flag(Panel.OPTIMIZER, metavar="constant|cosine|linear|step")
+    ] = Field("constant", description="the learning rate over the training steps, as torch's schedulers of that name")
+    warmup: Annotated[int, Flag(Panel.OPTIMIZER, metavar="STEPS")] = Field(
+        0, ge=0, description="training steps in which the rate first rises to --lr, in equal parts"
+    )
+    min_lr: Annotated[float, Flag(Panel.OPTIMIZER)] = Field(
+        0.0, ge=0, description="cosine, linear: the rate at the end of the run"
+    )
+    lr_step_size: Annotated[int | None, Flag(Panel.OPTIMIZER, metavar="STEPS")] = Field(
+        None, ge=1, description="step: training steps between two falls of the rate"
+    )
+    lr_gamma: Annotated[float, Flag(Panel.OPTIMIZER)] = Field(
+        0.1, gt=0, le=1, description="step: what each fall multiplies the rate with"
+    )
+    accumulate: Annotated[int, Flag(Panel.OPTIMIZER, metavar="N")] = Field(
+        1, ge=1, le=1 << 16, description="batches a training step is made of: as one N times as large, in less memory"
+    )
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Flag(Panel.OPTIMIZER, metavar="fp32|bf16|fp16")] = Field(
+        "fp32", description="of the computation (autocast; fp16 with a loss scaler); weights and gradients stay fp32"
+    )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> TrainConfig:
+        is_step = self.lr_schedule == "step"
+        if is_step != (self.lr_step_size is not None):
+            raise ValueError("lr_schedule step and lr_step_size go together: after how many steps the rate falls")
+        if "lr_gamma" in self.model_fields_set and not is_step:
+            raise ValueError("lr_gamma is of lr_schedule step, and nothing else reads it")
+        if self.min_lr and self.lr_schedule not in ("cosine", "linear"):
+            raise ValueError("min_lr is of lr_schedule cosine and linear, and nothing else reads it")
+        return self
+
+
+class LoaderConfig(Section):
+    """Options of the DataLoader of a task; each worker's own, as machines differ. None: as torch has it."""
+
+    num_workers: Annotated[int | None, Flag(Panel.RUN, (WORKER, LAUNCHER), name="loader-workers", metavar="N")] = Field(
+        None, ge=0, description="processes that load batches beside each worker; none: the worker itself does"
+    )
+    prefetch_factor: int | None = Field(None, ge=1, description="batches that each of them loads ahead")
+    persistent_workers: bool | None = Field(None, description="they stay from epoch to epoch")
+    timeout: float | None = Field(None, ge=0, description="seconds to wait for a batch of theirs; 0: any")
+    pin_memory: bool | None = Field(None, description="batches in memory from which copies to a GPU need not wait")
+
+    @model_validator(mode="after")
+    def _needs_processes(self) -> LoaderConfig:
+        for name in ("prefetch_factor", "persistent_workers", "timeout"):
+            if getattr(self, name) and not self.num_workers:
+                raise ValueError(f"{name} is for loader processes, and there are none: set num_workers")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Those that were set, as keyword arguments of a DataLoader."""
+        return {name: value for name, value in self if value is not None}
 
 
 class ServerConfig(Section):
@@ -398,6 +461,8 @@ class Config(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    loader: LoaderConfig = Field(default_factory=LoaderConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -434,6 +499,12 @@ class Config(Section):
                 raise ValueError(
                     f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
                 )
+        if self.train.warmup >= self.run.steps:
+            raise ValueError(f"train.warmup is {self.train.warmup}: it must be below run.steps, {self.run.steps}")
+        if self.train.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"train.min_lr is {self.train.min_lr:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}"
+            )
         if self.output.save_averaged and self.store.polyak is None:
             raise ValueError("output.save_averaged needs store.polyak, e.g. 0.999")
         return self

@@ -54,7 +54,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 # Files and directories of which each mode has its own where several run.
 _OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
 # Beside the launcher's own, what a script is told with its place or decides itself.
-_NOT_FOR_SCRIPTS = ("optimizer.", "output.", "worker.rank", "worker.server", "run.workers")
+_NOT_FOR_SCRIPTS = ("optimizer.", "train.", "loader.", "output.", "worker.rank", "worker.server", "run.workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +177,8 @@ class Plan:
             argv = (*self.worker_argv, *arguments(None, identity), "--server", address, "--rank", str(child.rank))
             spec = ProcessSpec(child, argv, self.worker_env)
         needs = read_files(self.config.security, identity, code_file(self.config))
+        if self.config.task.init is not None and not self.is_script:
+            needs += (self.config.task.init,)
         spec = dataclasses.replace(spec, needs=needs)
         return _placed(spec, self.places.get(child), self.config)
 

@@ -44,9 +44,10 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
                 f"{origin} together with the script {script}: the script owns the optimizer",
                 fix="set it in the script, where session.optimizer() wraps it",
             )
-        if is_flag(origin) and key == "task.name" and script is not None:
+        if is_flag(origin) and key.startswith(("task.", "train.", "loader.")) and script is not None:
             raise UsageError(
-                f"{origin} together with the script {script}: the script has its own model and data, no task is run",
+                f"{origin} together with the script {script}: the script has its own model, data and loop, no task "
+                "is run",
                 fix="leave one of them out",
             )
         if is_flag(origin) and key.startswith("checkpoint.") and modes == (SINGLE,):

@@ -157,6 +157,7 @@ class Joining:
             ),
             polyak=config.store.polyak or 0.0,
             pipelined=config.policy.pipelined,
+            train=struct(config.train.model_dump(exclude_defaults=True)),
         )
 
 

@@ -74,6 +74,8 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--set", "launch.backend=locall"], 2, ["unknown backend 'locall'", "did you mean 'local'"]),
         (["--script", "no.py"], 2, ["flag --script: no file no.py"]),
         (["--script", "train.py", "--task", "xor"], 2, ["flag --task together with the script train.py", "leave one"]),
+        (["--script", "train.py", "--accumulate", "2"], 2, ["flag --accumulate together with the script train.py"]),
+        (["--warmup", "600"], 2, ["train.warmup is 600: it must be below run.steps, 500"]),
         (["--mode", "async", "--straggler-timeout-s", "2"], 2, ["mode async has no such option", "localsgd, sync"]),
         (["--script", "train.py", "--lr", "0.1"], 2, ["flag --lr", "the script owns the optimizer"]),
         (["--script", "train.py", "--optimizer", "adam"], 2, ["flag --optimizer"]),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+
+from ...common.config.schema import TrainConfig
+from ...common.errors import UsageError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.version import PROGRAM_VERSION
@@ -38,6 +42,7 @@ class Settings:
     optimizer_args: dict[str, Any] | None = None
     polyak: float = 0.0
     pipelined: bool = False
+    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 class Work(NamedTuple):
@@ -142,7 +147,19 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer_args=arguments,
         polyak=message.polyak,
         pipelined=message.pipelined,
+        train=_train_settings(_whole_numbers(from_struct(message.train))),
     )
+
+
+def _train_settings(told: dict[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig(**told)
+    except ValidationError as error:
+        what = "; ".join(f"train.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise UsageError(
+            f"the server asks for training that this worker does not know ({what})",
+            fix="install the same version of paramserver on both",
+        ) from None
 
 
 def _whole_numbers(value: Any) -> Any:

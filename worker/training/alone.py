@@ -44,6 +44,7 @@ class AloneSession(Session):
             task_args=config.task.args,
             optimizer=config.optimizer.name,
             optimizer_args=config.optimizer.arguments(),
+            train=config.train,
         )
         self.num_steps = 0
         self.num_samples = 0

@@ -112,6 +112,15 @@ class Batches:
         return batch
 
     @property
+    def weight(self) -> int:
+        """Of the batch given last: its samples, as they count in a mean."""
+        return self._drawn[-1]
+
+    def void(self) -> None:
+        """What was asked for since the last step weighs nothing: its gradient was thrown away."""
+        self._drawn = deque([0] * len(self._drawn))
+
+    @property
     def _division(self) -> tuple[int, int]:
         progress = self._progress()
         return max(1, progress.num_workers), progress.worker_index

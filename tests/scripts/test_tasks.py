@@ -1,0 +1,95 @@
+"""Tasks with a schedule, accumulation, loader processes, a precision, weights from a file: as a plain loop with torch's
+own scheduler, by real processes."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.scripts.tasks.double import NUM_SAMPLES, Double
+
+FILE = Path(__file__).parent / "tasks" / "double.py"
+STEPS, ACCUMULATE, WARMUP, LR, MIN_LR, SEED = 12, 3, 4, 0.03, 0.001, 3
+SCHEDULE = ("--lr-schedule", "cosine", "--warmup", str(WARMUP), "--min-lr", str(MIN_LR))
+RUN = ("--steps", str(STEPS), "--seed", str(SEED), "--optimizer", "adamw", "--lr", str(LR), *SCHEDULE)
+TASK = ("--task", f"{FILE}:Double")
+
+
+def plain(union: int, accumulate: int) -> dict[str, torch.Tensor]:
+    """Steps over batches of `union` samples; the gradient of a step is that of the mean over all of its samples."""
+    task, data = Double(), Double().train.tensors
+    torch.manual_seed(SEED)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [
+            LinearLR(optimizer, 1 / (WARMUP + 1), total_iters=WARMUP),
+            CosineAnnealingLR(optimizer, STEPS - WARMUP, MIN_LR),
+        ]
+        scheduler = SequentialLR(optimizer, parts, [WARMUP])
+    order = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)) for epoch in range(20)]
+    batches = iter([rows for one in order for rows in one.split(union)])
+    for _ in range(STEPS):
+        rows = torch.cat([next(batches) for _ in range(accumulate)])
+        optimizer.zero_grad()
+        task.loss(model, [tensor[rows] for tensor in data]).backward()
+        optimizer.step()
+        scheduler.step()
+    return model.state_dict()
+
+
+def check(path: Path, wanted: dict[str, torch.Tensor]) -> None:
+    found = load_file(str(path))
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--batch-size", "4", *RUN, "--accumulate", str(ACCUMULATE), "--save", "w.safetensors")
+    kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "1")
+    slow = ("--set", "slowdown.base_s=0.05")
+    server = cluster.server(*flags, *kept)
+    workers = [cluster.worker(0, *TASK, *slow), cluster.worker(1, *TASK, "--loader-workers", "1", *slow)]
+    server.until(lambda: any(5 <= one["step"] < STEPS for one in server.events("status")), "five steps")
+    server.signal(signal.SIGKILL)
+    again = cluster.server(*flags, *kept, "--listen", cluster.address)
+    assert [one.wait() for one in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
+    check(tmp_path / "w.safetensors", plain(8, ACCUMULATE))
+
+
+@pytest.mark.slow
+def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_path: Path) -> None:
+    accumulate = ("--set", f"train.accumulate={ACCUMULATE}")
+    told = [f"optimizer.lr={LR}", "optimizer.name=adamw", "train.lr_schedule=cosine", f"train.warmup={WARMUP}"]
+    told += [f"train.min_lr={MIN_LR}", f"run.seed={SEED}"]
+    sets = [word for one in told for word in ("--set", one)]
+    alone = cluster.start(
+        "alone", "-m", "paramserver.worker", "--server", "none", *TASK, "--steps", str(STEPS), "--batch-size", "8",
+        "--save", "alone.safetensors", *sets, *accumulate,
+    )  # fmt: skip
+    flags = ("--mode", "localsgd", "--local-steps", "4", "--batch-size", "8", *RUN, *accumulate)
+    server = cluster.server(*flags, "--workers", "1", "--save", "local.safetensors")
+    worker = cluster.worker(0, *TASK)
+    assert [one.wait() for one in (alone, worker, server)] == [0, 0, 0], alone.output + worker.output
+    for name in ("alone", "local"):
+        check(tmp_path / f"{name}.safetensors", plain(8, ACCUMULATE))
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_a_file(cluster: Cluster, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    weights = {f"module.{name}": tensor for name, tensor in Double().model().state_dict().items()}
+    save_file(weights, tmp_path / "init.safetensors")
+    server = cluster.server("--workers", "1", "--steps", "1", "--lr", "1e-30", "--save", "w.safetensors")
+    worker = cluster.worker(0, *TASK, "--init", "init.safetensors")
+    assert [worker.wait(), server.wait()] == [0, 0], worker.output
+    found = load_file(str(tmp_path / "w.safetensors"))
+    assert all(torch.equal(found[name.removeprefix("module.")], tensor) for name, tensor in weights.items())

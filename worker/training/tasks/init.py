@@ -1,0 +1,57 @@
+"""Initial weights from a file."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ....common.errors import UsageError
+from ...tensors.transfer import named_tensors
+
+_SHOWN = 3  # names of each kind of difference
+_FIX = "give the file that belongs to this model (--init), or leave it out"
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Copy the tensors of a safetensors file into the model; dtypes may differ, names and shapes may not. What
+    torch.compile and DistributedDataParallel put before names is left out. UsageError in one sentence."""
+    found, own = _read(path), named_tensors(model)
+    if not any(name.startswith("module.") for name in own):
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    loaded = {id(own[name]) for name in found if name in own}  # of tied weights a file may have one name
+    shapes = [
+        f"'{name}' is {list(found[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in own.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    wrong = [
+        *_told("it lacks", [repr(name) for name, tensor in own.items() if id(tensor) not in loaded]),
+        *_told("the model has no", [repr(name) for name in found if name not in own]),
+        *_told("", shapes),
+    ]
+    if wrong:
+        raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
+    with torch.no_grad():
+        for name, tensor in found.items():
+            own[name].copy_(tensor)
+
+
+def _read(path: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
+    except OSError as error:
+        why = error.strerror or "there is no such file"
+        raise UsageError(
+            f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
+        ) from None
+    except SafetensorError as error:
+        raise UsageError(f"--init {path}: is no safetensors file: {error}", fix="such as --save writes") from None
+
+
+def _told(what: str, names: list[str]) -> list[str]:
+    """As one phrase; none of no names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what} {', '.join(names[:_SHOWN])}{more}".strip()] if names else []

@@ -1,0 +1,84 @@
+"""One training step of a task: the batches it is made of, the precision they are computed in, the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....common.user_code import user_code
+from ...tasks.base import Task
+from ..batches import Batches
+from ..data import to_device
+from ..session import Session
+from .schedule import rate_at
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Below it a loss scaler has found infinities so often that they are not of its making.
+_LEAST_SCALE = 1.0
+
+
+class Stepper:
+    """Takes the steps of one task. What a step is comes from `session.settings.train`.
+
+    The gradient of a step is that of the mean over all samples of its batches, as if they were one. A step whose
+    gradient overflows in fp16 is not taken: its batches count for nothing, and the loss is scaled less from then on.
+    """
+
+    def __init__(
+        self, session: Session, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        self._session, self._task, self._model, self._optimizer = session, task, model, optimizer
+        self._device = device
+        self._train = session.settings.train
+        self._lr = [group["lr"] for group in optimizer.param_groups]
+        dtype = _DTYPES.get(self._train.precision)
+        self._autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+        self._weights: list[int] = []  # of the batches of the step
+
+    def add(self, batches: Batches, batch: Any) -> float:
+        """One more batch, and a step where it is the last of one. Returns the batch's mean loss."""
+        self._weights.append(batches.weight)
+        with user_code():
+            with self._autocast:
+                loss = self._task.loss(self._model, to_device(batch, self._device))
+            if len(self._weights) == 1:
+                self._optimizer.zero_grad()
+            # As if every batch were as large as the first; `_even_out` mends it where they are not.
+            share = self._weights[-1] / self._weights[0] / self._train.accumulate
+            self._scaler.scale(loss if share == 1 else loss * share).backward()
+        value = float(loss.detach())
+        self._session.record(loss=value)
+        if len(self._weights) == self._train.accumulate:
+            self._even_out()
+            self._step(batches)
+            self._weights.clear()
+        return value
+
+    def _even_out(self) -> None:
+        factor = self._weights[0] * len(self._weights) / sum(self._weights)
+        gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _step(self, batches: Batches) -> None:
+        self._set_rate()
+        if not self._scaler.is_enabled():
+            self._optimizer.step()
+            return
+        scale = self._scaler.get_scale()
+        self._scaler.unscale_(self._optimizer)
+        self._scaler.update()
+        if self._scaler.get_scale() < scale and scale > _LEAST_SCALE:
+            batches.void()
+        else:
+            self._optimizer.step()
+
+    def _set_rate(self) -> None:
+        progress, _ = self._session._place()
+        for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
+            rate = rate_at(progress().position, self._session.settings.steps, lr, self._train)
+            if rate != group["lr"]:
+                group["lr"] = rate
