@@ -8,7 +8,7 @@ import secrets
 import torch
 
 from ..common.config.schema import Config
-from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
+from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError, UsageError
 from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
 from ..common.tensors.optimizers import check_arguments
@@ -47,6 +47,11 @@ def check_before_start(config: Config) -> None:
         if path is not None:
             check_writable(path)
     check_security(config)
+    if config.run.epochs is not None and config.run.workers is None:
+        raise UsageError(
+            f"run.epochs is {config.run.epochs}: how long an epoch is depends on how many workers share the data set",
+            fix="--workers N, or a number of --steps",
+        )
 
 
 class Server:
@@ -103,12 +108,12 @@ class Server:
         self._bus.begin(engine)
         await self._listening.serve(service.handler())
         of = {"shards": config.server.shards} if self._attendance is not None else {}
+        of |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
         log.info(
             "listening",
             address=self.address,
             security=security_text(config),
             mode=config.run.mode,
-            steps=config.run.steps,
             run=engine.run.name,
             **of,
         )
@@ -131,9 +136,9 @@ class Server:
             self._was_done.set()
             log.info(
                 "already_done",
-                steps=config.run.steps,
+                steps=run.policy.min_steps_done,
                 weights=f"{engine.model.source}/weights.safetensors",
-                more="--steps with a larger number goes on from there, another --checkpoint-dir begins anew",
+                more="a larger number of --steps or --epochs goes on from there, another --checkpoint-dir begins anew",
             )
 
     # ---- several shards ---------------------------------------------------------------------

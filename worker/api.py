@@ -42,7 +42,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")
     if not resolved.was_set("worker.server"):
-        return AloneSession(resolved.config, has_length=resolved.was_set("run.steps"))
+        return AloneSession(resolved.config)
     return open_session(resolved.config)
 
 

@@ -38,6 +38,7 @@ class Progress:
     num_workers: int = 1
     worker_index: int = 0
     training_steps: int = 0  # of this rank that count
+    total_steps: int | None = None  # of each worker in the run; None: its loop decides, or it is not known yet
     batches: int = 0  # of this rank's data that were behind it when it was told where to start
     is_done: bool = False
     pull_every: int = 1
@@ -69,6 +70,14 @@ class Progress:
         self.local_steps, self.steps_left, self.is_cut_short = self.local_steps - self.steps_left, 0, True
         return True
 
+    def limit(self, total_steps: int) -> None:
+        """The run has so many training steps, as has been found out while one is taken."""
+        self.total_steps = total_steps
+        beyond = self.steps_left - max(0, total_steps - self.position)
+        if beyond > 0:
+            self.steps_left, self.local_steps = self.steps_left - beyond, self.local_steps - beyond
+            self.is_cut_short = True
+
     def took_step(self) -> bool:
         """A training step is done; True when it is time to contribute."""
         self.steps_left -= 1
@@ -78,14 +87,16 @@ class Progress:
         """Take over everything another one says; whoever holds this one sees it."""
         vars(self).update(vars(other))
 
-    def assume_counted(self, total_steps: int) -> bool:
+    def assume_counted(self) -> bool:
         """A contribution is handed over and not answered: go on as if it counted. True when it is the last one.
 
         Every contribution covers as many local steps as the one before, except a last, shorter one.
         """
         self.num_counted += 1
         self.training_steps += self.local_steps
-        self.local_steps = self.steps_left = max(0, min(self.local_steps, total_steps - self.training_steps))
+        if self.total_steps is not None:
+            self.local_steps = max(0, min(self.local_steps, self.total_steps - self.training_steps))
+        self.steps_left = self.local_steps
         return self.steps_left == 0
 
     @property
@@ -102,6 +113,29 @@ class Progress:
     def wants_weights(self) -> bool:
         """Whether the next contribution also fetches weights (policy.pull_every)."""
         return self.next_number % self.pull_every == 0
+
+
+@dataclass
+class Length:
+    """What says how many training steps there are, where the run was given no number of them."""
+
+    epochs: int | None = None  # of the run: the data set, which the workers know, divided among them
+    default: int | None = None  # of a task
+    own_epochs: int | None = None  # that the script's loop goes through the data by itself
+    own_steps: int | None = None  # or the steps that it takes
+
+    @property
+    def is_open(self) -> bool:
+        """The script's loop alone decides."""
+        return self.epochs is None and self.default is None
+
+    def of_run(self, epoch_batches: int, per_step: int) -> int | None:
+        """Of the run, with so many batches of a rank in an epoch and in a step."""
+        return self.default if self.epochs is None else max(1, self.epochs * epoch_batches // per_step)
+
+    def of_loop(self, epoch_batches: int, per_step: int) -> int | None:
+        """That the script's own loop takes; None where it has not said so."""
+        return self.own_steps if self.own_epochs is None else self.own_epochs * epoch_batches // per_step
 
 
 @dataclass

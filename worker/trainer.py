@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.config.schema import TASK_STEPS
 from ..common.errors import DivergedError, UsageError
 from ..common.tensors.optimizers import build_optimizer
 from ..common.user_code import user_code
@@ -47,8 +48,11 @@ def train(
     optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
     started = said_at = time.perf_counter()
     num_batches = 0
+    if settings.steps is None and settings.epochs is None:
+        session.length.default = TASK_STEPS
     if say is not None:
-        say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, steps=settings.steps)
+        length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
+        say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
     batches, stepper = (
         session.shard(data, batch_size, **(loader or {})),
         Stepper(session, task, model, optimizer, device),

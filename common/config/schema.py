@@ -19,6 +19,7 @@ from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+TASK_STEPS = 500  # of a task, where nobody has said how long it is to be trained
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
 Codec = Annotated[str, AfterValidator(CODECS.check)]
@@ -51,8 +52,11 @@ class RunConfig(Section):
         "ps-launch runs several, MODE,MODE, one after another and compares them, among them single: one worker alone "
         "on the union batch",
     )
-    steps: Annotated[int, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
-        500, ge=1, description="training steps (batches) per worker"
+    steps: Annotated[int | None, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
+        None, ge=1, description="training steps (batches) per worker; none: 500 of a task, as many as a script takes"
+    )
+    epochs: Annotated[int | None, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
+        None, ge=1, description="instead of steps: how often all workers together go through the data set"
     )
     workers: Annotated[int | None, Flag(Panel.RUN, short="n")] = Field(
         None, ge=1, le=4096, description="workers of the run; none: any number, or 2 of ps-launch"
@@ -64,6 +68,17 @@ class RunConfig(Section):
         (), description="modes in files whose options the section policy may hold as well; ps-launch says so"
     )
     seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> RunConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}: a run has one length")
+        return self
+
+    @property
+    def task_steps(self) -> int | None:
+        """Training steps of a run whose workers train a task; None where `epochs` says it."""
+        return self.steps if self.steps is not None or self.epochs is not None else TASK_STEPS
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -499,8 +514,8 @@ class Config(Section):
                 raise ValueError(
                     f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
                 )
-        if self.train.warmup >= self.run.steps:
-            raise ValueError(f"train.warmup is {self.train.warmup}: it must be below run.steps, {self.run.steps}")
+        if (steps := self.run.task_steps) is not None and self.train.warmup >= steps:
+            raise ValueError(f"train.warmup is {self.train.warmup}: it must be below run.steps, {steps}")
         if self.train.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"train.min_lr is {self.train.min_lr:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}"

@@ -28,6 +28,8 @@ from .launchers import PLACE_NAMES, find_place
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
+# Of two that say the same in two ways a stronger source's one counts.
+_INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
 # The place of a worker: what a launcher does not pass on to its own children.
 LAUNCHER_ENV_NAMES = PLACE_NAMES | _SHORT_NAMES.keys()
 
@@ -122,6 +124,9 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
         _check_key(key, origin, known)
         _put(values, key, value, origin)
         origins[key] = origin
+        if value is not None and (other := _INSTEAD.get(key)) in origins and _kind(origins[other]) != _kind(origin):
+            _put(values, other, None, origin)
+            del origins[other]
     if others:
         _put(values, "run.other_modes", others, "")
         origins.setdefault("run.other_modes", origins.get("run.mode", ""))
@@ -131,6 +136,11 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
         raise UsageError(mistakes(error, origins)) from None
     except UsageError as error:
         raise _with_origin(error, values, origins) from None
+
+
+def _kind(origin: str) -> str:
+    """Of a source: flag, --set, environment, or the file's name."""
+    return origin.partition(" ")[0].partition(":")[0]
 
 
 def _put(values: dict[str, Any], key: str, value: Any, origin: str) -> None:

@@ -105,7 +105,8 @@ def status_line(status: Status) -> str:
 
 def status_figures(status: Status) -> list[str]:
     """As in `status_line`; what is not known yet is left out."""
-    parts = [f"step {status.step:,}/{status.steps:,}", f"version {status.version:,}"]
+    of = f"/{status.steps:,}" if status.steps else ""
+    parts = [f"step {status.step:,}{of}", f"version {status.version:,}"]
     if status.loss is not None:
         parts.append(f"loss {figure(status.loss)}")
     if status.samples_per_s:

@@ -34,7 +34,7 @@ class Status(BaseModel):
     version: int = 0
     elapsed_s: float = 0.0
     step: int = 0
-    steps: int = 0
+    steps: int = 0  # of the run; 0: it goes on until the scripts' loops end
     num_joined: int = 0
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
     workers: list[WorkerStatus] = Field(default_factory=list)

@@ -62,9 +62,9 @@ def make_trial(
     own = _where_to(folder) | ({} if config_path else _what_to_do(seconds, seed)) | chosen
     config = _resolved(config_path, [*_as_sets(own), *sets])
     run = config.run
-    num_workers = run.workers or 1
+    num_workers, steps = run.workers or 1, run.task_steps or 1
     if config.task.name == _LEDGER:
-        samples = num_workers * run.steps * run.batch_size
+        samples = num_workers * steps * run.batch_size
         args = {"samples": samples, "padding_bytes": _PADDING_BYTES, **config.task.args}
         own["task.args"] = "{" + ", ".join(f"{key}: {value}" for key, value in args.items()) + "}"
     plan = make_plan(
@@ -76,7 +76,7 @@ def make_trial(
     for one in [*_as_sets(own), *sets]:
         arguments += ["--set", one]
     num_last = round(_RETURN_S / (config.slowdown.base_s + _EXCHANGE_S))
-    last_step = max(run.steps // 4, run.steps - num_last)
+    last_step = max(steps // 4, steps - num_last)
     setup = Setup(
         arguments=tuple(arguments),
         folder=folder,
@@ -151,5 +151,7 @@ def _tracebacks(log: Path) -> list[str]:
 def _audit(trial: Trial, verdict: Verdict) -> Account:
     run = trial.config.run
     mode = MODES.load(run.mode)(Common(), trial.config.policy.options(run.mode))
-    epoch = Epoch(run.workers or 1, run.steps, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
+    epoch = Epoch(
+        run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
+    )
     return audit(trial.setup.folder / "weights.safetensors", epoch, verdict.lineage)

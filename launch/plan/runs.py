@@ -196,7 +196,8 @@ class Plan:
         )
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
         pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
-        work = f"script {what}" if self.is_script else f"{run.steps:,} steps, batch {batch}, task {what}"
+        length = f"{run.task_steps:,} steps" if run.task_steps else f"{run.epochs} epochs"
+        work = f"script {what}" if self.is_script else f"{length}, batch {batch}, task {what}"
         there = f" on {self.server.host}" if self.server is not None and self.server.host else ""
         kept = f", weights to {self.save}{there}" if self.save else ""
         kept += f", snapshots in {self.checkpoint_dir}{there}" if self.checkpoint_dir else ""
@@ -217,6 +218,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     settings = told_settings(resolved, with_files=machine.spans_hosts)
     num_shards = sum(child.role == SERVER.role for child in machine.places) or config.server.shards
     settings["run.workers"] = num_workers
+    if config.launch.script is None and config.run.task_steps != config.run.steps:
+        settings["run.steps"] = config.run.task_steps
     if config.output.summary and (several or machine.spans_hosts):
         settings["output.summary"] = None  # the launcher writes it: one for all runs, or here
     if several:  # what else a run leaves goes to its own place

@@ -50,7 +50,8 @@ def _value_text(value: Any) -> str:
 def status_panel(status: Status) -> RenderableType:
     """The live view. What must stay visible on a low terminal comes first."""
     bar = Table.grid()  # by itself a bar does not end its line
-    bar.add_row(ProgressBar(total=max(1, status.steps), completed=status.step, width=60))
+    if status.steps:
+        bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=60))
     waiting = status.waiting_reason()
     return Group(
         Text(""),
@@ -86,7 +87,7 @@ def _worker_row(worker: WorkerStatus, num_steps: int) -> list[RenderableType]:
     return [
         Text(str(worker.rank), style=_CHILD_COLOURS[worker.rank % len(_CHILD_COLOURS)]),
         Text(worker.state, style=_STATE_STYLES.get(worker.state, "")),
-        f"{worker.step:,}/{num_steps:,}",
+        f"{worker.step:,}/{num_steps:,}" if num_steps else f"{worker.step:,}",
         str(worker.lead),
         "-" if worker.loss is None else figure(worker.loss),
         f"{worker.samples_per_s:,.0f}",

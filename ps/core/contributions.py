@@ -217,6 +217,7 @@ class Contributions:
             next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
             staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
             num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None,
+            steps=policy.training_steps,
         )  # fmt: skip
         worker.waiting_since, worker.staleness = None, 0
 

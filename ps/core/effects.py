@@ -165,6 +165,7 @@ class Answer(Fact):
     num_workers: int = 1  # how the data is divided
     worker_index: int = 0
     num_batches: int | None = None  # with START: of the rank's data that are behind it
+    steps: int | None = None  # training steps of the run, where it has a length
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

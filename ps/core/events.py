@@ -162,6 +162,7 @@ class Contributed(OfAWorker):
     num_batches: int | None = None  # drawn for it; None: one for each training step
     num_steps: int | None = None  # training steps in it; None: as many as the worker was told
     data: tuple[int, int] | None = None  # of a process's first: samples of the data set, digest; 0: not known
+    steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
 
     @property
     def identity(self) -> Identity:

@@ -33,6 +33,7 @@ class Options:
     absent_s: float = 15.0  # how long the end waits for a rank that was lost before its last training step
     max_rejected: int = 10  # contributions of one worker in a row that end the run
     keeps_snapshots: bool = False
+    epochs: int | None = None  # that the run is long; how many training steps that is, workers say
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
     waits_for_first_snapshot: bool = False  # several shards: one lost before the first would be the end
@@ -60,6 +61,8 @@ class Run:
         self.ended_by = ""  # who stopped it and why, or what failed; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step
         self.final: dict[str, float] = {}
+        self._other_lengths: set[int] = set()  # ranks that said another
+        self.length_by: int | None = None  # the rank that said how many training steps there are
         self._lost_at: dict[int, float] = {}
 
     # ---- one event ------------------------------------------------------------------------
@@ -229,11 +232,25 @@ class Run:
 
     def _contributed(self, worker: Worker, event: events.Contributed) -> Iterator[Effect]:
         if worker.rank in self.policy.members:
+            if event.steps:
+                yield from self._told_length(worker.rank, event.steps)
             yield from self._after(self.contributions.taken(worker, event), event.at)
             return
         yield from self.contributions.refuse(event)
         error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
         yield from self._expel(worker, error, event.at)
+
+    def _told_length(self, rank: int, steps: int) -> Iterator[Effect]:
+        """A worker knows its data set, or its task: the first one's word counts where the run was given no number."""
+        has, fields = self.policy.training_steps, {"rank": rank, "steps": steps}
+        if has is None:
+            self.policy.training_steps, self.length_by = steps, rank
+            yield Log("info", "length", fields)
+        elif self.length_by is not None and has != steps and rank not in self._other_lengths:
+            self._other_lengths.add(rank)
+            meaning = f"the run has {has} training steps (rank {self.length_by}), rank {rank} would take {steps}"
+            fix = "give every worker the same data set and batch size, or the run a number of --steps"
+            yield Log("warning", "lengths_differ", {**fields, "meaning": meaning, "fix": fix})
 
     def _repeated(self, worker: Worker, event: events.Repeated) -> Iterator[Effect]:
         number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
@@ -448,6 +465,7 @@ class Run:
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
                 "stats": stats,
                 "out": sorted(self.policy.out),
+                "length": None if self.length_by is None else [self.policy.training_steps, self.options.epochs],
                 "batches": self.contributions.drawn.saved(),
                 "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
             },
@@ -470,6 +488,9 @@ class Run:
                 f"raised {type(error).__name__}: {error}",
                 fix="mend the mode's restore, or begin anew with --resume never",
             ) from error
+        match saved["training"].get("length"):
+            case [int(length), epochs] if self.policy.training_steps is None and epochs == self.options.epochs:
+                self.policy.training_steps, self.length_by = length, min(self.policy.num_counted, default=0)
         self.contributions.restore(saved["training"])
         self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = True
@@ -494,7 +515,7 @@ class Run:
         }
         bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        end = [self.has_finished, self.evaluator, self.ended_by]
+        end = [self.has_finished, self.evaluator, self.ended_by, self.length_by]
         state = [self.policy.full_state(), seats, self.roster.num_joins, flags, end, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -44,6 +44,7 @@ def options_of(config: Config) -> Options:
         absent_s=config.server.absent_s,
         max_rejected=config.store.max_nonfinite,
         keeps_snapshots=keeps,
+        epochs=config.run.epochs,
         every_steps=config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
         waits_for_first_snapshot=keeps and config.server.shards > 1,

@@ -32,10 +32,9 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         _restore_traffic(engine, saved["training"])
         if has_changed:
-            done, steps = run.policy.min_steps_done, config.run.steps
-            told = (
-                f"training steps are counted: {done} of {steps} are done by the slowest rank, {steps - done} are left"
-            )
+            done, steps = run.policy.min_steps_done, run.policy.training_steps
+            of, left = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
+            told = f"training steps are counted: {done}{of} are done by the slowest rank{left}"
             log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=told)
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]

@@ -162,7 +162,7 @@ class MetricsSink(Sink, Collector):
             yield "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
         yield "incarnation", "Starts of the server in this run; 1 at first", run.incarnation
         yield "step", "Training steps behind the slowest worker", run.policy.min_steps_done
-        yield "steps", "Training steps each worker is to take", engine.config.run.steps
+        yield "steps", "Training steps each worker is to take; 0: until its loop ends", run.policy.training_steps or 0
         yield "elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s()
 
     def _members(self) -> Iterator[tuple[str, str, float]]:

@@ -22,7 +22,7 @@ def status(engine: Engine) -> Status:
         version=run.policy.version,
         elapsed_s=round(engine.elapsed_s(), 2),
         step=run.policy.min_steps_done,
-        steps=engine.config.run.steps,
+        steps=run.policy.training_steps or 0,
         num_joined=len(run.roster.workers),
         waiting=_waiting_for_all(engine, now),
         workers=[_worker(engine, stats, why) for _, stats in sorted(run.roster.stats.items())],

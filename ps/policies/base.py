@@ -55,7 +55,7 @@ _NUM_NAMED = 8  # ranks in a sentence
 class Common:
     """What every mode is told of the run."""
 
-    training_steps: int = 1_000_000  # of each worker
+    training_steps: int | None = 1_000_000  # of each worker; None: until its own loop ends
     num_workers: int | None = None  # training starts when all of them have joined
     min_workers: int = 1  # with fewer, training holds
     weighting: Literal["samples", "equal"] = "samples"
@@ -100,6 +100,7 @@ class Policy(ABC):
     def __init__(self, common: Common, options: Section) -> None:
         self.common = common
         self.options = options
+        self.training_steps = common.training_steps  # where nobody has set them, workers may say them later
         self.version = 0  # commits decided
         self.members: dict[int, Member] = {}
         # Number of each rank's newest contribution that counts, kept after it leaves: what makes a repeated
@@ -248,12 +249,14 @@ class Policy(ABC):
         """Training steps the worker takes before its next contribution; 0 when it is to take no more."""
         if self.is_stopping:
             return 0
-        return min(self.local_steps, self.common.training_steps - self.steps_done(rank))
+        if self.training_steps is None:
+            return self.local_steps
+        return min(self.local_steps, self.training_steps - self.steps_done(rank))
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
         before = self._offsets.get(rank, self._offset)
-        return min(self.common.training_steps, before + self._rounds_done(rank) * self.local_steps)
+        return self._at_most(before + self._rounds_done(rank) * self.local_steps)
 
     @property
     def min_steps_done(self) -> int:
@@ -262,7 +265,10 @@ class Policy(ABC):
         if not self.members:
             return min(map(self.steps_done, self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
-        return min(self.common.training_steps, self._offset + rounds * self.local_steps)
+        return self._at_most(self._offset + rounds * self.local_steps)
+
+    def _at_most(self, steps: int) -> int:
+        return steps if self.training_steps is None else min(self.training_steps, steps)
 
     @property
     def local_steps(self) -> int:

@@ -162,6 +162,7 @@ class Delivery:
                 training_steps=said.training_steps,
                 segment=segment,
                 batches=said.num_batches,
+                steps=said.steps or 0,
             )
             return pb.ServerMessage(answer=answer)
 

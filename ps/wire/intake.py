@@ -169,6 +169,7 @@ class Intake:
             header.batches if header.HasField("batches") else None,
             header.training_steps if header.HasField("training_steps") else None,
             (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
+            header.data.steps,
         )
         self._engine.contributed(event, body, self._without)
         self._peer.state = "waiting"

@@ -82,7 +82,7 @@ def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str]
     assert resolved.config.run.workers == value
     assert ("run.workers", str(value), origin) in resolved.rows()
     assert resolved.was_set("run.workers") == bool(given)
-    assert resolved.config.run.steps == (9 if path else 500)
+    assert resolved.config.run.steps == (9 if path else None)
 
 
 @pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80"])
@@ -189,7 +189,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run:\n  steps: 2.5\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  steps: [1]\n", 2, "run.steps: input should be a valid integer, got [1]", ""),
         ("run:\n  steps: {a: 1}\n", 2, "run.steps: input should be a valid integer", ""),
-        ("run:\n  steps:\n", 2, "run.steps: input should be a valid integer, got None", ""),
+        ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", "known: async, localsgd, ssp, sync"),

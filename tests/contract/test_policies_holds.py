@@ -91,11 +91,11 @@ def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_
         mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True
     )
     policy.joined(0, 0.0)
-    progress = Progress()
+    progress = Progress(total_steps=steps)
     progress.answered(0, 0, policy.next_local_steps(0), True)
     is_last = False
     while not is_last:
-        is_last = progress.assume_counted(steps)
+        is_last = progress.assume_counted()
         policy.contributed(0, Contribution(progress.num_counted, policy.version), 0.0)
         assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
         assert progress.training_steps == policy.steps_done(0)

@@ -2,40 +2,97 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from structlog.testing import capture_logs
 from torch.utils.data import TensorDataset
 
-from paramserver.common.config.schema import Config
+from paramserver.common.config.schema import Config, RunConfig
+from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
 
 
-def epochs(session: AloneSession, stop_at: int | None = None) -> list[int]:
-    """Steps of two loops over the same data; the session is stopped at one of them."""
+def told(**run: int) -> AloneSession:
+    return AloneSession(Config(run=RunConfig(**run)))
+
+
+def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 1, **shard: int) -> list[int]:
+    """Batches of three loops over 8 samples in batches of 2; the session is stopped at one of them."""
     model = torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     counts = []
     for _ in range(3):
         counts.append(0)
-        for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=4):
+        for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2, **shard):
             model(x).sum().backward()
-            optimizer.step()
             counts[-1] += 1
+            if counts[-1] % accumulate == 0:
+                optimizer.step()
             if counts[-1] == stop_at:
                 session.stop("enough")
     return counts
 
 
-def test_a_length_that_nobody_has_set_is_said_before_and_when_it_is_over() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int) -> None:
+    """A loop over session.shard() is an epoch, as one over a DataLoader."""
+    session = told()
     with capture_logs() as logs:
-        assert epochs(AloneSession(Config(), has_length=False)) == [500, 0, 0]
-    assert [line["event"] for line in logs] == ["length", "no_batches"]
-    assert "500 training steps, the default of run.steps" in logs[0]["reason"]
-    assert "all 500 training steps" in logs[1]["reason"]
+        assert epochs(session, accumulate=accumulate) == [4, 4, 4]
+    assert (logs, session.num_steps, session.is_done) == ([], 12 // accumulate, False)
+
+
+def test_one_loop_may_be_several_epochs() -> None:
+    session = told()
+    assert epochs(session, epochs=3) == [12, 0, 0]
+
+
+def test_a_loader_made_once_is_an_epoch_each_time() -> None:
+    session, model = told(), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches, counts = session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2), []
+    for _ in range(3):
+        assert len(batches) in (0, 4)
+        counts.append(0)
+        for (x,) in batches:
+            model(x).sum().backward()
+            optimizer.step()
+            counts[-1] += 1
+    assert counts == [4, 4, 4]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulate: int) -> None:
+    session = told(epochs=2)
+    with capture_logs() as logs:
+        assert epochs(session, accumulate=accumulate) == [8, 0, 0]
+    assert session.is_done and session.total_steps == session.num_steps == 8 // accumulate
+    assert [line["event"] for line in logs] == ["no_batches"]
+
+
+def test_steps_of_the_run_are_training_steps() -> None:
+    session = told(steps=3)
+    assert epochs(session, accumulate=2) == [6, 0, 0]
+
+
+def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
+    session = told(steps=5)
+    with capture_logs() as logs:
+        assert epochs(session, epochs=3) == [5, 0, 0]
+    assert logs[0]["event"] == "cut_short"
+    assert "ends after 5 training steps (run.steps), this script's loop would take 12" in logs[0]["reason"]
+
+
+def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
+    session, model = told(epochs=2), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UsageError, match=r"run\.epochs is 2"):
+        optimizer.step()
 
 
 def test_one_that_is_stopped_says_no_more() -> None:
-    session = AloneSession(Config())
+    session = told(steps=500)
     with capture_logs() as logs:
         assert epochs(session, stop_at=3) == [3, 0, 0]
     assert (logs, session.ended_by, session.is_done) == ([], "stopped: enough", True)

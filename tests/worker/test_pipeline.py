@@ -48,7 +48,7 @@ class FakeExchange:
 
     def __init__(self, source: str, steps: int = 100, local_steps: int = 1) -> None:
         self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True)
-        self.progress = Progress()
+        self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
         self.threads: set[str] = set()
         self.may_land = threading.Semaphore(0)

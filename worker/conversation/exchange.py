@@ -82,6 +82,7 @@ class Exchange:
                     )
                 sleep(delay_s)
         self.progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
+        self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)
         self._retry.rank = welcome.rank
         self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
@@ -247,6 +248,7 @@ class Exchange:
         answer = answers[0]
         self.progress.server_incarnation = self._welcome.server_incarnation
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
+        self.progress.total_steps = answer.steps or self.progress.total_steps
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is
             self._history.write(

@@ -33,7 +33,7 @@ class Settings:
     mode: str
     source: Literal["gradient", "weights"]
     num_workers: int  # 0: any number
-    steps: int
+    steps: int | None  # None: nobody has set them
     batch_size: int
     seed: int
     task: str = ""
@@ -43,6 +43,7 @@ class Settings:
     polyak: float = 0.0
     pipelined: bool = False
     train: TrainConfig = field(default_factory=TrainConfig)
+    epochs: int | None = None  # instead of steps
 
 
 class Work(NamedTuple):
@@ -55,7 +56,8 @@ class Work(NamedTuple):
     transfer_s: float = 0.0  # of the contribution before
     num_batches: int | None = None  # None: as many as training steps
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
-    data: tuple[int, int] | None = None  # with the first: samples of the data set, digest of what is contributed
+    # With the first: samples of the data set, digest of what is contributed, training steps of the run; 0: unknown.
+    data: tuple[int, int, int] | None = None
 
 
 class Goodbye(NamedTuple):
@@ -128,7 +130,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         training_steps=progress.local_steps if progress.is_cut_short else None,
     )
     if work.data is not None:
-        header.data.num_samples, header.data.digest = work.data
+        header.data.num_samples, header.data.digest, header.data.steps = work.data
     return pb.WorkerMessage(contribution=header)
 
 
@@ -138,7 +140,8 @@ def read_settings(message: pb.RunSettings) -> Settings:
         mode=message.mode,
         source="weights" if message.contribution == pb.RunSettings.WEIGHTS else "gradient",
         num_workers=message.num_workers,
-        steps=message.steps,
+        steps=message.steps or None,
+        epochs=message.epochs or None,
         batch_size=message.batch_size,
         seed=message.seed,
         task=message.task,

@@ -73,7 +73,7 @@ class Pipelined(Direct):
             self.progress.become(self._exchange.progress)
         base_version = self._turn(landed is not None and landed.body_bytes > 0)
         self._hand_over(base_version, work)
-        if self.progress.assume_counted(self._exchange.settings.steps):
+        if self.progress.assume_counted():
             # The last one: whether the run is over for this worker only its answer says.
             self._land()
             self._begin()

@@ -18,7 +18,7 @@ from ...common.reporting.output import write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
 from ..conversation.messages import Settings
-from ..session import Progress
+from ..session import Length, Progress
 from .batches import Taken
 from .ending import one_line
 from .session import Session, too_early
@@ -27,17 +27,16 @@ log = get_logger()
 
 
 class AloneSession(Session):
-    """The same session without a server: the given optimizer steps, the data is not divided. `has_length`: somebody has
-    said how many steps there are to be."""
+    """The same session without a server: the given optimizer steps, the data is not divided."""
 
-    def __init__(self, config: Config, has_length: bool = True) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self._has_length = has_length
         self.settings = Settings(
             mode="single",
             source="weights",
             num_workers=1,
             steps=config.run.steps,
+            epochs=config.run.epochs,
             batch_size=config.run.batch_size,
             seed=config.run.seed,
             task=config.task.name,
@@ -48,7 +47,8 @@ class AloneSession(Session):
         )
         self.num_steps = 0
         self.num_samples = 0
-        self._progress = Progress()
+        self._progress = Progress(total_steps=config.run.steps)
+        self.length = Length(config.run.epochs)
         self._taken: Taken | None = None
         self.loss = float("nan")
         self.started_at = time.perf_counter()
@@ -56,7 +56,12 @@ class AloneSession(Session):
 
     @property
     def is_done(self) -> bool:
-        return bool(self.ended_by) or self.num_steps >= self.settings.steps
+        total = self._progress.total_steps
+        return bool(self.ended_by) or (total is not None and self.num_steps >= total)
+
+    @property
+    def total_steps(self) -> int | None:
+        return self._progress.total_steps
 
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
@@ -64,7 +69,7 @@ class AloneSession(Session):
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.started_at = time.perf_counter()
         if self._taken is None:
-            self._taken = Taken(lambda: self._progress, optimizer)
+            self._taken = Taken(lambda: self._progress, optimizer, self.length)
             optimizer.register_step_post_hook(self._stepped)
         return optimizer
 
@@ -73,18 +78,11 @@ class AloneSession(Session):
             raise too_early()
         return lambda: self._progress, self._taken
 
-    def _say_length(self, num_steps: int) -> None:
-        super()._say_length(num_steps)
-        if not self._has_length:
-            self._has_length = True
-            told = f"session.shard() ends after {self.settings.steps} training steps, the default of run.steps"
-            log.warning("length", reason=told, fix="PS_RUN__STEPS=N in the environment sets another")
-
     def _stepped(self, *_: Any) -> None:
-        self.num_steps += 1
-        self._progress.training_steps = self.num_steps
         assert self._taken is not None
         self.num_samples += self._taken.step()[1]
+        self.num_steps += 1
+        self._progress.training_steps = self.num_steps
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         self.num_samples += num_samples
@@ -127,7 +125,7 @@ def _status(session: AloneSession) -> Status:
         version=session.num_steps,
         elapsed_s=round(elapsed_s, 2),
         step=session.num_steps,
-        steps=session.settings.steps,
+        steps=session.total_steps or 0,
         num_joined=1,
         workers=[worker],
     )

@@ -11,8 +11,11 @@ from weakref import WeakSet
 import torch
 
 from ...common.errors import UsageError
-from ..session import Progress
+from ...common.reporting.log import get_logger
+from ..session import Length, Progress
 from .data import Shares, sharded_batches, step_seed
+
+log = get_logger()
 
 _NUM_DIGESTED = 64  # elements of each tensor
 
@@ -20,8 +23,11 @@ _NUM_DIGESTED = 64  # elements of each tensor
 class Taken:
     """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
 
-    def __init__(self, progress: Callable[[], Progress], optimizer: torch.optim.Optimizer) -> None:
-        self._progress, self._optimizer = progress, optimizer
+    def __init__(self, progress: Callable[[], Progress], optimizer: torch.optim.Optimizer, length: Length) -> None:
+        self._progress, self._optimizer, self.length = progress, optimizer, length
+        self.epoch_batches = 0  # of this rank
+        self.run_steps = 0  # of the run, where this worker has found them out
+        self._has_compared = False
         self._loops: WeakSet[Batches] = WeakSet()
         self.is_used = False  # this rank's batches come from here
         self.num_samples = 0  # of the data set
@@ -55,7 +61,34 @@ class Taken:
         num_batches = max((num for num, _ in found), default=0)  # two loops side by side draw at the same place
         self._num_taken += num_batches if self.is_used else 1
         self.per_step = max(1, num_batches)
+        self._measure(self._progress())
         return num_batches, sum(weight for _, weight in found)
+
+    def steps_of_run(self, per_step: int) -> int | None:
+        """Training steps of the run, of so many batches each; None where it has no number of them."""
+        return self._progress().total_steps or self.length.of_run(self.epoch_batches, per_step)
+
+    def _measure(self, progress: Progress) -> None:
+        """With the first step it is known how many there are. Before it counts itself. UsageError for `epochs` of data
+        that nobody here knows."""
+        length = self.length
+        if self._has_compared:
+            return
+        self._has_compared = True
+        if length.epochs is not None and not self.epoch_batches:
+            raise UsageError(
+                f"run.epochs is {length.epochs}, and how long an epoch of this script's own loader is nobody knows",
+                fix="--steps N instead, or loop over session.shard(dataset)",
+            )
+        if found := length.of_run(self.epoch_batches, self.per_step):
+            self.run_steps = found
+            if progress.total_steps is None:
+                progress.limit(found)
+        own, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
+        if own is not None and total is not None and own > total:
+            given = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
+            told = f"the run ends after {total} training steps ({given}), this script's loop would take {own}"
+            log.warning("cut_short", reason=told, fix=f"--steps {own}; or leave it out, and the loop decides")
 
     def drop(self) -> bool:
         """Forget what was asked for before the run was known to end; False when that is nothing."""
@@ -71,35 +104,56 @@ class Batches:
         shares: Shares,
         taken: Taken,
         progress: Callable[[], Progress],
-        num_steps: int,
         is_over: Callable[[], bool],
         options: dict[str, Any],
+        epochs: int | None = None,
     ) -> None:
         self._shares, self._taken, self._progress = shares, taken, progress
-        self._num_steps, self._is_over, self._options = num_steps, is_over, options
+        self._is_over, self._options, self._epochs = is_over, options, epochs
         self._drawn: deque[int] = deque()  # weights of batches that no step has taken
         self._num_computed = 0  # backward passes since the last step
         self._is_ahead: bool | None = None  # whether batches are asked for before the one at hand is used
         self._num_starts = -1
         self._batches: Iterator[tuple[Any, int]] = iter(())
-        shares.num_batches(max(1, progress().num_workers))  # says at once what cannot be
+        taken.epoch_batches = shares.num_batches(max(1, progress().num_workers))  # says at once what cannot be
+        self._end = self._end_of_loop()
         taken.add(self)
         taken.num_samples = len(shares.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Batches:
+        if self._end is not None and self._at >= self._end:
+            self._end = self._end_of_loop()
         return self
 
     def __len__(self) -> int:
-        """Batches left for this rank in the run; of several to a step, as many as the newest step had."""
-        return max(0, self._num_left * max(1, self._taken.per_step) - len(self._drawn))
+        """Batches left for this rank in the loop; of several to a step, as many as the newest step had."""
+        left = [] if self._end is None else [self._end - self._at]
+        if (steps := self._num_left) is not None:
+            left.append(steps * max(1, self._taken.per_step) - len(self._drawn))
+        if not left:  # run.epochs: before the first step
+            left.append((self._taken.length.epochs or 0) * self._taken.epoch_batches - self._at)
+        return max(0, min(left))
 
     @property
-    def _num_left(self) -> int:
-        """Training steps that are to be taken."""
-        return max(0, self._num_steps - self._progress().position)
+    def _num_left(self) -> int | None:
+        """Training steps of the run that are to be taken; None where it has no number of them, or not yet."""
+        total, progress = self._progress().total_steps, self._progress()
+        return None if total is None else max(0, total - progress.position)
+
+    @property
+    def _at(self) -> int:
+        """Batches of this rank that are behind it, or asked for."""
+        return self._taken.place + len(self._drawn)
+
+    def _end_of_loop(self) -> int | None:
+        """So many batches are behind this rank when the loop ends; None: the end of the run is."""
+        each, progress = self._taken.epoch_batches, self._progress()
+        if progress.total_steps is not None or not self._taken.length.is_open:
+            return None
+        return each * (self._at // each + 1 if self._epochs is None else self._epochs)
 
     def __next__(self) -> Any:
-        if self._has_all or self._is_over():
+        if self._has_all or (self._end is not None and self._at >= self._end) or self._is_over():
             raise StopIteration
         progress, place = self._progress(), self._taken.place
         if self._num_starts != progress.num_starts:  # at first, and when the run has moved without this worker

@@ -12,7 +12,7 @@ from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters
 from ..conversation.messages import Work
-from ..session import Progress
+from ..session import Length, Progress
 from ..strategies.direct import Direct
 from .batches import Taken, digest_of
 from .slowdown import Slowdown
@@ -28,7 +28,9 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     steps; where weights are, the given optimizer does, here.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown, length: Length | None = None
+    ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._strategy = strategy
         self._slowdown = slowdown
@@ -40,9 +42,9 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._is_stepping = self._has_told = False
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
-        self.taken = Taken(lambda: strategy.progress, inner)
+        self.taken = Taken(lambda: strategy.progress, inner, length or Length())
         self._num_batches = 0
-        self._has_contributed = False
+        self._told_at = -1
         self._num_samples = 0
         self._losses: list[float] = []
         self._num_steps = strategy.progress.training_steps
@@ -104,9 +106,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self.progress.is_done and self.taken.drop():
             return closure() if closure is not None else None
         if self.progress.is_done:
-            steps = self._strategy.settings.steps
             raise UsageError(
-                f"step() after the end of the run, which has {steps} training steps (run.steps)",
+                f"step() after the end of the run, which has {self.progress.total_steps} training steps (run.steps)",
                 fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
                 "as the loop takes (--steps)",
             )
@@ -133,14 +134,14 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self.progress.cut_short():
             self._contribute()
 
-    def _data(self) -> tuple[int, int] | None:
-        """What the first contribution says of the data."""
-        if self._has_contributed:
+    def _data(self) -> tuple[int, int, int] | None:
+        """What the first contribution says of the data; again after each start, for a server that has forgotten it."""
+        if self._told_at == self.progress.num_starts:
             return None
-        self._has_contributed = True
+        self._told_at = self.progress.num_starts
         parameters = [one for group in self.param_groups for one in group["params"]]
         sent = parameters if self._steps_here else [one.grad for one in parameters if one.grad is not None]
-        return self.taken.num_samples, digest_of(sent)
+        return self.taken.num_samples, digest_of(sent), self.taken.run_steps
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """What of a step is done here; returns the closure's loss."""

@@ -17,7 +17,7 @@ from ...common.tensors.optimizers import describe_optimizer
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
-from ..session import Progress
+from ..session import Length, Progress
 from ..strategies.pipelined import make_strategy
 from ..tensors.transfer import ModelTensors
 from .batches import Taken
@@ -42,6 +42,7 @@ class RemoteSession(Session):
         self._final: Final | None = None
         self._is_closed = False
         self.settings = self._exchange.settings
+        self.length = Length(self.settings.epochs)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
 
     @property
@@ -70,7 +71,7 @@ class RemoteSession(Session):
         tensors = ModelTensors(model)
         self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
-        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown)
+        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown, self.length)
         return self._optimizer
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
@@ -102,7 +103,8 @@ class RemoteSession(Session):
 
     def finish(self) -> bool:
         if not self.is_done:
-            log.info("finished_early", step=self._progress.training_steps, of=self.settings.steps)
+            step, of = self._progress.training_steps, self._progress.total_steps
+            log.info("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(

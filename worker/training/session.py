@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ..conversation.messages import Settings
-from ..session import Progress
+from ..session import Length, Progress
 from .batches import Batches, Taken, read_options
 from .data import Shares
 
@@ -27,6 +27,7 @@ class Session:
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
+        self.length = Length()
         self._is_told = False  # that it has no more batches
 
     @property
@@ -56,11 +57,16 @@ class Session:
         shuffle: bool = True,
         pad: bool = False,
         drop_last: bool = False,
+        epochs: int | None = None,
         **loader_options: Any,
     ) -> Batches:
         """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
         workers have taken all their steps and the model has the final weights. Its length is the number of batches
         left; a loop may fetch ahead.
+
+        Where the run has no length (neither run.steps nor run.epochs is set) the script's own loops decide: each loop
+        over what this returns is one epoch, as of a DataLoader, or with `epochs` goes on until so many are behind this
+        rank, those before a resume included. A run that is shorter than `epochs` says so at the first step.
 
         The batches of all ranks at a step make up what one process with batches of num_workers * batch_size would
         train on, also where the data does not divide; `pad` repeats samples instead, so that all batches are of
@@ -70,18 +76,24 @@ class Session:
         drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
         progress, taken = self._place()
-        self._say_length(progress().training_steps)
+        self._say_length(progress())
+        if epochs is not None:
+            self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         shares = Shares(dataset, batch_size or self.settings.batch_size, self.settings.seed, shuffle, pad, drop_last)
-        return Batches(shares, taken, progress, self.settings.steps, self._is_over, read_options(loader_options))
+        return Batches(shares, taken, progress, self._is_over, read_options(loader_options), epochs)
+
+    def expect(self, steps: int) -> None:
+        """Say how many training steps this script takes by itself: a run that ends before says so at the first."""
+        self.length.own_steps = steps
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
         raise NotImplementedError
 
-    def _say_length(self, num_steps: int) -> None:
+    def _say_length(self, progress: Progress) -> None:
         """Once, where a loop gets fewer batches than its author may expect."""
-        steps = self.settings.steps
-        if num_steps >= steps and not self._is_told:
+        steps = progress.total_steps
+        if steps is not None and progress.training_steps >= steps and not self._is_told:
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....common.config.schema import TASK_STEPS
 from ....common.user_code import user_code
 from ...tasks.base import Task
 from ..batches import Batches
@@ -77,8 +78,9 @@ class Stepper:
             self._optimizer.step()
 
     def _set_rate(self) -> None:
-        progress, _ = self._session._place()
+        progress, taken = self._session._place()
+        num_steps = taken.steps_of_run(self._train.accumulate) or TASK_STEPS
         for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
-            rate = rate_at(progress().position, self._session.settings.steps, lr, self._train)
+            rate = rate_at(progress().position, num_steps, lr, self._train)
             if rate != group["lr"]:
                 group["lr"] = rate

@@ -1,0 +1,27 @@
+"""Epochs over a loader, as one writes them. argv: EPOCHS of the script's own; 0: one loop until the run is over."""
+
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+import paramserver
+
+EPOCHS = int(sys.argv[1])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+session = paramserver.connect()
+optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+samples = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.ones(40, 1))
+num_steps = 0
+for epoch in range(EPOCHS or 1):
+    for x, y in session.shard(samples, batch_size=4):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        num_steps += 1
+    print(f"rank {session.rank} epoch {epoch} steps {num_steps}", flush=True)
+session.finish()
+print(f"rank {session.rank} has {model.weight.sum().item():.9f}", flush=True)

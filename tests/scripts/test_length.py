@@ -1,0 +1,100 @@
+"""How long a run is: what it was given, or as many epochs as it was given, or what the scripts' loops take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+EPOCHS = Path(__file__).parent / "length" / "epochs.py"
+MODES = {"sync": (), "localsgd": ("--local-steps", "4"), "async": (), "ssp": ("--staleness", "1")}
+
+
+def run(cluster: Cluster, *flags: str, own: int = 0) -> tuple[Process, list[Process]]:
+    outputs = ("--summary", "s.json", "--set", "server.status_interval_s=0.05")
+    server = cluster.server("--workers", "2", *outputs, *flags)
+    workers = [cluster.script(rank, EPOCHS, str(own)) for rank in range(2)]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output + workers[0].output
+    return server, workers
+
+
+def counts(worker: Process) -> list[int]:
+    """Steps behind it at the end of each epoch of its loop."""
+    return [int(line.split()[-1]) for line in worker.output.splitlines() if " epoch " in line]
+
+
+def final(worker: Process) -> str:
+    return worker.output.rpartition(" has ")[2].strip()
+
+
+def summary(cluster: Cluster) -> dict:
+    return json.loads((cluster.folder / "s.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "mode", ["sync", "localsgd", *(pytest.param(m, marks=pytest.mark.slow) for m in ("async", "ssp"))]
+)
+def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluster, mode: str) -> None:
+    """40 samples, two workers, batches of 4: 5 steps an epoch. In localsgd no step is lost that a round has not."""
+    server, workers = run(cluster, "--mode", mode, *MODES[mode], own=3)
+    assert [counts(worker) for worker in workers] == [[5, 10, 15]] * 2
+    assert final(workers[0]) == final(workers[1]) != ""
+    assert summary(cluster)["version"] == {"sync": 15, "localsgd": 4}.get(mode, 30)
+    assert all(event["steps"] == 0 for event in server.events("status"))
+    assert [worker["samples"] for worker in summary(cluster)["workers"]] == [60, 60]
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_epochs_of_the_run_become_steps(cluster: Cluster, mode: str) -> None:
+    server, workers = run(cluster, "--mode", mode, *MODES[mode], "--epochs", "3")
+    assert [counts(worker) for worker in workers] == [[15], [15]]
+    assert [event["steps"] for event in server.events("length")] == [15]
+    assert summary(cluster)["version"] == {"sync": 15, "localsgd": 4}[mode]
+
+
+def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Cluster) -> None:
+    kept = ("--checkpoint-dir", "snapshots", "--mode", "sync")
+    run(cluster, *kept, "--epochs", "1")
+    _, workers = run(cluster, *kept, "--epochs", "3")
+    assert [counts(worker) for worker in workers] == [[10], [10]]
+    assert summary(cluster)["version"] == 15
+    again = cluster.server("--workers", "2", *kept, "--epochs", "3")
+    assert (again.wait(), again.event("already_done")["steps"]) == (0, 15)
+
+
+def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
+    """1,438 samples of the digits, two workers, batches of 100: 8 steps."""
+    server = cluster.server("--workers", "2", "--epochs", "1", "--batch-size", "100", "--summary", "s.json")
+    workers = [cluster.worker(rank, "--task", "digits") for rank in range(2)]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output
+    assert summary(cluster)["version"] == 8
+    server = cluster.server("--workers", "1", "--summary", "s.json", "--task", "xor", "--mode", "localsgd")
+    assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
+    assert summary(cluster)["workers"][0]["steps"] == 63, "500 steps, 8 in a contribution"
+
+
+@pytest.mark.slow
+def test_two_lengths_are_said_once(cluster: Cluster) -> None:
+    server = cluster.server("--workers", "2", "--epochs", "1", "--mode", "async", "--task", "linear")
+    workers = [
+        cluster.worker(rank, "--batch-size", "8", "--task", "linear", "--set", f"task.args={{num_samples: {samples}}}")
+        for rank, samples in ((0, 64), (1, 160))
+    ]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output
+    assert len(server.events("lengths_differ")) == 1, server.output
+
+
+def test_epochs_need_to_know_among_how_many(cluster: Cluster) -> None:
+    done = cluster.command("ps", "--epochs", "3")
+    assert done.returncode == 2 and "run.epochs is 3" in done.stderr and "--workers" in done.stderr
+
+
+def test_the_stronger_source_says_the_length(cluster: Cluster) -> None:
+    (cluster.folder / "run.yaml").write_text("run:\n  steps: 7\n")
+    shown = cluster.command("ps", "--config", "run.yaml", "--epochs", "3", "--print-config").stdout
+    assert any(line.split()[:2] == ["run.steps", "None"] for line in shown.splitlines()), shown
+    both = cluster.command("ps", "--steps", "3", "--epochs", "3")
+    assert both.returncode == 2 and "one length" in both.stderr
