@@ -58,6 +58,21 @@ class OptimizerSpec:
                     found.append(f"group {index}: expected {key}={expected}, got {got}")
         return found
 
+    def new_numbers(self, other: OptimizerSpec) -> list[tuple[str, Any, Any]] | None:
+        """(key, mine, its) of every number that is another one in `other`, of groups in order and once where it is the
+        same in several; None when more than numbers differs."""
+        found = []
+        if (self.name, [one.tensors for one in self.groups]) != (other.name, [one.tensors for one in other.groups]):
+            return None
+        for mine, theirs in zip(self.groups, other.groups, strict=True):
+            for key in sorted(mine.hyperparameters.keys() | theirs.hyperparameters.keys()):
+                then, now = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
+                if then != now:
+                    if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
+                        return None
+                    found.append((key, then, now))
+        return [one for index, one in enumerate(found) if one not in found[:index]]
+
 
 def without_compiler() -> None:
     """For programs that compile nothing: optimizers do not import torch.compile.

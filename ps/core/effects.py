@@ -56,7 +56,7 @@ class NotSeated(Effect):
 
 @dataclass(slots=True)
 class Adopt(ToAWorker):
-    """What this worker offered is the run's model and optimizer."""
+    """What this worker offered is the run's model and optimizer; of a run that goes on, its optimizer."""
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class Run:
         self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s)
         self.contributions = Contributions(policy, self.roster, options.mode, options.max_rejected)
         self.model: tuple[str, str] | None = None  # what all workers train: names of model and optimizer
+        self.may_change_optimizer = False  # the first worker of a run that goes on says what its numbers are
         self.has_weights = False
         self.bringer: Worker | None = None  # of the initial weights
         self.is_holding = False  # everyone waits for the first snapshot on all shards
@@ -178,14 +179,16 @@ class Run:
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
         """Every shard knows what it trains. The first one's model and optimizer are the run's."""
         worker.model = (event.model, event.optimizer)
-        if self.model is None:
+        if self.model != worker.model:
+            if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
+                what = "model" if self.model[0] != event.model else "optimizer"
+                reason = Reason.MODEL_MISMATCH if what == "model" else Reason.OPTIMIZER_MISMATCH
+                told = f"the {what} of rank {worker.rank} differs from the run's, which is that of its first worker"
+                yield from self._expel(worker, refusal(reason, told), event.at)
+                return
             self.model = worker.model
             yield effects.Adopt(worker.rank, worker.incarnation)
-        elif self.model != worker.model:
-            reason = Reason.MODEL_MISMATCH if self.model[0] != event.model else Reason.OPTIMIZER_MISMATCH
-            error = refusal(reason, f"what rank {worker.rank} trains differs from what the run trains")
-            yield from self._expel(worker, error, event.at)
-            return
+        self.may_change_optimizer = False
         if worker.is_resumed:
             worker.is_away = False
             yield Log("info", "resumed", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
@@ -493,7 +496,7 @@ class Run:
                 self.policy.training_steps, self.length_by = length, min(self.policy.num_counted, default=0)
         self.contributions.restore(saved["training"])
         self.rhythm.restore(version, self.policy.min_steps_done)
-        self.has_weights = True
+        self.has_weights = self.may_change_optimizer = True
 
     @property
     def was_over_before(self) -> bool:

@@ -254,7 +254,10 @@ class Engine:
     def _adopt(self, adopt: effects.Adopt) -> None:
         offer = self.peers[adopt.rank, adopt.incarnation].offer
         assert offer is not None
-        self.model.adopt(*offer)
+        if self.model.may_change:
+            self.model.change(offer[1])
+        else:
+            self.model.adopt(*offer)
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights

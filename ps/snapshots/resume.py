@@ -46,6 +46,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
         ) from None
     model.source = str(loaded.path)
     model.adopt(loaded.whole, optimizer)
+    model.may_change = True
     model.begin(model.new_memory(), lambda store: restore(store, loaded))
     saved = manifest.model_dump(by_alias=True, include=_SAVED)
     if mode_anywhere(config.run.mode) != mode_anywhere(manifest.mode):

@@ -46,6 +46,7 @@ class Model:
         self.optimizer: OptimizerSpec | None = None  # over the share
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
+        self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
         self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
 
     @property
@@ -67,11 +68,16 @@ class Model:
                 fix += f"; the run's come from {self.source}, --resume never begins anew"
             lines = "; ".join(self.whole.differences(layout))
             raise refusal(Reason.MODEL_MISMATCH, f"the model of rank {rank} differs from the run's: {lines}", fix=fix)
-        if differences := self.whole_optimizer.differences(optimizer):
+        if self.may_change and self.whole_optimizer.new_numbers(optimizer) is not None:
+            self.check_optimizer(optimizer)
+        elif differences := self.whole_optimizer.differences(optimizer):
+            fix = "the first worker's optimizer is the run's: give every worker the same one"
+            if self.may_change:
+                fix = f"the run's comes from {self.source}: only its numbers may change; --resume never begins anew"
             raise refusal(
                 Reason.OPTIMIZER_MISMATCH,
                 f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}",
-                fix="the first worker's optimizer is the run's: give every worker the same one",
+                fix=fix,
             )
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
@@ -109,6 +115,15 @@ class Model:
         self.share, self.optimizer = share, share.optimizer(optimizer)
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
+
+    def change(self, optimizer: OptimizerSpec) -> None:
+        """The first worker of a run that goes on has said what its optimizer is from here on."""
+        assert self.whole_optimizer is not None and self.share is not None
+        for what, then, now in self.whole_optimizer.new_numbers(optimizer) or ():
+            if self._config.server.shard == 0:  # the others would say the same
+                log.warning("resumed_with_another", what=what, now=now, snapshot=then)
+        self.whole_optimizer, self.optimizer = optimizer, self.share.optimizer(optimizer)
+        self.may_change = False
 
     def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         """Refuse what the optimizer that runs here would fail on, or would not have begun with."""

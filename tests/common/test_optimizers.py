@@ -371,3 +371,17 @@ def test_what_a_class_puts_into_its_groups_itself_is_no_mistake(name: str) -> No
     told = current_hyperparameters(optimizer.param_groups[0])
     check_hyperparameters(name, told)
     check_hyperparameters(name, told | {"lr": 0.05}, told)
+
+
+def test_numbers_may_change_and_nothing_else() -> None:
+    def spec(name: str = "Adam", tensors: tuple[str, ...] = ("w",), **values: Any) -> OptimizerSpec:
+        told = {"lr": 0.1, "betas": [0.9, 0.99], "amsgrad": False, **values}
+        return OptimizerSpec(name, (GroupSpec(tensors, told), GroupSpec(("b",), told)))
+
+    assert spec().new_numbers(spec()) == []
+    assert spec().new_numbers(spec(lr=0.2, betas=[0.8, 0.99])) == [
+        ("betas", [0.9, 0.99], [0.8, 0.99]),
+        ("lr", 0.1, 0.2),
+    ]
+    others = (spec("AdamW"), spec(tensors=("w", "v")), spec(amsgrad=True), spec(betas=[0.9]), spec(more=1.0))
+    assert [spec().new_numbers(other) for other in others] == [None] * 5

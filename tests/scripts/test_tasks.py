@@ -93,3 +93,37 @@ def test_a_run_begins_with_the_weights_of_a_file(cluster: Cluster, tmp_path: Pat
     assert [worker.wait(), server.wait()] == [0, 0], worker.output
     found = load_file(str(tmp_path / "w.safetensors"))
     assert all(torch.equal(found[name.removeprefix("module.")], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_another_rate_on_resume_takes_effect_and_the_log_says_so(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    kept = (
+        "--mode",
+        mode,
+        "--workers",
+        "1",
+        "--batch-size",
+        "8",
+        "--optimizer",
+        "sgd",
+        "--checkpoint-dir",
+        "snapshots",
+    )
+    kept += ("--local-steps", "3") if mode == "localsgd" else ()
+    for steps, lr in (("6", "0.05"), ("9", "0.2")):
+        server = cluster.server(*kept, "--steps", steps, "--lr", lr, "--save", "w.safetensors")
+        worker = cluster.worker(0, *TASK)
+        assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
+    told = [(one["what"], one["now"], one["snapshot"]) for one in server.events("resumed_with_another")]
+    assert told == [("lr", 0.2, 0.05)]
+
+    task, data = Double(), Double().train.tensors
+    torch.manual_seed(0)
+    model = task.model()
+    order = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
+    for step, rows in enumerate([rows for one in order for rows in one.split(8)][:9]):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if step < 6 else 0.2)
+        optimizer.zero_grad()
+        task.loss(model, [tensor[rows] for tensor in data]).backward()
+        optimizer.step()
+    check(tmp_path / "w.safetensors", model.state_dict())
