@@ -202,6 +202,9 @@ class OptimizerConfig(Section):
         return {"lr": self.lr, **(self.model_extra or {})}
 
 
+_LR_GAMMA = 0.1  # torch's
+
+
 class TrainConfig(Section):
     """How a task is trained; a script decides that itself. The server's word counts for all workers."""
 
@@ -218,7 +221,7 @@ class TrainConfig(Section):
         None, ge=1, description="step: training steps between two falls of the rate"
     )
     lr_gamma: Annotated[float, Flag(Panel.OPTIMIZER)] = Field(
-        0.1, gt=0, le=1, description="step: what each fall multiplies the rate with"
+        _LR_GAMMA, gt=0, le=1, description="step: what each fall multiplies the rate with"
     )
     accumulate: Annotated[int, Flag(Panel.OPTIMIZER, metavar="N")] = Field(
         1, ge=1, le=1 << 16, description="batches a training step is made of: as one N times as large, in less memory"
@@ -232,7 +235,7 @@ class TrainConfig(Section):
         is_step = self.lr_schedule == "step"
         if is_step != (self.lr_step_size is not None):
             raise ValueError("lr_schedule step and lr_step_size go together: after how many steps the rate falls")
-        if "lr_gamma" in self.model_fields_set and not is_step:
+        if self.lr_gamma != _LR_GAMMA and not is_step:
             raise ValueError("lr_gamma is of lr_schedule step, and nothing else reads it")
         if self.min_lr and self.lr_schedule not in ("cosine", "linear"):
             raise ValueError("min_lr is of lr_schedule cosine and linear, and nothing else reads it")

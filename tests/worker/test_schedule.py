@@ -54,6 +54,11 @@ def test_every_rate_is_torchs(data: st.DataObject) -> None:
             scheduler.step()
 
 
+def test_a_configuration_that_was_read_is_one_that_can_be_read() -> None:
+    config = Config(train={"lr_schedule": "cosine"})
+    assert Config.model_validate(config.model_dump()) == config  # as shards tell each other
+
+
 @pytest.mark.parametrize(
     ("told", "part"),
     [
