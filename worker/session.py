@@ -22,6 +22,17 @@ _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 0.25
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was when a contribution began."""
+
+    step: int  # training steps behind it
+    local_steps: int  # in the contribution
+    batches: int  # of its data that were behind it
+    epoch: int | None = None  # from 0; None where the script has no loop over epochs
+    epoch_batches: int = 0  # of the epoch that were behind it
+
+
 @dataclass
 class Progress:
     """One worker's place in the run. `version` is that of the weights it holds."""
@@ -44,6 +55,8 @@ class Progress:
     pull_every: int = 1
     server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
     num_starts: int = 0  # answers that told it where to start
+    # While the last contribution that counts is computed once more: training steps, local steps and end to go on from.
+    after_replay: tuple[int, int, bool] | None = None
 
     def welcomed(self, run: str, rank: int, incarnation: int) -> None:
         """The server has seated this process."""
@@ -57,6 +70,7 @@ class Progress:
         self.steps_left = self.local_steps = next_local_steps
         self.is_cut_short = False
         self.is_done = next_local_steps == 0
+        self.after_replay = None
 
     def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
         """How the data is divided from here on, and how far this rank is."""
@@ -82,6 +96,27 @@ class Progress:
         """A training step is done; True when it is time to contribute."""
         self.steps_left -= 1
         return self.steps_left <= 0
+
+    def replay(self, place: Place) -> None:
+        """Compute the last contribution that counts once more, from where it began; it is not sent."""
+        self.after_replay = (self.training_steps, self.local_steps, self.is_done)
+        self.training_steps, self.is_done = place.step, False
+        self.local_steps = self.steps_left = place.local_steps
+
+    def replayed(self) -> int:
+        """Go on from where the server said; returns training steps that the run has taken meanwhile without it."""
+        assert self.after_replay is not None
+        replayed = self.training_steps + self.local_steps
+        self.training_steps, self.local_steps, self.is_done = self.after_replay
+        self.steps_left, self.after_replay = self.local_steps, None
+        if self.total_steps is not None:
+            self.limit(self.total_steps)
+            self.is_done |= not self.local_steps
+        return max(0, self.training_steps - replayed)
+
+    @property
+    def is_replaying(self) -> bool:
+        return self.after_replay is not None
 
     def become(self, other: Progress) -> None:
         """Take over everything another one says; whoever holds this one sees it."""

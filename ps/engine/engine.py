@@ -20,6 +20,7 @@ from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ..core import effects, events
 from ..core.effects import Fact
+from ..core.events import Identity
 from ..core.replication import Sequencer
 from ..core.run import Options, Run
 from ..policies.base import Policy
@@ -29,6 +30,7 @@ from ..tensors.thread import TensorThread
 from .folding import Folding
 from .modes import options_of
 from .peers import Peer, ShardState, Streams, reasons
+from .states import States
 
 log = get_logger()
 
@@ -60,6 +62,7 @@ class Engine:
         self.tensors = TensorThread(lambda error: self._break("tensors", error))
         self.model = Model(config, self.tensors, policy.contribution == "gradient")
         self.folding = Folding(self.model, self.tensors, policy.answers_before_commit)
+        self.states = States()
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
@@ -232,8 +235,8 @@ class Engine:
             effects.ForgetModel: lambda _: self.model.forget(),
             effects.AskForWeights: self.streams.ask_for_weights,
             effects.Begin: self._begin,
-            effects.Keep: self.folding.keep,
-            effects.Discard: self.folding.discard,
+            effects.Keep: self._keep,
+            effects.Discard: self._discard,
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Answer: self.streams.answer,
@@ -265,6 +268,20 @@ class Engine:
         self.model.begin(weights)
         self._make_room()
 
+    def _keep(self, keep: effects.Keep) -> None:
+        self.folding.keep(keep)
+        self._counted(keep.identity)
+
+    def _discard(self, discard: effects.Discard) -> None:
+        self.folding.discard(discard)
+        if discard.is_counted:
+            self._counted(discard.identity)
+        else:
+            self.states.forget(discard.identity)
+
+    def _counted(self, identity: Identity) -> None:
+        self.states.counted(identity, self.run.policy.committed_of(identity.rank))
+
     def _prune(self, prune: effects.Prune) -> None:
         if self.snapshots is not None:
             self.snapshots.prune(prune.version)
@@ -286,6 +303,7 @@ class Engine:
         rank, incarnation = withdrawn.rank, withdrawn.incarnation
         self.sequencer.withdrawn(rank, incarnation)
         self.folding.withdraw(rank, incarnation)
+        self.states.withdraw(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.folding.codec_memories.forget(rank)
         if withdrawn.ends_streams:
@@ -298,10 +316,13 @@ class Engine:
         for rank, traffic in self.traffic.items():
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
-        training = {**effect.saved["training"], "stats": stats}
+        states = self.states.saved(effect.saved["steps"])
+        places = {str(rank): kept.place for rank, kept in states.items()}
+        training = {**effect.saved["training"], "stats": stats, "places": places}
         self.snapshots.take(
             {**effect.saved, "training": training},
             lambda durable: self.offer(events.Stored(effect.attempt, durable)),
+            {rank: kept.body for rank, kept in states.items()},
         )
 
     # ---- how it stands ----------------------------------------------------------------------

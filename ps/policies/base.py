@@ -129,7 +129,10 @@ class Policy(ABC):
 
     def num_committed(self) -> dict[int, int]:
         """Like `num_counted`, as far as the newest version holds it."""
-        return {rank: number - self._num_open[rank] for rank, number in self.num_counted.items()}
+        return {rank: self.committed_of(rank) for rank in self.num_counted}
+
+    def committed_of(self, rank: int) -> int:
+        return self.num_counted.get(rank, 0) - self._num_open[rank]
 
     def saved_state(self) -> dict[str, Any]:
         """What else this mode has to know to go on from the newest version, as JSON; nothing of what came after it."""

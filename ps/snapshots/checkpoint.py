@@ -4,7 +4,8 @@
         weights.safetensors     by name, as `model.load_state_dict(load_file(path))` takes them
         averaged.safetensors    the Polyak average, if one is kept
         optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server has an optimizer that remembers
-        manifest.json           everything else, with size and SHA-256 of each file above
+        state-0.safetensors     what rank 0's script remembers (`session.state`), as its worker sent it
+    manifest.json           everything else, with size and SHA-256 of each file above
         manifest.json.sha256    as `sha256sum -c` takes it
 
 Nothing here knows the store or the event loop: `ps/snapshots/store_state.py` gives and takes the tensors, and
@@ -14,7 +15,9 @@ Nothing here knows the store or the event loop: `ps/snapshots/store_state.py` gi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from safetensors import SafetensorError
@@ -34,6 +37,7 @@ from .manifest import (
     check_tensors,
     layout_of,
     read_manifest,
+    state_file,
 )
 
 _MANIFEST_HASH = MANIFEST + ".sha256"
@@ -60,6 +64,7 @@ class Loaded(NamedTuple):
     whole: Layout
     whole_optimizer: OptimizerSpec | None
     files: Files
+    states: Mapping[int, bytes] = MappingProxyType({})  # by rank
 
     @property
     def state(self) -> Tensors:
@@ -67,8 +72,9 @@ class Loaded(NamedTuple):
         return self.files.get(OPTIMIZER, {})
 
 
-def write(directory: Path, manifest: Manifest, files: Files) -> Written:
-    """Write one snapshot; when this returns it is on the disk, and a crash at any moment before leaves none.
+def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int, bytes] | None = None) -> Written:
+    """Write one snapshot, with what the scripts of ranks remember; when this returns it is on the disk, and a crash at
+    any moment before leaves none.
 
     Raises CheckpointError when there is no space, no permission, or another process writes there;
     older snapshots stay as they were.
@@ -78,7 +84,8 @@ def write(directory: Path, manifest: Manifest, files: Files) -> Written:
         try:
             with new_snapshot(final) as folder:
                 entries = {name: _write_file(folder / name, tensors) for name, tensors in files.items()}
-                _write_manifest(folder, manifest.model_copy(update={"files": entries}))
+                kept = {rank: _write_state(folder / state_file(rank), body) for rank, body in (states or {}).items()}
+                _write_manifest(folder, manifest.model_copy(update={"files": entries, "states": kept}))
         except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full
             num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             why = error.strerror if isinstance(error, OSError) else str(error)
@@ -91,6 +98,15 @@ def _write_file(path: Path, tensors: Tensors) -> FileEntry:
     # read; whoever may read the directory may read the weights.
     save_file(dict(tensors), path)
     path.chmod(path.parent.stat().st_mode & 0o666)
+    return _written(path)
+
+
+def _write_state(path: Path, body: bytes) -> FileEntry:
+    path.write_bytes(body)
+    return _written(path)
+
+
+def _written(path: Path) -> FileEntry:
     sync(path)
     return FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 
@@ -113,6 +129,9 @@ def load(path: Path, is_verified: bool = False) -> Loaded:
         manifest = _load_manifest(path)
         for name, entry in manifest.files.items():
             _check_file(path / name, entry, is_verified)
+        for rank, entry in manifest.states.items():
+            _check_file(path / state_file(rank), entry, is_verified)
+        states = {rank: (path / state_file(rank)).read_bytes() for rank in manifest.states}
         files: Files = {name: load_file(path / name) for name in manifest.files}
         layout = layout_of(manifest.tensors, manifest.optimizer)
         check_tensors(manifest, layout, files)
@@ -124,7 +143,7 @@ def load(path: Path, is_verified: bool = False) -> Loaded:
         raise CheckpointError(f"snapshot {path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
         raise CheckpointError(f"snapshot {path}: not safetensors: {error}") from None
-    return Loaded(path, manifest, layout, whole, run.optimizer, files)
+    return Loaded(path, manifest, layout, whole, run.optimizer, files, states)
 
 
 def _load_manifest(path: Path) -> Manifest:

@@ -31,6 +31,11 @@ Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
 
 
+def state_file(rank: int) -> str:
+    """Of what a rank's script remembers."""
+    return f"state-{rank}.safetensors"
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
 
@@ -74,6 +79,7 @@ class Manifest(_Strict):
     paramserver_version: str
     written_at: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     files: dict[FileName, FileEntry] = Field(default_factory=dict)
+    states: dict[int, FileEntry] = Field(default_factory=dict, description="of ranks' scripts, in `state_file`")
 
 
 def read_manifest(text: bytes) -> Manifest:

@@ -13,7 +13,7 @@ from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Tensors
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     """The share of one of `num_shards` shards, from the snapshots of all shards there were."""
-    _, manifest, _, whole, optimizer, _ = parts[0]
+    _, manifest, _, whole, optimizer, _, states = parts[0]
     before = divide(whole, len(parts))
     share = divide(whole, num_shards)[shard]
     files: dict[FileName, Tensors] = {}
@@ -26,7 +26,7 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
         files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None
     manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine})
-    return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files)
+    return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files, states)
 
 
 def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:

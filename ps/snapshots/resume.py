@@ -26,7 +26,7 @@ _SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributio
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
     """Give a model that has not begun the weights and the optimizer state of a snapshot.
 
-    Returns what was saved beside the tensors, `_SAVED`. Nothing of the files is held on to. Raises
+    Returns what was saved beside the tensors, `_SAVED` and `states`. Nothing of the files is held on to. Raises
     CheckpointError for a snapshot that this run cannot go on from.
     """
     loaded = available.load(name)
@@ -49,6 +49,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     model.may_change = True
     model.begin(model.new_memory(), lambda store: restore(store, loaded))
     saved = manifest.model_dump(by_alias=True, include=_SAVED)
+    saved["states"] = loaded.states
     if mode_anywhere(config.run.mode) != mode_anywhere(manifest.mode):
         saved["policy"] = {}  # another mode's state
     return saved

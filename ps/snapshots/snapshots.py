@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,26 +62,34 @@ class Snapshots:
         self._is_dropped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
 
-    def take(self, saved: dict[str, Any], done: Callable[[int], object]) -> None:
+    def take(
+        self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes] | None = None
+    ) -> None:
         """Begin one; `done` is called when it is on the disk, with its version, or given up with an alarm, with
         `least_common`: the least of what all shards say is the newest that all of them have.
 
         `saved` are fields of the manifest: run, server_incarnation, policy, steps (which count contributions),
-        num_joins, training.
+        num_joins, training. `states` by rank: what scripts remember.
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))
-        self._writing = asyncio.create_task(self._store(saved, copied, done))
+        self._writing = asyncio.create_task(self._store(saved, states or {}, copied, done))
 
     async def _store(
-        self, saved: dict[str, Any], copied: asyncio.Future[Captured], done: Callable[[int], object]
+        self,
+        saved: dict[str, Any],
+        states: Mapping[int, bytes],
+        copied: asyncio.Future[Captured],
+        done: Callable[[int], object],
     ) -> None:
         """Once the store is copied, the rest is slow and in nobody's way."""
         try:
             captured = await copied
             began = time.monotonic()
             try:
-                written = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, saved, captured)
+                written = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._write, saved, states, captured
+                )
             finally:
                 self._captured = captured
         except Exception as error:  # the older ones stay; whoever waits for this one goes on without
@@ -96,7 +104,7 @@ class Snapshots:
         self._taken = SnapshotTaken(version, saved["steps"], str(path), sha256)
         done(version)
 
-    def _write(self, saved: dict[str, Any], captured: Captured) -> Written:
+    def _write(self, saved: dict[str, Any], states: Mapping[int, bytes], captured: Captured) -> Written:
         if self._is_dropped:
             raise CheckpointError("the shards were not in the same state when it was taken")
         model, server, run = self._model, self._config.server, self._config.run
@@ -116,7 +124,7 @@ class Snapshots:
             share=share,
             paramserver_version=PROGRAM_VERSION,
         )
-        written = write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer))
+        written = write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer), states)
         self._not_common = written.path
         return written
 

@@ -11,7 +11,7 @@ from ...common.codecs.base import Codec
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes, copy_of
-from ...common.wire.frames import INLINE_BYTES, Frame, body_frames, frame, message_frames
+from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, Frame, body_frames, frame, message_frames
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
@@ -146,6 +146,7 @@ class Delivery:
 
     async def answer(self, go: Go) -> None:
         said = go.answer
+        kept = self._engine.states.at(self._peer.rank, said.number) if said.outcome == "START" else None
 
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             answer = pb.Answer(
@@ -163,12 +164,15 @@ class Delivery:
                 segment=segment,
                 batches=said.num_batches,
                 steps=said.steps or 0,
+                began=pb.Place(**kept.place) if kept is not None else None,
             )
             return pb.ServerMessage(answer=answer)
 
         if not said.has_weights:
             await self._stream.say(header(said.version, 0, None))
         elif said.outcome == "START":
+            if kept is not None:
+                await self._tell_state(kept.body)
             await self._start(header, go)
         elif self._peer.answer_codec is not None:
             await self._send_encoded(self._peer.answer_codec, header, go)
@@ -183,6 +187,11 @@ class Delivery:
             return pb.ServerMessage(final=final)
 
         await self._send(self.lane, header, done.min_version)
+
+    async def _tell_state(self, body: bytes) -> None:
+        for offset in range(0, len(body), CHUNK_BYTES):
+            piece = pb.State(num_bytes=len(body), offset=offset, piece=body[offset : offset + CHUNK_BYTES])
+            await self._stream.say(pb.ServerMessage(state=piece))
 
     async def _start(self, header: Header, go: Go) -> None:
         model = self._engine.model

@@ -30,7 +30,7 @@ from .stream import Stream
 
 _MAX_SAMPLES = 2**40
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "finish", "leave", "stop", "taken", "")
+_NEXT = ("contribution", "begin", "finish", "leave", "stop", "taken", "state", "")
 _PIECE = ("taken", "")
 
 
@@ -44,6 +44,7 @@ class Intake:
         self._lane = lane
         self._told: list[Hyperparameters] = []  # with the contribution that is on its way
         self._without: frozenset[str] = frozenset()  # a gradient, in it
+        self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
 
     async def next(self) -> Frame | None:
         """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
@@ -60,6 +61,9 @@ class Intake:
                     continue
                 if received.kind == "stop":
                     self._engine.offer(events.StopAsked(*self._peer.seat, received.of(pb.Stop).reason))
+                    continue
+                if received.kind == "state":
+                    self._take_state(received.of(pb.State))
                     continue
                 if received.kind == "contribution":
                     facts, header = received, received.of(pb.Contribution)
@@ -86,6 +90,29 @@ class Intake:
         finally:
             if upload is not None:
                 upload.close()
+
+    def _take_state(self, piece: pb.State) -> None:
+        limit = self._engine.config.limits.state_bytes
+        if piece.num_bytes > limit:
+            raise refusal(
+                Reason.LIMIT_EXCEEDED,
+                f"what the script of rank {self._peer.rank} remembers (session.state) is {piece.num_bytes:,} bytes; "
+                f"this server takes {limit:,} (limits.state_bytes)",
+                fix="give session.state() less, or start ps-server with --set limits.state_bytes=...",
+            )
+        if not piece.offset:
+            self._state = (piece.num_bytes, bytearray())
+        num_bytes, come = self._state
+        if piece.num_bytes != num_bytes or piece.offset != len(come) or len(come) + len(piece.piece) > num_bytes:
+            raise refusal(Reason.BAD_REQUEST, f"a piece of a State at {piece.offset} that does not follow {len(come)}")
+        come += piece.piece
+
+    def _told_state(self) -> bytes | None:
+        """All of what came before the contribution."""
+        (num_bytes, come), self._state = self._state, (0, bytearray())
+        if len(come) < num_bytes:
+            raise refusal(Reason.BAD_REQUEST, f"a Contribution after {len(come)} of {num_bytes} bytes of a State")
+        return bytes(come) if come else None
 
     async def _take_whole(self, received: Frame) -> None:
         """A small contribution, whose body came with it."""
@@ -171,6 +198,9 @@ class Intake:
             (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
             header.data.steps,
         )
+        if header.HasField("place"):
+            place = {field.name: value for field, value in header.place.ListFields()}
+            self._engine.states.stage(event.identity, place, self._told_state())
         self._engine.contributed(event, body, self._without)
         self._peer.state = "waiting"
 

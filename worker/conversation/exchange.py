@@ -28,7 +28,7 @@ from .client import Client, Lost
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Answer, Final, Goodbye, Settings, Welcome, Work, beat_bytes, join_message, read_settings
+from .messages import Answer, Begun, Final, Goodbye, Settings, Welcome, Work, beat_bytes, join_message, read_settings
 from .shard import Shard
 
 log = get_logger()
@@ -147,6 +147,11 @@ class Exchange:
             version=self.progress.version,
         )
         return answer
+
+    @property
+    def begun(self) -> Begun | None:
+        """Where this rank's last contribution that counts began, if the server told it with the newest START."""
+        return self._shards[0].begun
 
     def _return(self, lost: Lost) -> Answer | None:
         """After a lost connection: the answer that says where to start again. None when this worker is still a member

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -13,16 +13,17 @@ from ...common.errors import UsageError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.version import PROGRAM_VERSION
-from ...common.wire.frames import frame, message_frames
+from ...common.wire.frames import CHUNK_BYTES, frame, message_frames
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
 from ...proto import parameter_server_pb2 as pb
-from ..session import Progress
+from ..session import Place, Progress
 
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
 Answer = pb.Answer
 Final = pb.Final
 Waiting = pb.Waiting
+State = pb.State
 SharedMemory = pb.SharedMemory
 
 
@@ -46,6 +47,13 @@ class Settings:
     epochs: int | None = None  # instead of steps
 
 
+class Begun(NamedTuple):
+    """Where a rank was when a contribution began, and what its script remembered then (State in the proto)."""
+
+    place: Place
+    body: bytes
+
+
 class Work(NamedTuple):
     """What a contribution says about itself; seconds, and the mean training loss since the last one."""
 
@@ -58,6 +66,7 @@ class Work(NamedTuple):
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
     # With the first: samples of the data set, digest of what is contributed, training steps of the run; 0: unknown.
     data: tuple[int, int, int] | None = None
+    began: Begun | None = None  # of a script that remembers something
 
 
 class Goodbye(NamedTuple):
@@ -131,7 +140,24 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
     )
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data
+    if work.began is not None:
+        header.place.MergeFrom(pb.Place(**asdict(work.began.place)))
     return pb.WorkerMessage(contribution=header)
+
+
+def state_frames(body: bytes) -> Iterator[bytes]:
+    for offset in range(0, len(body), CHUNK_BYTES):
+        piece = body[offset : offset + CHUNK_BYTES]
+        yield frame(pb.WorkerMessage(state=pb.State(num_bytes=len(body), offset=offset, piece=piece)))
+
+
+def read_began(answer: pb.Answer, body: bytes) -> Begun | None:
+    """What came with a START, if there was anything."""
+    if not answer.HasField("began"):
+        return None
+    told = answer.began
+    epoch = told.epoch if told.HasField("epoch") else None
+    return Begun(Place(told.step, told.local_steps, told.batches, epoch, told.epoch_batches), body)
 
 
 def read_settings(message: pb.RunSettings) -> Settings:

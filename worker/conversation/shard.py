@@ -20,22 +20,26 @@ from ...common.wire.frames import Frame
 from ...common.wire.segments import SegmentError
 from ..lanes.choice import Lanes
 from ..lanes.down import Down
-from ..lanes.up import Up
+from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost
 from .messages import (
     Answer,
+    Begun,
     Final,
     Goodbye,
     SharedMemory,
+    State,
     Waiting,
     Welcome,
     Work,
     contribution,
     initial_weights_frames,
     model_message,
+    read_began,
+    state_frames,
 )
 
 log = get_logger()
@@ -69,6 +73,8 @@ class Shard:
         self._on_answer, self._on_reached = on_answer, on_reached
         self._holds = False
         self._sent_hyperparameters: list[Hyperparameters] | None = None
+        self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
+        self.begun: Begun | None = None  # with the newest START
 
     # ---- joining ----------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ class Shard:
         self.client.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
         self.lanes.joined(welcome)
-        self._sent_hyperparameters = None
+        self._sent_hyperparameters = self._sent_state = None
         return welcome
 
     def hold(self, model: ModelTensors) -> None:
@@ -107,10 +113,15 @@ class Shard:
 
     def begin(self) -> Answer:
         """Receive the weights to start from; bring them when asked to."""
+        state = bytearray()
         while True:
-            received = self._expect("answer", "send_weights")
+            received = self._expect("answer", "send_weights", "state")
             if received.kind == "answer":
+                self.begun = read_began(received.of(Answer), bytes(state))
                 return self.take(received)
+            if received.kind == "state":
+                state += received.of(State).piece
+                continue
             self.client.send(initial_weights_frames(self.transfer.gather_all()))
 
     # ---- exchanging -------------------------------------------------------------------------
@@ -121,6 +132,11 @@ class Shard:
             work = work._replace(hyperparameters=[])
         else:
             self._sent_hyperparameters = work.hyperparameters
+        if self.number:  # the coordinator alone keeps it
+            work = work._replace(began=None)
+        elif work.began is not None and work.began.body != self._sent_state:
+            self._sent_state = work.began.body
+            self.client.send(state_frames(work.began.body))
         self.up.contribute(partial(contribution, self._progress, work), source)
 
     def receive(self) -> Frame:
@@ -132,6 +148,8 @@ class Shard:
         answer = received.of(Answer)
         self._on_answer(answer)
         self.up.answered(answer.outcome)
+        if answer.outcome not in COUNTED:
+            self._sent_state = None
         if answer.outcome == Answer.START:
             self.down.started()
         self._receive_weights(received, answer, answer.codec)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...common.errors import UsageError
+from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final, Goodbye, Work
+from ..conversation.messages import Begun, Final, Goodbye, Work
+from ..session import Place
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
@@ -22,6 +26,7 @@ class Direct:
         self.progress = exchange.progress  # where the training loop is in the run
         self._may_send_early = may_send_early and self.source == "gradient"
         self._early: EarlySender | None = None
+        self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Offer the model; it has the run's weights when this returns."""
@@ -34,12 +39,44 @@ class Direct:
         if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._early = EarlySender(self._exchange, model)
 
+    def begun(self) -> Begun | None:
+        """How this process is to begin: said with the newest START."""
+        return self._exchange.begun
+
+    def replay(self, place: Place) -> None:
+        """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
+        kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
+        entries = enumerate(self._model.layout.entries)
+        changing = [index for index, entry in entries if entry.spec.kind in kinds]
+        self._undone = {index: self._model.tensors[index].detach().clone() for index in changing}
+        if self._early is not None:
+            self._early.is_paused = True
+        self.progress.replay(place)
+
+    def replayed(self) -> int:
+        """The contribution has been computed once more. Returns training steps that the run took without this rank."""
+        self._look()
+        with torch.no_grad():
+            for index, tensor in self._undone.items():
+                self._model.tensors[index].copy_(tensor)
+        self._undone = {}
+        if self._early is not None:
+            self._early.is_paused = False
+        return self.progress.replayed()
+
     def contribute(self, work: Work) -> None:
         """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from.
 
         UsageError when what is around the loop has made another model of it, or put other weights into it; one that
         was moved is found again.
         """
+        self._look()
+        self._contribute(self._described(work))
+        if self._watch is not None:
+            self._watch.note()
+
+    def _look(self) -> None:
+        """Whether the model is still what the run knows."""
         self._look_again()
         if self._watch is not None and (changed := self._watch.changed()):
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -49,9 +86,6 @@ class Direct:
                 fix="load or initialise weights before session.optimizer(), which takes them into the run; what a loop "
                 "changes for a while (to evaluate an average, say) it puts back before step()",
             )
-        self._contribute(self._described(work))
-        if self._watch is not None:
-            self._watch.note()
 
     def _look_again(self) -> None:
         if self._model.has_moved():

@@ -41,7 +41,7 @@ class EarlySender:
         self._full_bytes = max(_BUCKET_BYTES, model.layout.exchange_bytes // _MAX_BUCKETS)
         self._waiting: list[int] = []  # a bucket on its way out of the device
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # gradients when they left: how often they had changed
-        self._is_wrong = False
+        self._is_wrong = self.is_paused = False  # what is computed is not to be sent
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
             for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
@@ -52,7 +52,7 @@ class EarlySender:
         """A gradient has been accumulated; called in the middle of backward."""
         gradient = parameter.grad
         self._is_wrong |= index in self._seen or gradient is None or gradient.is_sparse
-        if self._is_wrong or gradient is None:
+        if self._is_wrong or self.is_paused or gradient is None:
             return
         self._seen[index] = (gradient, gradient._version)
         self._bucket.append(index)

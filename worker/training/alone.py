@@ -63,6 +63,10 @@ class AloneSession(Session):
     def total_steps(self) -> int | None:
         return self._progress.total_steps
 
+    @property
+    def step(self) -> int:
+        return self.num_steps
+
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
 

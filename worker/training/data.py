@@ -112,10 +112,17 @@ def sharded_batches(
         num_workers, index = division()
         num_batches = shares.num_batches(num_workers)
         if first < num_batches:
-            plan = shares.batches_of(epoch, num_workers, index)[first:]
-            loaded = _load(shares.dataset, [rows for rows, _ in plan], shares.seed + epoch, loader_options)
-            yield from zip(loaded, (weight for _, weight in plan), strict=True)
+            yield from epoch_batches(shares, epoch, (num_workers, index), first, **loader_options)
         first = max(0, first - num_batches)
+
+
+def epoch_batches(
+    shares: Shares, epoch: int, division: tuple[int, int], first: int, **loader_options: Any
+) -> Iterator[tuple[Any, int]]:
+    """Those of one epoch, without the `first` ones."""
+    plan = shares.batches_of(epoch, *division)[first:]
+    loaded = _load(shares.dataset, [rows for rows, _ in plan], shares.seed + epoch, loader_options)
+    return zip(loaded, (weight for _, weight in plan), strict=True)
 
 
 def _load(dataset: Dataset[Any], plan: list[torch.Tensor], seed: int, options: dict[str, Any]) -> Iterator[Any]:

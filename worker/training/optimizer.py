@@ -15,6 +15,7 @@ from ..conversation.messages import Work
 from ..session import Length, Progress
 from ..strategies.direct import Direct
 from .batches import Taken, digest_of
+from .memory import Memory
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -43,6 +44,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self.taken = Taken(lambda: strategy.progress, inner, length or Length())
+        self.memory = Memory(strategy, self.taken, inner)
         self._num_batches = 0
         self._told_at = -1
         self._num_samples = 0
@@ -111,26 +113,36 @@ class ExchangeOptimizer(torch.optim.Optimizer):
                 fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
                 "as the loop takes (--steps)",
             )
+        self.memory.note()
         loss = self._step(closure)
         self._num_steps += 1
         num_batches, weight = self.taken.step()
         self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
         self._slow_down()
         if self.progress.took_step():
-            self._contribute()
+            if self.progress.is_replaying:
+                self.memory.replayed()
+                self._begin_anew()
+            else:
+                self._contribute()
         self._resumed_at = time.perf_counter()
         return loss
 
     def _contribute(self) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-        hyperparameters = self._current_hyperparameters()
-        work = Work(self._num_samples, mean_loss, self._compute_s, hyperparameters)
+        work = Work(self._num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
         drawn = self._num_batches if self.taken.is_used else None
-        self._strategy.contribute(work._replace(num_batches=drawn, data=self._data()))
+        self._strategy.contribute(work._replace(num_batches=drawn, data=self._data(), began=self.memory.take()))
+        self._begin_anew()
+        self.memory.after_step()
+
+    def _begin_anew(self) -> None:
         self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
 
     def finish(self) -> None:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
+        if self.progress.is_replaying:
+            self.memory.replayed()
         if self.progress.cut_short():
             self._contribute()
 

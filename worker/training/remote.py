@@ -40,7 +40,7 @@ class RemoteSession(Session):
         self._optimizer: ExchangeOptimizer | None = None
         self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw")
         self._final: Final | None = None
-        self._is_closed = False
+        self._is_closed = self._was_before = False
         self.settings = self._exchange.settings
         self.length = Length(self.settings.epochs)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
@@ -52,6 +52,14 @@ class RemoteSession(Session):
     @property
     def num_workers(self) -> int:
         return max(1, self._progress.num_workers)
+
+    @property
+    def step(self) -> int:
+        return self._progress.position
+
+    @property
+    def resumed(self) -> bool:
+        return self._was_before
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +79,9 @@ class RemoteSession(Session):
         tensors = ModelTensors(model)
         self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
+        self._was_before = self._progress.num_counted > 0
         self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown, self.length)
+        self._memory = self._optimizer.memory
         return self._optimizer
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
@@ -102,6 +112,8 @@ class RemoteSession(Session):
         self._strategy.stop(one_line(reason))
 
     def finish(self) -> bool:
+        if self._progress.is_replaying and self._memory is not None:
+            self._memory.replayed()
         if not self.is_done:
             step, of = self._progress.training_steps, self._progress.total_steps
             log.info("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)

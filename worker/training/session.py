@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from ..conversation.messages import Settings
 from ..session import Length, Progress
 from .batches import Batches, Taken, read_options
 from .data import Shares
+from .memory import Memory, stateful
 
 log = get_logger()
 
@@ -29,6 +30,7 @@ class Session:
         self.figures: dict[str, float] = {}
         self.length = Length()
         self._is_told = False  # that it has no more batches
+        self._memory: Memory | None = None  # once there is an optimizer
 
     @property
     def rank(self) -> int:
@@ -39,6 +41,21 @@ class Session:
     def num_workers(self) -> int:
         """Workers the data is divided among."""
         return 1
+
+    @property
+    def step(self) -> int:
+        """Training steps of this rank that are done, over all processes that had it."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """Of this rank's data, from 0: the one that the loop over `epochs()` is in, else that of the next batch."""
+        return self._place()[1].epoch_now
+
+    @property
+    def resumed(self) -> bool:
+        """This process goes on where its rank was (a process before it, or the run it has come to): no first start."""
+        return False
 
     @property
     def is_done(self) -> bool:
@@ -85,6 +102,49 @@ class Session:
     def expect(self, steps: int) -> None:
         """Say how many training steps this script takes by itself: a run that ends before says so at the first."""
         self.length.own_steps = steps
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """The numbers of epochs up to `num`, from the one this rank is in: 0, or after a resume the one it was in.
+        Loops over `shard()` inside end with the epoch; the loop over epochs ends with the run if that ends first.
+
+        A process that takes a rank begins where its last step began and computes that step once more without sending
+        it, so that all the script does between two steps, at the end of an epoch too, is done.
+        """
+        _, taken = self._place()
+        memory = self._memory
+        self.length.own_epochs = max(num, self.length.own_epochs or 0)
+        if taken.epoch is None:
+            if memory is not None:
+                memory.use()
+            taken.begin_epochs()
+        while not self._is_over():
+            if memory is not None and memory.has_moved:
+                memory.move()
+            if taken.epoch_now >= num:
+                return
+            yield taken.epoch_now
+            if memory is None or not memory.has_moved:
+                taken.next_epoch()
+
+    def state(self, *, rng: bool = False, **objects: Any) -> None:
+        """What the script remembers beside the model: anything with state_dict() and load_state_dict(), each by a name
+        of its own (scheduler=..., scaler=..., ema=...), and generators. `rng`: those of torch, Python and NumPy.
+
+        It travels with each contribution and is in snapshots, and the hyperparameters in the optimizer's groups with
+        it. Where this rank has been before, it comes back in this call, and the last step is computed once more (as
+        `epochs()` says). To be called after `optimizer()`, before the first batch. UsageError for what holds anything
+        but tensors and JSON, or does not take what is remembered.
+        """
+        found = stateful(objects, rng)
+        self._place()
+        if self._memory is not None:
+            self._memory.add(found)
+
+    def mark(self) -> None:
+        """A batch begins, in a loop that does not ask `shard()` for it: `state()` is taken as it is now. Without this
+        it is as it is in `step()`."""
+        if self._memory is not None:
+            self._memory.mark()
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
@@ -135,5 +195,5 @@ class Session:
 
 
 def too_early() -> UsageError:
-    fix = "call session.optimizer(model, ...) first: it says where in the data this rank goes on"
-    return UsageError("session.shard() before session.optimizer()", fix=fix)
+    fix = "call session.optimizer(model, ...) first: it says where this rank goes on"
+    return UsageError("session.shard() before session.optimizer(), or epochs(), or state()", fix=fix)

@@ -86,7 +86,7 @@ async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     model = Model(of(tmp_path), rig.tensors, has_optimizer=True)
     available = Available(of(tmp_path))
     saved = resume_model(of(tmp_path), available, available.newest(), model)
-    assert saved == {**SAVED, "version": 1, "mode": "sync"}
+    assert saved == {**SAVED, "version": 1, "mode": "sync", "states": {}}
     assert torch.equal(model.store.tensors()["w"], torch.full((8,), -0.5))
     assert model.source == fact.path
 

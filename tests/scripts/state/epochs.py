@@ -1,0 +1,62 @@
+"""Epochs with a scheduler by the step and one by the epoch, dropout, BatchNorm, an average of the weights; gradients
+accumulated over ACCUMULATE batches; waits for a file at GATE_AT of its batches."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+import paramserver
+
+ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
+GATE, GATE_AT = os.environ.get("GATE"), int(os.environ.get("GATE_AT", "-1"))
+
+generator = torch.Generator().manual_seed(3)
+x = torch.randn(78, 6, dtype=torch.float64, generator=generator)
+y = x @ torch.randn(6, 1, dtype=torch.float64, generator=generator)
+torch.manual_seed(0)
+random.seed(int(os.environ["RANK"]))
+model = torch.nn.Sequential(
+    torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+).double()
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+noise = torch.Generator().manual_seed(5)
+
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    session.state(by_step=by_step, by_epoch=by_epoch, plateau=plateau, ema=ema, noise=noise, rng=True)
+    print(f"resumed {session.resumed} at {session.step} in {session.epoch}", flush=True)
+    num_batches, told = 0, []
+    for epoch in session.epochs(5):
+        batches = session.shard(TensorDataset(x, y), batch_size=4)
+        left, number = len(batches), 0
+        for number, (inputs, wanted) in enumerate(batches, 1):
+            if num_batches == GATE_AT:
+                print("at the gate", flush=True)
+                while not Path(GATE).exists():
+                    time.sleep(0.01)
+            num_batches += 1
+            jitter = torch.randn((), generator=noise) * random.random()
+            loss = F.mse_loss(model(inputs * (1 + 0.01 * jitter)), wanted)
+            (loss / ACCUMULATE).backward()
+            if number % ACCUMULATE == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                by_step.step()
+                ema.update_parameters(model)
+                told.append(session.step)
+        assert session.epoch == epoch and (number == left or session.is_done), (epoch, number, left)
+        by_epoch.step()
+        plateau.step(1.0)
+        print(f"epoch {epoch} of {left} batches, step {session.step}", flush=True)
+    assert told == list(range(told[0], told[0] + len(told))), told
+    session.finish()
+    torch.save({"model": model.state_dict(), "ema": ema.state_dict(), "lr": by_step.get_last_lr()}, os.environ["OUT"])

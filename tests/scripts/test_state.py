@@ -1,0 +1,120 @@
+"""A script that is killed and resumed ends in the bits of one that was not, and so does what it remembers."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+EPOCHS = Path(__file__).parent / "state" / "epochs.py"
+slow = pytest.mark.slow
+
+
+class Job:
+    """Workers of a script in sync, who go on only together."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, script: Path, *flags: str, steps: int, workers: int = 2, **env: str
+    ) -> None:
+        self.cluster, self.name, self.script, self.env = cluster, name, script, env
+        self.out = [cluster.folder / f"{name}{rank}.pt" for rank in range(workers)]
+        self.server = cluster.server(
+            "--mode", "sync", "--workers", str(workers), "--set", f"policy.min_workers={workers}",
+            "--steps", str(steps), "--checkpoint-dir", name, "--checkpoint-every", "5", *flags,
+        )  # fmt: skip
+        self.ranks = [self.start(rank, **env) for rank in range(workers)]
+
+    def start(self, rank: int, **env: str) -> Process:
+        return self.cluster.script(rank, self.script, OUT=str(self.out[rank]), **env)
+
+    def end(self) -> None:
+        codes = [one.wait() for one in (*self.ranks, self.server)]
+        assert not any(codes), "".join(one.output for one in (*self.ranks, self.server))
+
+    def at_the_gate(self) -> None:
+        for rank in self.ranks:
+            rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
+
+    def has_snapshot(self, least: int) -> None:
+        self.server.until(lambda: any(one["version"] >= least for one in self.server.events("snapshot")), "snapshot")
+
+    def kill(self, *processes: Process) -> None:
+        for process in processes or (*self.ranks, self.server):
+            process.signal(signal.SIGKILL)
+            process.popen.wait()
+
+    def replace(self, rank: int, gate: Path) -> None:
+        """Kill it alone, and go on with another process."""
+        self.kill(self.ranks[rank])
+        self.server.until(lambda: any(one["rank"] == rank for one in self.server.events("left")), "leave")
+        env = {name: value for name, value in self.env.items() if not name.startswith("GATE")}
+        self.ranks[rank] = self.start(rank, **env)
+        gate.touch()
+
+
+def flat(value: object, name: str = "") -> dict[str, object]:
+    if isinstance(value, dict):
+        return {key: one for part, held in value.items() for key, one in flat(held, f"{name}.{part}").items()}
+    return {name: value}
+
+
+def same(one: Path, other: Path) -> None:
+    found, wanted = flat(torch.load(one)), flat(torch.load(other))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+def begun(process: Process) -> tuple[int, int]:
+    """Step and epoch that a process goes on from."""
+    process.until(lambda: "resumed" in process.output, "begin")
+    at = re.search(r"resumed True at (\d+) in (\d+)", process.output)
+    assert at, process.output
+    return int(at[1]), int(at[2])
+
+
+def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster) -> None:
+    """Killed with its server in the middle of an epoch of 20 batches: the state at the snapshot's last step comes back,
+    and that step is computed once more."""
+    whole = Job(cluster, "whole", EPOCHS, workers=1, steps=45)
+    whole.end()
+    killed = Job(cluster, "killed", EPOCHS, workers=1, steps=45, GATE=str(cluster.folder / "never"), GATE_AT="27")
+    killed.at_the_gate()
+    killed.has_snapshot(20)
+    killed.kill()
+    resumed = Job(cluster, "killed", EPOCHS, workers=1, steps=45)
+    resumed.end()
+    step, epoch = begun(resumed.ranks[0])
+    assert step >= 19 and epoch == step // 20
+    same(resumed.out[0], whole.out[0])
+
+
+@slow
+@pytest.mark.parametrize(("accumulate", "first", "second"), [("1", 27, 8), ("3", 28, 8), ("1", 20, 21)])
+def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
+    cluster: Cluster, accumulate: str, first: int, second: int
+) -> None:
+    """10 batches an epoch for each of two workers; a gate before so many batches. Snapshots are of every 5th step."""
+    steps = 45 if accumulate == "1" else 15
+    whole = Job(cluster, "whole", EPOCHS, steps=steps, ACCUMULATE=accumulate)
+    whole.end()
+    gate = cluster.folder / "go"
+    env = {"ACCUMULATE": accumulate, "GATE": str(gate)}
+    killed = Job(cluster, "killed", EPOCHS, steps=steps, GATE_AT=str(first), **env)
+    killed.at_the_gate()
+    killed.has_snapshot(first // int(accumulate) - 9)
+    killed.kill()
+    resumed = Job(cluster, "killed", EPOCHS, steps=steps, GATE_AT=str(second), **env)
+    resumed.at_the_gate()
+    step, epoch = begun(resumed.ranks[0])
+    assert epoch == step * int(accumulate) // 10, "where the last step of the snapshot began"
+    resumed.replace(1, gate)
+    resumed.end()
+    assert begun(resumed.ranks[1])[0] > step
+    for rank in range(2):
+        same(resumed.out[rank], whole.out[rank])

@@ -1,0 +1,97 @@
+"""What a `state_dict()` holds as bytes and back: safetensors, with everything else as JSON in its metadata. No pickle:
+whoever reads it runs nobody's code."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ...common.errors import UsageError
+
+_TREE = "state"  # in the metadata
+_LENGTH_BYTES = 8  # of the file's header
+# Dicts of one of these classes are of the same class afterwards; what is no dict, list or tuple is marked by "$".
+_KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda of: Counter(of)}
+
+
+def pack(values: Mapping[str, Any]) -> bytes:
+    """UsageError, which names it, for what is neither a tensor nor JSON."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def take(value: Any, where: str) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int | float | np.number):
+            return value.item() if isinstance(value, np.number) else value
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            name = str(len(tensors))
+            tensors[name] = _own(value, seen)
+            return {"$tensor": name}
+        if isinstance(value, tuple):
+            return {"$tuple": [take(one, f"{where}[{index}]") for index, one in enumerate(value)]}
+        if type(value) is list:
+            return [take(one, f"{where}[{index}]") for index, one in enumerate(value)]
+        if type(value).__name__ in _KINDS and isinstance(value, dict):
+            if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
+                return {key: take(one, f"{where}.{key}") for key, one in value.items()}
+            held = [[take(key, where), take(one, f"{where}[{key!r}]")] for key, one in value.items()]
+            return {"$" + type(value).__name__: held}
+        raise _refused(where, f"of type {type(value).__name__}")
+
+    tree = {name: take(value, name) for name, value in values.items()}
+    try:
+        return save(tensors, {_TREE: json.dumps(tree, separators=(",", ":"))})
+    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that the format has not
+        raise _refused(", ".join(values), f"such that it cannot be written ({error})") from None
+
+
+def _refused(where: str, what: str) -> UsageError:
+    return UsageError(
+        f"session.state(): '{where}' is {what}, and only tensors and JSON travel (numbers, text, lists, dicts)",
+        fix="give session.state() an object whose state_dict() holds only these",
+    )
+
+
+def _own(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    """On the host, alone in its memory."""
+    tensor = value.detach().cpu()
+    is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if not is_alone or tensor.data_ptr() in seen:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    seen.add(tensor.data_ptr())
+    return tensor
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """What was packed; tensors are on the CPU. UsageError for other bytes."""
+    try:
+        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+        tree = json.loads(json.loads(body[_LENGTH_BYTES:end])["__metadata__"][_TREE])
+        tensors = load(body)
+        return {name: _give(value, tensors) for name, value in tree.items()}
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"the state that the server kept cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _give(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_give(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((mark, held),) = value.items()
+        if mark == "$tensor":
+            return tensors[held]
+        if mark == "$tuple":
+            return tuple(_give(one, tensors) for one in held)
+        if mark[:1] == "$":
+            return _KINDS[mark[1:]]({_give(key, tensors): _give(one, tensors) for key, one in held})
+    return {key: _give(one, tensors) for key, one in value.items()}
