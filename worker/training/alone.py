@@ -19,8 +19,8 @@ from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
 from ..conversation.messages import Settings
 from ..session import Length, Progress
-from .batches import Taken
 from .ending import one_line
+from .place.taken import Taken
 from .session import Session, too_early
 
 log = get_logger()

@@ -14,8 +14,9 @@ from ...common.tensors.optimizers import Hyperparameters, current_hyperparameter
 from ..conversation.messages import Work
 from ..session import Length, Progress
 from ..strategies.direct import Direct
-from .batches import Taken, digest_of
-from .memory import Memory
+from .batches import digest_of
+from .place.memory import Memory
+from .place.taken import Taken
 from .slowdown import Slowdown
 
 log = get_logger()

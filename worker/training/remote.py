@@ -20,9 +20,9 @@ from ..conversation.security import worker_credentials
 from ..session import Length, Progress
 from ..strategies.pipelined import make_strategy
 from ..tensors.transfer import ModelTensors
-from .batches import Taken
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .optimizer import ExchangeOptimizer
+from .place.taken import Taken
 from .session import Session, too_early
 from .slowdown import Slowdown
 

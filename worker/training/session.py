@@ -14,9 +14,10 @@ from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ..conversation.messages import Settings
 from ..session import Length, Progress
-from .batches import Batches, Taken, read_options
+from .batches import Batches, read_options
 from .data import Shares
-from .memory import Memory, stateful
+from .place.memory import Memory, stateful
+from .place.taken import Taken
 
 log = get_logger()
 

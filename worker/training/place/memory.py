@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.errors import UsageError
-from ...common.reporting.log import get_logger
-from ..conversation.messages import Begun
-from ..session import Place, Progress
-from ..strategies.direct import Direct
-from ..tensors.packed import pack, unpack
-from .batches import Taken
+from ....common.errors import UsageError
+from ....common.reporting.log import get_logger
+from ...conversation.messages import Begun
+from ...session import Place, Progress
+from ...strategies.direct import Direct
+from ...tensors.packed import pack, unpack
+from .taken import Taken
 
 log = get_logger()
 

@@ -1,0 +1,240 @@
+"""Which batches this rank's steps were made of, and so where it is in its data: of all loops over `session.shard()`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from ....common.errors import UsageError
+from ....common.reporting.log import get_logger
+from ...session import Length, Place, Progress
+
+log = get_logger()
+
+
+class Loop(Protocol):
+    """Over batches."""
+
+    hand: Hand
+
+    def end(self) -> None: ...
+
+
+class Remembering(Protocol):
+    """What a loop over batches asks of a script's memory (`Memory`)."""
+
+    @property
+    def has_moved(self) -> bool: ...
+
+    def move(self) -> None: ...
+
+    def note(self) -> None: ...
+
+    def replayed(self) -> None: ...
+
+
+class Hand:
+    """Batches that a loop has asked for and no step has taken, by what they weigh."""
+
+    def __init__(self, is_ahead: bool | None = None) -> None:
+        self.weights: deque[int] = deque()
+        self.num_computed = 0  # backward passes since the last step
+        self.is_ahead = is_ahead  # whether batches are asked for before the one at hand is used
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def computed(self) -> None:
+        """A backward pass is done."""
+        if self.is_ahead is None and self.weights:
+            self.is_ahead = len(self.weights) > 1
+        self.num_computed += 1
+
+    def drop(self) -> bool:
+        had_any = bool(self.weights)
+        self.weights.clear()
+        return had_any
+
+    def take(self) -> tuple[int, int]:
+        """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
+        were backward passes."""
+        num = min(len(self.weights), self.num_computed) if self.is_ahead else len(self.weights)
+        self.num_computed = 0
+        return num, sum(self.weights.popleft() for _ in range(num))
+
+
+class Taken:
+    """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
+
+    def __init__(self, progress: Callable[[], Progress], optimizer: torch.optim.Optimizer, length: Length) -> None:
+        self._progress, self._optimizer, self.length = progress, optimizer, length
+        self.epoch_batches = 0  # of this rank
+        self.run_steps = 0  # of the run, where this worker has found them out
+        self._has_compared = False
+        self._loops: WeakSet[Loop] = WeakSet()
+        self._left: list[Hand] = []  # what loops over an epoch had in hand when it ended
+        self.memory: Remembering | None = None
+        self.is_used = False  # this rank's batches come from here
+        self.num_samples = 0  # of the data set
+        self._num_starts = -1
+        self._num_moves = 0
+        self._begins_at = 0
+        self._num_taken = 0  # since then
+        self._ends_at = 0  # of what is computed once more
+        self.per_step = 0  # in the newest step; 0 before the first
+        self.epoch: int | None = None  # of the script's loop over epochs
+        self.epoch_length = 0  # batches of it; 0: not known
+        self._epoch_at = 0  # the place where it began
+        self._came = (0, 0)  # the epoch where this process began, and the place where that began
+
+    @property
+    def place(self) -> int:
+        """Batches of this rank that are behind it."""
+        self._follow()
+        return self._begins_at + self._num_taken
+
+    def _follow(self) -> None:
+        """What was taken before the run said where to start is forgotten."""
+        progress = self._progress()
+        if self._num_starts != progress.num_starts:
+            self._num_starts = progress.num_starts
+            self._go(progress.batches)
+
+    def _go(self, place: int) -> None:
+        self._begins_at, self._num_taken = place, 0
+        self._num_moves += 1
+        self._left.clear()
+
+    @property
+    def moves(self) -> int:
+        """How often batches have been to be taken from elsewhere than after the last one."""
+        self._follow()
+        return self._num_moves
+
+    @property
+    def asked(self) -> int:
+        """Batches of the epoch that are behind this rank, and those of loops that have ended."""
+        return self.place - self._epoch_at + sum(map(len, self._left))
+
+    def where(self, step: int, local_steps: int) -> Place:
+        """This rank's place in the data, at the beginning of a contribution."""
+        if self.epoch is None:
+            return Place(step, local_steps, self.place)
+        return Place(step, local_steps, self.place, self.epoch, max(0, self.place - self._epoch_at))
+
+    # ---- the script's own loop over epochs ----------------------------------------------------
+
+    def next_epoch(self) -> None:
+        """What loops have in hand still belongs to the next step."""
+        assert self.epoch is not None
+        for loop in self._loops:
+            loop.end()
+        length = self.epoch_length or self.asked  # before where the run began there are epochs without a batch
+        self._epoch_at += min(self.asked, length)
+        self.epoch, self.epoch_length = self.epoch + 1, 0
+
+    def leave(self, hand: Hand) -> None:
+        if hand:
+            self._left.append(hand)
+
+    # ---- going back, and on -------------------------------------------------------------------
+
+    def go_back(self, place: Place) -> None:
+        """A contribution that began there is to be computed once more."""
+        self._ends_at = self.place
+        self._go(place.batches)
+        self._stand_in(place.epoch or 0, place.batches - place.epoch_batches if place.epoch is not None else 0)
+
+    def begin_anew(self) -> None:
+        """Nothing is known of where the script was."""
+        self._stand_in(0, 0)
+
+    def _stand_in(self, epoch: int, begins_at: int) -> None:
+        self._came = epoch, begins_at
+        if self.epoch is not None:
+            self.begin_epochs()
+
+    def begin_epochs(self) -> None:
+        """The script's loop over epochs begins, or goes back, where this process has come to."""
+        (self.epoch, self._epoch_at), self.epoch_length = self._came, 0
+
+    @property
+    def epoch_now(self) -> int:
+        """Of the script's loop, or of the next batch."""
+        if self.epoch is not None:
+            return self.epoch
+        return self.place // self.epoch_batches if self.epoch_batches else self._came[0]
+
+    def go_on(self) -> None:
+        """It has been computed; what comes next is where the run said."""
+        if self.place != self._ends_at:
+            self._go(self._ends_at)
+
+    def is_through(self, hand: Hand) -> bool:
+        """All batches of what is computed once more have been used and no step was taken: a scaler found infinities."""
+        is_replaying = self._progress().is_replaying
+        num_asked = sum(map(len, (*self._left, hand)))
+        return is_replaying and 0 < len(hand) <= hand.num_computed and self.place + num_asked >= self._ends_at
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def add(self, loop: Loop) -> None:
+        if not self.is_used:
+            parameters = [one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
+            parameters[-1].register_post_accumulate_grad_hook(self._computed)
+        self.is_used = True
+        self._loops.add(loop)
+
+    def _computed(self, _: torch.Tensor) -> None:
+        for loop in self._loops:
+            loop.hand.computed()
+        for hand in self._left:
+            hand.computed()
+
+    def step(self) -> tuple[int, int]:
+        """A training step is done: (batches, what they weigh) that it was made of; zeros when none came from here."""
+        self._follow()
+        ended = [hand.take() for hand in self._left]
+        self._left = [hand for hand in self._left if hand]
+        found = [loop.hand.take() for loop in self._loops]
+        # Two loops side by side draw at the same place.
+        num_batches = sum(num for num, _ in ended) + max((num for num, _ in found), default=0)
+        self._num_taken += num_batches if self.is_used else 1
+        self.per_step = max(1, num_batches)
+        self._measure(self._progress())
+        return num_batches, sum(weight for _, weight in (*ended, *found))
+
+    def steps_of_run(self, per_step: int) -> int | None:
+        """Training steps of the run, of so many batches each; None where it has no number of them."""
+        return self._progress().total_steps or self.length.of_run(self.epoch_batches, per_step)
+
+    def _measure(self, progress: Progress) -> None:
+        """With the first step it is known how many there are. Before it counts itself. UsageError for `epochs` of data
+        that nobody here knows."""
+        length = self.length
+        if self._has_compared:
+            return
+        self._has_compared = True
+        if length.epochs is not None and not self.epoch_batches:
+            raise UsageError(
+                f"run.epochs is {length.epochs}, and how long an epoch of this script's own loader is nobody knows",
+                fix="--steps N instead, or loop over session.shard(dataset)",
+            )
+        if found := length.of_run(self.epoch_batches, self.per_step):
+            self.run_steps = found
+            if progress.total_steps is None:
+                progress.limit(found)
+        own, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
+        if own is not None and total is not None and own > total:
+            given = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
+            told = f"the run ends after {total} training steps ({given}), this script's loop would take {own}"
+            log.warning("cut_short", reason=told, fix=f"--steps {own}; or leave it out, and the loop decides")
+
+    def drop(self) -> bool:
+        """Forget what was asked for before the run was known to end; False when that is nothing."""
+        hands = [*self._left, *(loop.hand for loop in self._loops)]
+        return sum(hand.drop() for hand in hands) > 0  # each of them drops
