@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test campaigns lint types proto bench overlap shards chaos kill-points clean
+.PHONY: help demo test test-slow docker-test trainers campaigns lint types proto bench overlap shards chaos kill-points clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,10 +22,18 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
 test: .venv/installed  ## every test but the slowest, about 8 minutes on 2 cores
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers"
 
 test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks
 	$(BIN)/pytest -q -n 2 --dist worksteal -m slow
+
+# A process for each trainer, forked for every case: two at a time.
+trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through every mode and case, about 5 minutes
+	$(BIN)/pytest -q -rs -n 2 -m trainers tests/trainers
+
+.venv/trainers: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lightning,huggingface]'
+	@touch $@
 
 # One at a time: the containers of each share the cores. -rs says why something was skipped.
 docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about 4 minutes; skipped, loudly, without one
@@ -38,7 +46,7 @@ lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: .venv/installed  ## mypy
-	$(BIN)/mypy ps worker common launch drills benchmarks
+	$(BIN)/mypy ps worker common launch integrations drills benchmarks
 
 # -Iparamserver/proto=proto gives the generated module its real import path.
 proto: .venv/installed  ## generate the protobuf code again

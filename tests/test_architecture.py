@@ -16,7 +16,7 @@ import pytest
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "common", "ps", "worker", "launch", "drills", "benchmarks")
+PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "benchmarks")
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
 FILES = [
@@ -184,7 +184,7 @@ def test_messages_are_independent_of_the_transport(name: str) -> None:
 
 
 # What starts and tries the programs; the programs know nothing of it.
-OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks"}
+OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks", "paramserver.integrations"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
@@ -195,6 +195,14 @@ def test_the_server_knows_no_worker_and_no_launcher(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("worker/")])
 def test_the_worker_knows_no_server_and_no_launcher(name: str) -> None:
     assert forbidden_in(name, {"paramserver.ps", *OUTSIDE}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("integrations/")])
+def test_an_integration_is_a_script_of_its_own(name: str) -> None:
+    """It knows what a script knows: connect() and the session."""
+    roots = {"paramserver.ps", "paramserver.worker", *OUTSIDE} - {"paramserver.integrations"}
+    found = [one for one in forbidden_in(name, roots) if not one.startswith("paramserver.worker.training.session")]
+    assert set(found) <= {"paramserver.worker.api", "paramserver.worker.api.connect"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("launch/")])
@@ -310,7 +318,7 @@ def test_no_code_asks_which_mode_it_is(name: str) -> None:
 
 # ---- rooms ------------------------------------------------------------------------------------------
 
-ROOMY = ("common", "ps", "worker", "launch", "drills", "benchmarks")
+ROOMY = ("common", "ps", "worker", "launch", "integrations", "drills", "benchmarks")
 
 
 @pytest.mark.parametrize("package", ROOMY)

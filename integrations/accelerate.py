@@ -1,0 +1,88 @@
+"""Hugging Face Accelerate: the prepared optimizer's step becomes the run's.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+session = join(accelerator, model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..common.errors import UsageError
+from ..common.reporting.log import get_logger
+from ..worker.api import connect
+from ..worker.training.session import Session
+from . import lacks
+from .data import divide, samples_of, steps_of
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+    from accelerate.state import AcceleratorState, PartialState
+except ImportError as error:
+    raise lacks("accelerate", error) from None
+
+log = get_logger()
+
+
+def take_place(session: Session) -> None:
+    """Accelerate's idea of who saves and prints. UsageError where it has made a process group of its own."""
+    states = PartialState(), AcceleratorState()
+    if states[0].num_processes > 1:
+        raise UsageError(
+            f"Accelerate has made a group of {states[0].num_processes} processes of its own (WORLD_SIZE or torchrun): "
+            "gradients would be averaged twice",
+            fix="start the workers with ps-launch --script, or one by one, without `accelerate launch` and torchrun",
+        )
+    for state in states:
+        state.process_index = state.local_process_index = session.rank
+
+
+def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimizer, goes_on: bool) -> None:
+    """Joins the run with what Accelerate has prepared, when weights and memory are what they are going to be.
+    `goes_on`: from a checkpoint of the trainer's."""
+    goes_on |= bool(optimizer.state)
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:  # what the run began with: one that is loaded or scheduled is further on
+        group["lr"] = group.get("initial_lr", group["lr"])
+    optimizer.optimizer = inner = session.optimizer(model, optimizer.optimizer)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    if goes_on and session.settings.source == "gradient" and not steps_of(session):
+        log.warning(
+            "optimizer_state_not_loaded",
+            meaning="training goes on from the checkpoint's weights; moments are the server's, and begin anew in a new "
+            "run (ps-server --checkpoint-dir goes on with them)",
+        )
+    if optimizer.scaler is not None:  # it has kept the other one's step
+        optimizer._optimizer_original_step_method = inner.step
+        optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, inner.step)
+
+
+def join(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    loader: Any = None,
+    *,
+    address: str | None = None,
+    rank: int | None = None,
+) -> Session:
+    """Join the run (`connect()`) with what `accelerator.prepare` has returned. `loader` gives this rank's share from
+    here on, and ends with the run. UsageError for what cannot be."""
+    session = connect(address, rank)
+    take_place(session)
+    take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
+    if (share := divide(loader, session)) is not None:
+        accumulate = accelerator.gradient_accumulation_steps
+        share.go_to(steps_of(session), 0, len(loader), samples_of(loader), accumulate)
+    step = optimizer.step
+
+    def step_of_run(closure: Any = None) -> None:
+        if not session.is_done:  # the loader fetches ahead, and has a batch more
+            step(closure)
+
+    optimizer.step = step_of_run
+    return session

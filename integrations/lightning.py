@@ -1,0 +1,132 @@
+"""Lightning: a strategy, so the module and its optimizer stay as they are.
+
+trainer = L.Trainer(strategy=ParameterServerStrategy(), ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..common.errors import UsageError
+from ..worker.api import connect
+from ..worker.training.session import Session
+from . import lacks
+from .data import divide, num_ranks, samples_of, say_clipping, steps_of
+
+try:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+except ImportError as error:
+    raise lacks("lightning", error) from None
+
+
+class ParameterServerStrategy(ParallelStrategy):
+    """Joins the run (`connect()`) in `fit`, with the module's weights or the checkpoint's. Rank 0 saves and logs."""
+
+    strategy_name = "paramserver"
+
+    def __init__(self, address: str | None = None, rank: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._place = address, rank
+        self._batch_size = 1
+        self.session: Session | None = None
+
+    # ---- its place --------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def global_rank(self) -> int:
+        return self.session.rank if self.session is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        return num_ranks(self.session) if self.session is not None else 1
+
+    def setup_environment(self) -> None:
+        if self.session is None and self._trainer.state.fn == TrainerFn.FITTING:
+            self.session = connect(*self._place)
+            vars(rank_zero_only)["rank"] = self.global_rank
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # ---- training ---------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise UsageError(
+                f"configure_optimizers() returned {len(self.optimizers)} optimizers: a run has one",
+                fix="put all parameters into groups of one optimizer",
+            )
+        assert self.session is not None and self.lightning_module is not None
+        self.optimizers = [self.session.optimizer(self.lightning_module, self.optimizers[0])]
+        if trainer.gradient_clip_val:
+            say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
+        if trainer.max_steps > 0:
+            self.session.expect(trainer.max_steps)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Training data is divided; what is validated on is not: nobody would put the parts together."""
+        if self._trainer.training and self.session is not None:
+            share, self._batch_size = None, samples_of(dataloader)
+            if self._trainer._accelerator_connector.use_distributed_sampler:
+                share = divide(dataloader, self.session)
+            if (step := steps_of(self.session)) > (own_step := self._trainer.global_step):
+                loop = self._trainer.fit_loop.epoch_loop
+                loop._batches_that_stepped = (
+                    loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+                ) = step
+                if share is not None:
+                    accumulate = self._trainer.accumulate_grad_batches
+                    share.go_to(step, own_step, len(dataloader), self._batch_size, accumulate)
+        return dataloader
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.session is not None
+        self.session.record(num_samples=self._batch_size)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
+        found = super().optimizer_step(optimizer, closure, model, **options)
+        assert self.session is not None
+        if self.session.is_done:
+            self.session.finish()
+            self._trainer.should_stop = True
+        return found
+
+    def on_train_end(self) -> None:
+        assert self.session is not None
+        self.session.finish()
+
+    # ---- what a process group would do: each rank has its own word --------------------------
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    def all_gather(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        pass

@@ -1,0 +1,113 @@
+"""Every trainer in every mode, through the same cases; in sync each ends in the weights of one plain process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import Forked, Zygotes
+from .programs.problem import CASES, SAMPLES, WORKERS, Model, loss_of, reference
+
+TRAINERS = ("plain", "on_lightning", "on_huggingface", "on_accelerate")
+COUNTING = ("on_lightning", "on_huggingface")  # these count steps themselves, and another worker's too
+MODES = {"sync": (), "async": (), "ssp": (), "localsgd": ("--local-steps", "2")}
+ALL = [
+    (trainer, mode, case) for trainer in TRAINERS for mode in MODES for case in CASES if case not in ("first", "again")
+]
+
+
+def is_short(trainer: str, mode: str, case: str) -> bool:
+    """In make test-slow too."""
+    return trainer != "plain" and (mode == "sync" or (mode, case) == ("localsgd", "plain"))
+
+
+class Run:
+    """A case by two workers and their server."""
+
+    def __init__(self, zygotes: Zygotes, folder: Path, trainer: str, mode: str) -> None:
+        self._zygotes, self._folder, self._trainer, self._mode = zygotes, folder, trainer, mode
+        self.address, self.has_rounds = "", mode in ("sync", "localsgd")
+
+    def server(self, name: str, *more: str) -> Forked:
+        case = CASES[name]
+        flags = ("--mode", self._mode, "--workers", str(WORKERS), *MODES[self._mode], *more)
+        if case.steps:
+            flags += ("--steps", str(case.steps))
+        if case.clip and self._mode == "sync":
+            flags += ("--clip-norm", str(case.clip))
+        listen = ("--listen", "127.0.0.1:0")
+        server = self._zygotes["paramserver.ps.main"].fork(f"server-{name}", self._folder, *listen, *flags)
+        self.address = server.event("listening")["address"]
+        return server
+
+    def worker(self, name: str, rank: int) -> Forked:
+        place = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank)}
+        argv = (str(self._folder), str(rank), self._mode, name)
+        return self._zygotes[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **place)
+
+    def play(self, name: str, *more: str) -> list[dict]:
+        """What the workers have in the end."""
+        server = self.server(name, *more)
+        everyone = [*(self.worker(name, rank) for rank in range(WORKERS)), server]
+        return self.ended(everyone, [name] * WORKERS)
+
+    def ended(self, everyone: list[Forked], names: list[str]) -> list[dict]:
+        said = ""
+        for one in everyone:  # the server last: it waits for those that have failed
+            code = one.wait()
+            lines = [line[:300] for line in one.output.splitlines() if '"status"' not in line]
+            said += f"== {one.name}: code {code}\n" + "\n".join(lines[-12:]) + "\n"
+            assert code == 0, said
+            assert one.name.startswith("server") or "Traceback" not in one.output, said
+        return [torch.load(self._folder / f"{name}.{rank}.pt") for rank, name in enumerate(names)]
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize(
+    ("trainer", "mode", "case"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if is_short(*one) else []) for one in ALL],
+)
+def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
+    run = Run(zygotes, tmp_path, trainer, mode)
+    more: tuple[str, ...] = ()
+    if case in ("resume", "cold"):
+        if case == "resume":
+            more = ("--checkpoint-dir", str(tmp_path / "snapshots"))
+        run.play("first", *more)
+    if case == "killed":
+        ranks = killed(run)
+    else:
+        ranks = run.play(case, *more)
+    check(mode, case, ranks)
+    if mode == "sync" and (case != "killed" or trainer in COUNTING):
+        of_run = CASES[case].steps or CASES[case].own_steps
+        num_steps = min(CASES[case].own_steps, of_run + (4 if case == "cold" else 0))
+        assert [one["steps"] for one in ranks] == [num_steps] * WORKERS
+
+
+def killed(run: Run) -> list[dict]:
+    """Worker 1 is killed in the middle of a step; another one takes its place."""
+    waits = ("policy.min_workers=2",) if run.has_rounds else ("server.absent_s=30",)  # for the one that is to come
+    server = run.server("killed", "--set", *waits)
+    ranks = [run.worker("killed", rank) for rank in range(WORKERS)]
+    assert ranks[1].wait() == -signal.SIGKILL, ranks[1].output
+    return run.ended([ranks[0], run.worker("again", 1), server], ["killed", "again"])
+
+
+def check(mode: str, name: str, ranks: list[dict]) -> None:
+    case, found = CASES[name], ranks[0]["weights"]
+    for key in found:
+        assert torch.equal(found[key], ranks[1]["weights"][key]), "both have the final weights"
+    if case.shuffle:
+        assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == list(range(SAMPLES))
+        assert ranks[0]["seen"] != sorted(ranks[0]["seen"])
+    elif mode == "sync":
+        wanted = reference(case, cold_at=4 if name == "cold" else 0)
+        for key, tensor in wanted.items():
+            near = {"rtol": 0.05, "atol": 2e-3} if case.bf16 else {"rtol": 1e-7, "atol": 1e-9}
+            assert torch.allclose(found[key], tensor, **near), (key, (found[key] - tensor).abs().max())
+    elif not case.bf16:
+        assert loss_of(found) < 0.95 * loss_of(Model(case).state_dict())
