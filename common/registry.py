@@ -120,9 +120,7 @@ def _modes_that(can: Callable[[Any], bool]) -> str:
     return ", ".join(name for name in MODES.names() if can(MODES.load(name)))
 
 
-def check_contributions(
-    mode: str, aggregation: str, max_norm: float | None, clip_norm: float | None = None, shards: int = 1
-) -> None:
+def check_contributions(mode: str, aggregation: str, max_norm: float | None, clip_norm: float | None = None) -> None:
     """Whether what this mode's workers send can be aggregated and capped so; UsageError, the server's and the
     launcher's."""
     AGGREGATIONS.check(aggregation)
@@ -139,11 +137,6 @@ def check_contributions(
             f"store.clip_norm is {clip_norm:g}, and mode {mode} does not take one step along the mean gradient of all",
             fix=f"take a mode that does ({able}), or clip in the worker's own loop"
             + (", or each worker's gradient by store.max_norm" if kind.contribution == "gradient" else ""),
-        )
-    if clip_norm is not None and shards > 1:
-        raise UsageError(
-            f"store.clip_norm is {clip_norm:g}, and no one of {shards} shards sees the whole mean gradient",
-            fix="start one server process (--shards 1), or clip each worker's gradient by store.max_norm",
         )
     if max_norm is not None and kind.contribution != "gradient":
         able = _modes_that(lambda kind: kind.contribution == "gradient")

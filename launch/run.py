@@ -98,9 +98,7 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
             if config.policy.pipelined:
                 check_pipelined(plan.mode, config.policy.options(plan.mode))
             store = config.store
-            check_contributions(
-                plan.mode, config.policy.aggregation, store.max_norm, store.clip_norm, config.server.shards
-            )
+            check_contributions(plan.mode, config.policy.aggregation, store.max_norm, store.clip_norm)
         if backend.spans_hosts:
             check_exposure(plan)
         for path in (plan.save, plan.history):

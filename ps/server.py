@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
 import torch
@@ -257,6 +258,11 @@ class Server:
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
         assert model.whole is not None
+        with contextlib.suppress(TimeoutError):
+            await self.engine.until(lambda: not self.engine.tensors.is_held, self._config.server.drain_s)
+        if self.engine.tensors.is_held:
+            log.error("not_saved", reason="a shard that was lost has not said how long its part of the last mean is")
+            return {}
         here = await self.engine.tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
             return await collect(self._config, self.engine.shard_addresses, model.whole, here, output.save_averaged)

@@ -148,6 +148,14 @@ class Commit(Fact):
 
 
 @dataclass(slots=True)
+class Clip(Effect):
+    """The mean that is to become this version has, over all shards, this 2-norm: its step may be taken."""
+
+    version: int
+    norm: float
+
+
+@dataclass(slots=True)
 class Answer(Fact):
     """Let a worker go on, with the weights of `version`."""
 

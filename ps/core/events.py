@@ -178,6 +178,15 @@ class Repeated(OfAWorker):
 
 
 @dataclass(slots=True)
+class Measured(Event):
+    """Of several shards with store.clip_norm: the mean that becomes this version has this 2-norm; here a part of it."""
+
+    is_gathered: ClassVar[bool] = True
+    version: int
+    norm: float
+
+
+@dataclass(slots=True)
 class Stored(Event):
     """An attempt at a snapshot is over, and the newest on the disk is of version `durable`."""
 
@@ -210,7 +219,7 @@ class Failed(Event):
 
 KINDS: tuple[type[Event], ...] = (
     Joined, Disconnected, Left, Expelled, Finished, StopAsked, HeartBegan, HeartStopped, Heard,
-    Offered, Brought, Contributed, Repeated, Stored, Ticked, Stopped, Failed,
+    Offered, Brought, Contributed, Repeated, Measured, Stored, Ticked, Stopped, Failed,
 )  # fmt: skip
 
 
@@ -222,7 +231,7 @@ _OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "looked_s", "lo
 
 def key_of(event: Event) -> tuple[Any, ...]:
     """The same for what several shards say of one thing."""
-    names = ("rank", "incarnation", "number", "attempt")
+    names = ("rank", "incarnation", "number", "attempt", "version")
     return (type(event).__name__, *(getattr(event, name, None) for name in names))
 
 

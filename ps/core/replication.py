@@ -10,6 +10,7 @@ loses nothing. Coordinator and followers compare digests of their state; a diffe
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -200,6 +201,8 @@ class Coordinator(Sequencer):
         if isinstance(first, events.Contributed):
             judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
             return replace(first, judgement=self._judge(judgements))
+        if isinstance(first, events.Measured):
+            return replace(first, norm=math.hypot(*(one.norm for one in parts if isinstance(one, events.Measured))))
         if isinstance(first, events.Stored):
             return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first

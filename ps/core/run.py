@@ -83,6 +83,8 @@ class Run:
                     found = self._leave(gone, "closed", "connection lost", event.at)
             case events.Heard(rank=rank, process=process):
                 self.roster.heard(rank, process, event.at)
+            case events.Measured(version=version, norm=norm):
+                found = [effects.Clip(version, norm)]
             case events.Stored():
                 found = self._stored(event)
             case events.Ticked():

@@ -61,7 +61,9 @@ class Engine:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self._break("tensors", error))
         self.model = Model(config, self.tensors, policy.contribution == "gradient")
-        self.folding = Folding(self.model, self.tensors, policy.answers_before_commit)
+        self.folding = Folding(
+            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
+        )
         self.states = States()
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
@@ -239,6 +241,7 @@ class Engine:
             effects.Discard: self._discard,
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
+            effects.Clip: self.folding.clip,
             effects.Answer: self.streams.answer,
             effects.Refuse: self.streams.refuse,
             effects.Withdraw: self._withdraw,

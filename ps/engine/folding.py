@@ -3,6 +3,7 @@ codecs of their workers remember of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +53,14 @@ class CodecMemories:
 class Folding:
     """Bodies are uint8 [exchange_bytes]."""
 
-    def __init__(self, model: Model, tensors: TensorThread, answers_before_commit: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tensors: TensorThread,
+        answers_before_commit: bool,
+        measured: Callable[[int, float], None] = lambda version, norm: None,
+    ) -> None:
+        """`measured` is told the norm of this shard's part of the mean that is to become a version."""
         self._model = model
         self._tensors = tensors
         self._answers_before_commit = answers_before_commit
@@ -61,6 +69,8 @@ class Folding:
         self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
         self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._are_few = False  # contributions of the newest commit
+        self._measured = measured
+        self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
 
     def is_withdrawn(self, rank: int, incarnation: int) -> bool:
         return self._withdrawn.get(rank, 0) >= incarnation
@@ -121,7 +131,16 @@ class Folding:
             store.commit, len(commit.members), min(commit.members, default=0), told, publication.segment.body,
             publication.made, lr_scale=commit.lr_scale,
         )  # fmt: skip
-        self._tensors.submit(work, self._model.staging.reclaim)
+        if not (self._model.clips_parts and commit.contributions):
+            self._tensors.submit(work, self._model.staging.reclaim)
+            return
+        # Nothing else is done with the weights before all shards have said how long their parts are.
+        self._steps[commit.version] = work
+        self._tensors.submit(store.measure, partial(self._measured, commit.version), holds=True)
+
+    def clip(self, clip: effects.Clip) -> None:
+        work = self._steps.pop(clip.version)
+        self._tensors.go_on(partial(work, norm=clip.norm), self._model.staging.reclaim)
 
     def _warn_of_few(self, count: int, fewest: int) -> None:
         """Say it once, and again when there were enough in between."""

@@ -18,7 +18,7 @@ def make_policy(config: Config) -> Policy:
     options = policy.options(run.mode)
     if policy.pipelined:
         check_pipelined(run.mode, options)
-    check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm, config.server.shards)
+    check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     return policy_of(run.mode, {**settings, **options.model_dump()})

@@ -158,7 +158,7 @@ class Streams:
         if not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
-            peer.say(Go(answer, body=self._model.small_body()))
+            self._tensors.then(lambda: peer.say(Go(answer, body=self._model.small_body())))
         elif self._are_parts:
             held = self._model.publisher.hold(as_frames=_go_as_frames(peer, answer))
             peer.say(Go(answer, held=held))

@@ -50,6 +50,11 @@ class Model:
         self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
 
     @property
+    def clips_parts(self) -> bool:
+        """A mean is clipped by its norm over all shards."""
+        return self._config.store.clip_norm is not None and self._config.server.shards > 1
+
+    @property
     def layout(self) -> Layout | None:
         """Of the bodies here."""
         return self.share.layout if self.share is not None else None

@@ -91,13 +91,15 @@ class Store:
         target: torch.Tensor | None = None,
         progress: Callable[[int], None] = lambda _: None,
         lr_scale: float = 1.0,
+        norm: float | None = None,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
         `hyperparameters`, one per group, are those the contribution was computed under. Buffers move by the share of
         the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when somebody
         still reads the old one. `progress(n)` is told that the first n bytes are done. The learning rate of this one
-        step is multiplied by `lr_scale`. Where nothing was folded, the weights stay, and the optimizer takes no step:
+        step is multiplied by `lr_scale`. `norm` is that of the whole mean where this is a part, which was measured.
+        Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator
@@ -106,7 +108,7 @@ class Store:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
-        factor = self._clip_factor()
+        factor = self._clip_factor(norm)
         with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
             for index, window in enumerate(self.windows):
                 if new is not old:
@@ -124,17 +126,23 @@ class Store:
         self.version += 1
         return round_.close() if round_.result is not None else []
 
-    def _clip_factor(self) -> float | None:
-        """What the mean of the round is multiplied with to be no longer than clip_norm; the mean is complete then.
-        None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
+    def measure(self) -> float:
+        """2-norm of the mean's parameters here; the mean is complete then."""
         mean = self.aggregator.result
-        if self._clip_norm is None or mean is None:
-            return None
+        if mean is None:
+            return 0.0
         norms = []
         for window in self.windows:
             self.aggregator.complete(window)
             norms.append(self.sanity.norm(mean, window) or 0.0)
-        return min(1.0, factor_to(self._clip_norm, math.hypot(*norms)))
+        return math.hypot(*norms)
+
+    def _clip_factor(self, norm: float | None) -> float | None:
+        """What the mean of the round is multiplied with to be no longer than clip_norm; the mean is complete then.
+        None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
+        if self._clip_norm is None or self.aggregator.result is None:
+            return None
+        return min(1.0, factor_to(self._clip_norm, self.measure() if norm is None else norm))
 
     def _move_window(
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, takes_integers: bool

@@ -7,6 +7,7 @@ another thread costs more than the work: there everything runs at once, inline.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ class TensorThread:
         self._on_error = on_error
         self._executor: ThreadPoolExecutor | None = None
         self._num_pending = 0
+        self._queue: deque[tuple[Any, Any, Any, bool]] = deque()  # not begun: work, done, failed, whether it holds
+        self.is_held = False
         self.is_broken = False
 
     def size_for(self, num_bytes: int) -> None:
@@ -56,12 +59,30 @@ class TensorThread:
         work: Callable[[], Result],
         done: Callable[[Result], Any] | None = None,
         failed: Callable[[Exception], Any] | None = None,
+        holds: bool = False,
     ) -> None:
         """Run `work` after all earlier work, then `done(result)` on the loop.
 
-        With `failed` an error is told there and ends nothing; TensorsBroken when the work was not run at all.
+        With `failed` an error is told there and ends nothing; TensorsBroken when the work was not run at all. What
+        comes after work that `holds` waits for `go_on`.
         """
         self._num_pending += 1
+        self._queue.append((work, done, failed, holds))
+        self._begin_those_that_may()
+
+    def go_on(self, work: Callable[[], Result], done: Callable[[Result], Any]) -> None:
+        """`work` comes next, and then what has waited."""
+        self._num_pending += 1
+        self.is_held = False
+        self._begin(work, done, None)
+        self._begin_those_that_may()
+
+    def _begin_those_that_may(self) -> None:
+        while self._queue and not self.is_held:
+            work, done, failed, self.is_held = self._queue.popleft()
+            self._begin(work, done, failed)
+
+    def _begin(self, work: Callable[[], Any], done: Any, failed: Any) -> None:
         if self._executor is None:
             self._finish(self._carry_out(work, failed is None), done, failed)
             return
@@ -88,6 +109,9 @@ class TensorThread:
             failed(error)
         elif not isinstance(error, TensorsBroken):
             self._on_error(error)
+        if self.is_broken and self.is_held:
+            self.is_held = False
+            self._begin_those_that_may()
 
     def then(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on the loop after all work given before, whatever came of it."""

@@ -131,6 +131,39 @@ def _open_gates(cluster, num_workers: int) -> None:
         (cluster.folder / f"go{rank}").touch()
 
 
+def _check_clipped(cluster, padding: int, most: float) -> None:
+    """Every gradient was a one and `padding` ones: its norm is known, and every step was `most` long."""
+    step = most / (1 + padding) ** 0.5
+    found = load_file(cluster.folder / "w.safetensors")
+    torch.testing.assert_close(found["seen"][:STEPS], torch.full((STEPS,), -step), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["padding"], torch.full((padding,), -STEPS * step), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("padding", [400, pytest.param(300_000, marks=pytest.mark.slow)])
+def test_a_clipped_mean_is_that_of_all_parts(cluster, padding):
+    """With 1,200,000 bytes tensor work has a thread of its own."""
+    server = _start(cluster, "sync", 1, 3, "--clip-norm", "0.01")
+    others = [cluster.shard(number, 3) for number in (1, 2)]
+    worker = cluster.script(0, "onehot.py", str(STEPS), PADDING=str(padding))
+    assert _ends(worker, server, *others) == [0] * 4
+    _check_clipped(cluster, padding, 0.01)
+
+
+@pytest.mark.slow
+def test_a_mean_is_clipped_once_where_a_shard_is_killed_in_the_middle(cluster):
+    flags = (*SNAPSHOTS, "--clip-norm", "0.01")
+    server = _start(cluster, "sync", 1, 2, *flags)
+    shard = cluster.shard(1, 2, *SNAPSHOTS)
+    worker = cluster.script(0, "onehot.py", str(STEPS), PADDING="400")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    shard.signal(signal.SIGKILL)
+    shard.wait()
+    server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+    shard = cluster.shard(1, 2, *SNAPSHOTS)
+    assert _ends(worker, server, shard) == [0] * 3
+    _check_clipped(cluster, 400, 0.01)
+
+
 @pytest.mark.parametrize("killed", ["a shard", pytest.param("the coordinator", marks=pytest.mark.slow)])
 def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, killed):
     server = _start(cluster, "async", 2, 2, *SNAPSHOTS)

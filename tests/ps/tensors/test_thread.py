@@ -66,3 +66,33 @@ def test_work_and_callbacks_keep_their_order(num_bytes):
         tensors.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes):
+    async def scenario() -> None:
+        found: list[object] = []
+        tensors = TensorThread(lambda error: found.append(str(error)))
+        tensors.size_for(num_bytes)
+
+        def measured(name: str) -> None:
+            found.append(f"{name} is measured")
+            asyncio.get_running_loop().call_later(
+                0.01, tensors.go_on, lambda: found.append(f"step {name}"), found.append
+            )
+
+        for name in ("a", "b"):
+            tensors.submit(lambda name=name: name, measured, holds=True)
+            tensors.submit(lambda name=name: found.append(f"after {name}"))
+            tensors.then(lambda name=name: found.append(f"then {name}"))
+        await tensors.run(lambda: None)
+        found = [one for one in found if one is not None]
+        assert found == [
+            "a is measured", "step a", "after a", "then a", "b is measured", "step b", "after b", "then b"
+        ]  # fmt: skip
+        tensors.submit(fail, holds=True)
+        with pytest.raises(TensorsBroken):
+            await tensors.run(lambda: 7)
+        tensors.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
