@@ -52,7 +52,7 @@ REASON_INTERNAL: Reason
 REASON_SHARD_MISMATCH: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "placed", "offset", "data")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "rows", "placed", "offset", "data")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class WorkerMessage(_message.Message):
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -76,10 +77,11 @@ class WorkerMessage(_message.Message):
     taken: Taken
     stop: Stop
     state: State
+    rows: Rows
     placed: int
     offset: int
     data: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
@@ -162,12 +164,32 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[TensorSpec.Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Optimizer(_message.Message):
-    __slots__ = ("name", "groups")
+    __slots__ = ("name", "groups", "tables")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     name: str
     groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
-    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[Table]
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+
+class Table(_message.Message):
+    __slots__ = ("name", "num_rows", "dim", "dtype", "init_std", "optimizer", "hyperparameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    INIT_STD_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_rows: int
+    dim: int
+    dtype: str
+    init_std: float
+    optimizer: str
+    hyperparameters: _struct_pb2.Struct
+    def __init__(self, name: _Optional[str] = ..., num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., init_std: _Optional[float] = ..., optimizer: _Optional[str] = ..., hyperparameters: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
     __slots__ = ("tensors", "hyperparameters")
@@ -192,6 +214,14 @@ class Begin(_message.Message):
     codec: str
     in_segment: bool
     def __init__(self, body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_segment: _Optional[bool] = ...) -> None: ...
+
+class Rows(_message.Message):
+    __slots__ = ("table", "count")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    count: int
+    def __init__(self, table: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Taken(_message.Message):
     __slots__ = ()
@@ -531,6 +561,26 @@ class PullRequest(_message.Message):
     AVERAGED_FIELD_NUMBER: _ClassVar[int]
     averaged: bool
     def __init__(self, averaged: _Optional[bool] = ...) -> None: ...
+
+class RowsRequest(_message.Message):
+    __slots__ = ("run", "rank", "table", "ids")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    rank: int
+    table: int
+    ids: bytes
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., table: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
+
+class RowsReply(_message.Message):
+    __slots__ = ("rows", "shards")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    shards: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rows: _Optional[bytes] = ..., shards: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

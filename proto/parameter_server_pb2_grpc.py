@@ -44,6 +44,11 @@ class ParameterServerStub:
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
                 _registered_method=True)
+        self.PullRows = channel.unary_unary(
+                '/paramserver.v1.ParameterServer/PullRows',
+                request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.stream_stream(
                 '/paramserver.v1.ParameterServer/Heartbeat',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
@@ -74,6 +79,14 @@ class ParameterServerServicer:
     def Pull(self, request, context):
         """The weights of one version, whole, for evaluators, late joiners and tools: one Snapshot followed by its body.
         UNAVAILABLE / NOT_READY before the initial weights have come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullRows(self, request, context):
+        """Rows of a table as they are after everything that was decided before: what a worker computes its next contribution
+        on. Beside the stream. UNAVAILABLE / NOT_READY before the initial weights have come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +128,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.FromString,
                     response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.SerializeToString,
+            ),
+            'PullRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullRows,
+                    request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsRequest.FromString,
+                    response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsReply.SerializeToString,
             ),
             'Heartbeat': grpc.stream_stream_rpc_method_handler(
                     servicer.Heartbeat,
@@ -186,6 +204,33 @@ class ParameterServer:
             '/paramserver.v1.ParameterServer/Pull',
             paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterServer/PullRows',
+            paramserver_dot_proto_dot_parameter__server__pb2.RowsRequest.SerializeToString,
+            paramserver_dot_proto_dot_parameter__server__pb2.RowsReply.FromString,
             options,
             channel_credentials,
             insecure,

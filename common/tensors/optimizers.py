@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -35,11 +35,54 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
+class TableSpec:
+    """Rows [first, end) of a table of `num_rows` rows of `dim` numbers, see `tables.py`."""
+
+    name: str
+    num_rows: int
+    dim: int
+    dtype: str
+    init_std: float
+    optimizer: str  # a class in torch.optim that takes sparse gradients, or RowwiseAdagrad
+    hyperparameters: Hyperparameters
+    first: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows here, without optimizer state."""
+        return (self.end - self.first) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return self.dim * itemsize
+
+    def part(self, shard: int, num_shards: int) -> TableSpec:
+        """The rows that lie on one shard."""
+        first, end = (self.num_rows * number // num_shards for number in (shard, shard + 1))
+        return replace(self, first=first, end=end)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """All but its hyperparameters."""
+        return {key: value for key, value in vars(self).items() if key != "hyperparameters"}
+
+    def differences(self, other: TableSpec) -> list[str]:
+        """How `other` differs, as sentences."""
+        mine, theirs = self.sizes | self.hyperparameters, other.sizes | other.hyperparameters
+        keys = sorted((mine.keys() | theirs.keys()) - {"first", "end"})
+        told = [f"table '{self.name}': expected {key}={mine.get(key)}, got {theirs.get(key)}" for key in keys]
+        return [line for key, line in zip(keys, told, strict=True) if mine.get(key) != theirs.get(key)]
+
+
+@dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is the class in torch.optim, e.g. AdamW."""
+    """`name` is the class in torch.optim, e.g. AdamW. `tables` have optimizers of their own."""
 
     name: str
     groups: tuple[GroupSpec, ...]
+    tables: tuple[TableSpec, ...] = ()
 
     def differences(self, other: OptimizerSpec) -> list[str]:
         """How `other` differs, as sentences; empty when both mean the same."""
@@ -56,6 +99,10 @@ class OptimizerSpec:
                 expected, got = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
                 if expected != got:
                     found.append(f"group {index}: expected {key}={expected}, got {got}")
+        if len(self.tables) != len(other.tables):
+            found.append(f"expected {len(self.tables)} tables of rows, got {len(other.tables)}")
+        for table, another in zip(self.tables, other.tables, strict=False):
+            found += table.differences(another)
         return found
 
     def new_numbers(self, other: OptimizerSpec) -> list[tuple[str, Any, Any]] | None:
@@ -64,9 +111,14 @@ class OptimizerSpec:
         found = []
         if (self.name, [one.tensors for one in self.groups]) != (other.name, [one.tensors for one in other.groups]):
             return None
-        for mine, theirs in zip(self.groups, other.groups, strict=True):
-            for key in sorted(mine.hyperparameters.keys() | theirs.hyperparameters.keys()):
-                then, now = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
+        if [table.sizes for table in self.tables] != [table.sizes for table in other.tables]:
+            return None
+        groups = zip(self.groups, other.groups, strict=True)
+        numbers = [(mine.hyperparameters, theirs.hyperparameters) for mine, theirs in groups]
+        tables = zip(self.tables, other.tables, strict=True)
+        for my, their in (*numbers, *((mine.hyperparameters, theirs.hyperparameters) for mine, theirs in tables)):
+            for key in sorted(my.keys() | their.keys()):
+                then, now = my.get(key), their.get(key)
                 if then != now:
                     if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
                         return None

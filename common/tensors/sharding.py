@@ -45,10 +45,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What one shard holds: parts, and the layout they make, in whose `specs` they stand in the same order."""
+    """What one shard holds: parts, and the layout they make, in whose `specs` they stand in the same order; of tables
+    the rows that `number` of `count` shards has."""
 
     parts: tuple[Part, ...]
     layout: Layout
+    number: int = 0
+    count: int = 1
 
     def optimizer(self, whole: OptimizerSpec) -> OptimizerSpec:
         """The model's optimizer over this shard's parts; all groups, also those without a part here."""
@@ -57,7 +60,8 @@ class Share:
         for group in whole.groups:
             here = tuple(names[tensor] for tensor in group.tensors if tensor in names)
             groups.append(GroupSpec(here, group.hyperparameters))
-        return OptimizerSpec(whole.name, tuple(groups))
+        tables = tuple(table.part(self.number, self.count) for table in whole.tables)
+        return OptimizerSpec(whole.name, tuple(groups), tables)
 
 
 def divide(whole: Layout, num_shards: int) -> list[Share]:
@@ -79,7 +83,8 @@ def divide(whole: Layout, num_shards: int) -> list[Share]:
                 f"shard {index} would have none",
                 fix="start fewer shards (--shards)",
             )
-    return [Share(tuple(found), Layout(part.as_spec() for part in found)) for found in parts]
+    layouts = [Layout(part.as_spec() for part in found) for found in parts]
+    return [Share(tuple(parts[number]), layouts[number], number, num_shards) for number in range(num_shards)]
 
 
 def _divide_kind(specs: list[TensorSpec], parts: list[list[Part]]) -> None:

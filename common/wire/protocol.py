@@ -17,7 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from ...proto import parameter_server_pb2 as pb
 from ..errors import ParamServerError, Reason, UnreachableError, refusal
 from ..tensors.layout import Kind, Layout, TensorSpec
-from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec
+from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
 
 SERVICE = "paramserver.v1.ParameterServer"
 # What a message may hold. Each of these numbers is far beyond real models, and bounds the time one message takes.
@@ -27,6 +27,7 @@ _MAX_NAMES = 200_000  # of tensors and aliases
 _MAX_NAME = 1_000  # characters
 _MAX_HYPERPARAMETERS = 200_000  # in all groups, items of lists and groups counted
 _MAX_METRICS = 1_000
+_MAX_TABLES = 1_000
 _MAX_SECONDS = 1e9
 _MAX_RANK = 1 << 16
 _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by default
@@ -128,7 +129,14 @@ def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
     groups = [
         pb.ParameterGroup(tensors=group.tensors, hyperparameters=struct(group.hyperparameters)) for group in spec.groups
     ]
-    return pb.Optimizer(name=spec.name, groups=groups)
+    tables = [
+        pb.Table(
+            name=table.name, num_rows=table.num_rows, dim=table.dim, dtype=table.dtype, init_std=table.init_std,
+            optimizer=table.optimizer, hyperparameters=struct(table.hyperparameters),
+        )
+        for table in spec.tables
+    ]  # fmt: skip
+    return pb.Optimizer(name=spec.name, groups=groups, tables=tables)
 
 
 def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) -> OptimizerSpec:
@@ -157,7 +165,24 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
                 f"there is nothing to train: the optimizer holds none of the model's {len(trained)} parameters",
                 fix="give it at least one parameter that requires a gradient; buffers and frozen tensors are none",
             )
-    return OptimizerSpec(message.name, groups)
+    return OptimizerSpec(message.name, groups, _tables_from_proto(message.tables))
+
+
+def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
+    if len(tables) > _MAX_TABLES or len({table.name for table in tables}) < len(tables):
+        raise refusal(
+            Reason.BAD_REQUEST, f"{len(tables)} tables of rows; at most {_MAX_TABLES}, each with its own name"
+        )
+    for table in tables:
+        for text in (table.name, table.dtype, table.optimizer):
+            _check_text("a table's name, dtype or optimizer", text)
+    hyperparameters = hyperparameters_from_proto([table.hyperparameters for table in tables])
+    return tuple(
+        TableSpec(
+            one.name, one.num_rows, one.dim, one.dtype, one.init_std, one.optimizer, values, 0, one.num_rows
+        )
+        for one, values in zip(tables, hyperparameters, strict=True)
+    )  # fmt: skip
 
 
 # ---- the small fields of a worker's messages ---------------------------------------------------------

@@ -10,7 +10,7 @@ import asyncio
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..core.run import Options, Run
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
 from ..tensors.model import Model
+from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
 from .folding import Folding
 from .modes import options_of
@@ -220,10 +221,12 @@ class Engine:
         self.streams.detach(peer)
         self.notify()
 
-    def contributed(self, event: events.Contributed, body: torch.Tensor, without: frozenset[str]) -> None:
-        """A contribution lies whole in `body`, uint8 [exchange_bytes], which is the run's from here on; parameters
-        `without` a gradient are zeros in it."""
-        self.folding.stage(event.identity, body, without)
+    def contributed(
+        self, event: events.Contributed, body: torch.Tensor, without: frozenset[str], rows: Sequence[Rows] = ()
+    ) -> None:
+        """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
+        parameters `without` a gradient are zeros in it."""
+        self.folding.stage(event.identity, body, without, rows)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

@@ -3,7 +3,7 @@ codecs of their workers remember of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from ..core import effects
 from ..core.events import Identity
 from ..tensors.codec_memory import CodecMemory
 from ..tensors.model import Model
+from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
 
 log = get_logger()
@@ -24,6 +25,7 @@ _FEW = "too few to leave out so many (policy.aggregation): fewer workers that li
 class _Staged(NamedTuple):
     body: torch.Tensor
     without: frozenset[str]  # names of parameters that got no gradient
+    rows: Sequence[Rows]
 
 
 class CodecMemories:
@@ -75,12 +77,18 @@ class Folding:
     def is_withdrawn(self, rank: int, incarnation: int) -> bool:
         return self._withdrawn.get(rank, 0) >= incarnation
 
-    def stage(self, identity: Identity, body: torch.Tensor, without: frozenset[str] = frozenset()) -> None:
+    def stage(
+        self,
+        identity: Identity,
+        body: torch.Tensor,
+        without: frozenset[str] = frozenset(),
+        rows: Sequence[Rows] = (),
+    ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
             self._model.staging.give_back(body)  # it has been let go, or said this before
         else:
-            self._staged[identity] = _Staged(body, without)
+            self._staged[identity] = _Staged(body, without, rows)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
@@ -103,7 +111,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without = self._kept.pop(fold.identity)
+        body, without, rows = self._kept.pop(fold.identity)
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
 
@@ -111,7 +119,7 @@ class Folding:
             taken = body.clone() if is_copied else body
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
-            return store.fold(taken, fold.weight, fold.identity.rank, may_keep, without)
+            return store.fold(taken, fold.weight, fold.identity.rank, may_keep, without, rows)
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):

@@ -5,6 +5,7 @@
         averaged.safetensors    the Polyak average, if one is kept
         optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server has an optimizer that remembers
         state-0.safetensors     what rank 0's script remembers (`session.state`), as its worker sent it
+        tables.safetensors      `weight/<table>` and the optimizer state of its rows, if the run has tables
     manifest.json           everything else, with size and SHA-256 of each file above
         manifest.json.sha256    as `sha256sum -c` takes it
 

@@ -26,7 +26,8 @@ from ...common.tensors.optimizers import (
 WEIGHTS: Final = "weights.safetensors"
 AVERAGED: Final = "averaged.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
-FileName = Literal["weights.safetensors", "averaged.safetensors", "optimizer.safetensors"]
+TABLES: Final = "tables.safetensors"
+FileName = Literal["weights.safetensors", "averaged.safetensors", "optimizer.safetensors", "tables.safetensors"]
 Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
 

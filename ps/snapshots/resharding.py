@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import Share, divide
 from .checkpoint import Loaded
-from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Tensors
+from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
 
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
@@ -25,6 +26,8 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     if any(one.state for one in parts):
         files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None
+    if mine is not None and mine.tables:
+        files[TABLES] = _tables_together([one.files[TABLES] for one in parts], mine.tables)
     manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine})
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files, states)
 
@@ -43,6 +46,22 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
         elif part.spec.name in pieces:
             rows = [rows[max(0, part.first - at) : max(0, part.end - at)] for at, rows in pieces[part.spec.name]]
             found[part.name] = torch.cat(rows)
+    return found
+
+
+def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[str, torch.Tensor]:
+    """The rows of `tables`, and their state, from those that the shards there were have in `files`."""
+    found: dict[str, torch.Tensor] = {}
+    for table in tables:
+        before = [table.part(number, len(files)) for number in range(len(files))]
+        for full in (full for full in files[0] if full.partition("/")[2] == table.name):
+            held = [file[full] for file in files]
+            rows = [
+                tensor[max(0, table.first - part.first) : max(0, table.end - part.first)]
+                for tensor, part in zip(held, before, strict=True)
+                if tensor.dim()
+            ]
+            found[full] = torch.cat(rows) if rows else held[0]
     return found
 
 

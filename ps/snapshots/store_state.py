@@ -6,7 +6,7 @@ returns. State is kept per tensor of the model, so a store that cuts the model i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
 from ..tensors.store import Store
 from .checkpoint import Loaded
-from .manifest import AVERAGED, OPTIMIZER, WEIGHTS, FileName, Files, Manifest, Tensors, keys_by_name, members_of
+from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Files, Manifest, Tensors, keys_by_name, members_of
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Captured:
     version: int
     bodies: dict[FileName, torch.Tensor]
     optimizer: OptimizerState | None
+    tables: Tensors = field(default_factory=dict)
 
 
 def capture(store: Store, into: Captured | None = None) -> Captured:
@@ -46,7 +47,8 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
         for file, body in bodies.items():
             copies[file][changing].copy_(body[changing])
     optimizer = store.optimizer.state(into.optimizer if into else None) if store.optimizer is not None else None
-    return Captured(store.version, copies, optimizer)
+    tables = store.tables.state(into.tables if into else None) if store.tables is not None else {}
+    return Captured(store.version, copies, optimizer, tables)
 
 
 def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
@@ -62,6 +64,8 @@ def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | No
         state = _state_tensors(layout, optimizer, captured.optimizer)
         if state:
             files[OPTIMIZER] = state
+    if captured.tables:
+        files[TABLES] = captured.tables
     return files
 
 
@@ -112,6 +116,11 @@ def restore(store: Store, loaded: Loaded) -> None:
                 fix="resume with the optimizer the run was started with",
             )
         store.optimizer.set_state(_state_of(loaded, spec))
+    if store.tables is not None:
+        try:
+            store.tables.set_state(loaded.files.get(TABLES, {}))
+        except ValueError as error:
+            raise CheckpointError(f"snapshot {loaded.path}: {TABLES}: {error}") from None
     store.version = loaded.manifest.version
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,12 +16,14 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind, Layout, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, check_hyperparameters, find_optimizer
 from ...common.tensors.sharding import Share, divide
+from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
 from .publication import Publisher
 from .staging import StagingPool
 from .store import Store
+from .tables import Tables
 from .thread import TensorThread
 
 log = get_logger()
@@ -47,6 +50,7 @@ class Model:
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
         self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
+        self._tables: Tables | None = None
         self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
 
     @property
@@ -65,7 +69,7 @@ class Model:
         """Refuse what is not the run's model and optimizer; while there are none, what could not be."""
         if self.whole is None or self.whole_optimizer is None:
             self.check_optimizer(optimizer)
-            self._check_size(self.share_of(layout))
+            self._check_size(self.share_of(layout), optimizer)
             return
         if layout.fingerprint != self.whole.fingerprint:
             fix = "give every worker the same task, task arguments and code"
@@ -89,10 +93,24 @@ class Model:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
         does not take, no parameter at all. Where workers run the optimizer it may be any."""
         if not self._has_optimizer:
+            if optimizer.tables:
+                what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
+                raise refusal(Reason.BAD_REQUEST, f"{what} weights", fix="use --mode sync, async or ssp")
             return
         find_optimizer(optimizer.name)
         for group in optimizer.groups:
             check_hyperparameters(optimizer.name, group.hyperparameters)
+        store, aggregation = self._config.store, self._config.policy.aggregation
+        if optimizer.tables and (store.max_norm or store.clip_norm or store.polyak or aggregation != "mean"):
+            raise refusal(
+                Reason.BAD_REQUEST,
+                "a run with tables of rows (session.rows) aggregates by mean, without store.max_norm, store.clip_norm "
+                "and store.polyak, which would see the rest of the gradient only",
+                fix="start ps-server without these; clip in the worker's own loop",
+            )
+        for table in optimizer.tables:
+            whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
+            make_spec(*whole, table.optimizer, table.hyperparameters)
         if not any(group.tensors for group in optimizer.groups):
             raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer holds no parameter")
 
@@ -103,19 +121,20 @@ class Model:
         server = self._config.server
         return divide(whole, server.shards)[server.shard]
 
-    def _check_size(self, share: Share) -> None:
+    def _check_size(self, share: Share, optimizer: OptimizerSpec) -> None:
         limit = self._config.limits.model_bytes
-        if share.layout.total_bytes > limit:
+        num_bytes = share.layout.total_bytes + sum(table.num_bytes for table in share.optimizer(optimizer).tables)
+        if num_bytes > limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
-                f"a model of {share.layout.total_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
+                f"a model of {num_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
                 fix="start ps-server with --set limits.model_bytes=... if that is really the model",
             )
 
     def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
         """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
         server, share = self._config.server, self.share_of(whole)
-        self._check_size(share)
+        self._check_size(share, optimizer)
         self.whole, self.whole_optimizer = whole, optimizer
         self.share, self.optimizer = share, share.optimizer(optimizer)
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
@@ -128,6 +147,8 @@ class Model:
             if self._config.server.shard == 0:  # the others would say the same
                 log.warning("resumed_with_another", what=what, now=now, snapshot=then)
         self.whole_optimizer, self.optimizer = optimizer, self.share.optimizer(optimizer)
+        if self.store.tables is not None:
+            self.store.tables.change(self.optimizer.tables)
         self.may_change = False
 
     def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
@@ -152,6 +173,12 @@ class Model:
     def forget(self) -> None:
         """Who brought the model is gone, and nobody else has it."""
         self.whole = self.whole_optimizer = self.share = self.optimizer = None
+
+    def prepare_tables(self, seed: int | None) -> None:
+        """Make the tables of rows, where there are any: seconds for many rows. Without a seed they hold anything."""
+        specs = self.optimizer.tables if self.optimizer is not None else ()
+        if specs and (self._tables is None or self._tables.specs != specs):
+            self._tables = Tables(specs, seed)
 
     # ---- weights ----------------------------------------------------------------------------
 
@@ -186,6 +213,7 @@ class Model:
         """The initial weights have come, uint8 [total_bytes], or `restore` brings them with all the rest."""
         assert self.layout is not None
         store, server, policy = self._config.store, self._config.server, self._config.policy
+        self.prepare_tables(None)
         self.store = Store(
             self.layout,
             weights.body,
@@ -197,6 +225,7 @@ class Model:
             limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
             is_part=server.shards > 1,
             clip_norm=store.clip_norm,
+            tables=self._tables,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes
@@ -225,6 +254,8 @@ class Model:
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     """Names of a model and of its optimizer, the same for the same; hexadecimal."""
-    spec = [optimizer.name, [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups]]
+    spec: list[Any] = [optimizer.name, [[list(one.tensors), dict(one.hyperparameters)] for one in optimizer.groups]]
+    if optimizer.tables:
+        spec.append([vars(table) for table in optimizer.tables])
     text = json.dumps(spec, sort_keys=True, default=str)
     return layout.fingerprint, hashlib.sha256(text.encode()).hexdigest()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,6 +105,18 @@ class Sanity:
             return Judgement("take", wrong, limit, is_clipped, norm) if is_clipped or norm else SOUND
         assert action != "clip"
         return Judgement(action, wrong, limit)
+
+    def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
+        """What becomes of a contribution with these gradients of rows; where it is clipped they are changed here."""
+        if not judgement.is_taken or all(bool(torch.isfinite(one).all()) for one in rows):
+            return judgement
+        action, what, limit = decide(self.limits, False, 0.0)
+        if action == "clip":
+            for one in rows:
+                torch.nan_to_num_(one, nan=0.0, posinf=0.0, neginf=0.0)
+            return judgement._replace(what=what, limit=limit, is_clipped=True)
+        assert action != "take"
+        return Judgement(action, what, limit)
 
     def _mend(self, body: torch.Tensor, weights: torch.Tensor) -> None:
         """Every NaN and Inf of a gradient becomes 0; of statistics and weights, where 0 is a value like any other, what

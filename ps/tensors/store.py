@@ -13,7 +13,7 @@ is: weights, optimizer state, one mean (or, where all are kept, every body of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -25,6 +25,7 @@ from .aggregation.base import Aggregator, Buffers
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer
 from .sanity import Sanity
+from .tables import Rows, Tables
 from .thread import INLINE_BYTES
 from .windows import windows_of
 
@@ -50,6 +51,7 @@ class Store:
         limits: Limits | None = None,
         is_part: bool = False,
         clip_norm: float | None = None,
+        tables: Tables | None = None,
     ) -> None:
         self.layout = layout
         self.weights = weights
@@ -59,6 +61,7 @@ class Store:
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
         self.sanity = Sanity(limits or Limits(), self.windows, self._view, optimizer is not None, is_part)
+        self.tables = tables
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
         self._clip_norm = clip_norm  # of the mean gradient
         self._polyak = polyak
@@ -74,12 +77,16 @@ class Store:
         rank: int,
         may_keep: bool = False,
         without: frozenset[str] = frozenset(),
+        rows: Sequence[Rows] = (),
     ) -> list[torch.Tensor]:
         """Add a contribution to the round's; returns bodies that may be reused at once.
 
         A body that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in it;
-        the optimizer leaves those alone that no contribution of the round has one of.
+        the optimizer leaves those alone that no contribution of the round has one of. `rows` are gradients for the
+        tables.
         """
+        if self.tables is not None:
+            self.tables.fold(rows, weight)
         self._without = without & self._without if self.aggregator.num_folded else without
         return self.aggregator.fold(body, weight, rank, may_keep)
 
@@ -103,6 +110,8 @@ class Store:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator
+        if self.tables is not None:
+            self.tables.commit(lr_scale)
         old, new = self.weights, self.weights if target is None else target
         if self.optimizer is not None and hyperparameters:
             self.optimizer.set_hyperparameters(hyperparameters)
@@ -179,10 +188,11 @@ class Store:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes held: weights, mean, optimizer state, Polyak average."""
+        """Bytes held: weights, mean, optimizer state, Polyak average, tables of rows with their optimizer state."""
         return {
             "weights": self.weights.numel(),
             "mean": sum(body.numel() for body in self.aggregator.bodies),
             "optimizer": self.optimizer.num_state_bytes if self.optimizer is not None else 0,
             "averaged": self.averaged.numel() if self.averaged is not None else 0,
+            **({"tables": self.tables.num_bytes} if self.tables is not None else {}),
         }

@@ -3,6 +3,7 @@ its stream in turn. The end of it, for whatever reason, is the worker's leaving.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 import grpc.aio
@@ -120,10 +121,11 @@ class Conversation:
             )
         try:
             weights = model.new_memory()
+            await asyncio.to_thread(model.prepare_tables, self._engine.config.run.seed)
         except (MemoryError, RuntimeError):  # numpy's and torch's
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
-                f"no memory for a model of {layout.total_bytes:,} bytes",
+                f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows",
                 fix="give the server more memory; limits.model_bytes is what it promises to take",
             ) from None
         if not await self._stream.read_body(first, weights.bytes):

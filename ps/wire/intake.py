@@ -24,13 +24,14 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..tensors.staging import Body
 from ..tensors.store import Store
+from ..tensors.tables import Rows
 from ..tensors.upload import Upload, decode
 from .lanes.grpc import Lane
 from .stream import Stream
 
 _MAX_SAMPLES = 2**40
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "finish", "leave", "stop", "taken", "state", "")
+_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "taken", "state", "")
 _PIECE = ("taken", "")
 
 
@@ -45,6 +46,7 @@ class Intake:
         self._told: list[Hyperparameters] = []  # with the contribution that is on its way
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
+        self._rows: list[Rows] = []  # of it
 
     async def next(self) -> Frame | None:
         """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
@@ -64,6 +66,9 @@ class Intake:
                     continue
                 if received.kind == "state":
                     self._take_state(received.of(pb.State))
+                    continue
+                if received.kind == "rows":
+                    self._take_rows(received)
                     continue
                 if received.kind == "contribution":
                     facts, header = received, received.of(pb.Contribution)
@@ -113,6 +118,12 @@ class Intake:
         if len(come) < num_bytes:
             raise refusal(Reason.BAD_REQUEST, f"a Contribution after {len(come)} of {num_bytes} bytes of a State")
         return bytes(come) if come else None
+
+    def _take_rows(self, received: Frame) -> None:
+        header, model = received.of(pb.Rows), self._engine.model
+        if not model.has_weights or model.store.tables is None:
+            raise refusal(Reason.BAD_REQUEST, "rows of a run that has no tables yet, or none at all")
+        self._rows.append(model.store.tables.read(header.table, header.count, received.data, self._rows))
 
     async def _take_whole(self, received: Frame) -> None:
         """A small contribution, whose body came with it."""
@@ -181,6 +192,9 @@ class Intake:
         """A whole contribution: let the run have it."""
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
+        rows, self._rows = self._rows, []
+        if rows:
+            judgement = self._engine.model.store.sanity.with_rows(judgement, [one.values for one in rows])
         event = events.Contributed(
             *self._peer.seat,
             header.step,
@@ -201,7 +215,7 @@ class Intake:
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}
             self._engine.states.stage(event.identity, place, self._told_state())
-        self._engine.contributed(event, body, self._without)
+        self._engine.contributed(event, body, self._without, rows)
         self._peer.state = "waiting"
 
     async def _borrow(self) -> Body:

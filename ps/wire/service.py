@@ -6,6 +6,7 @@ import asyncio
 import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes
-from ...common.wire.frames import body_frames
+from ...common.wire.frames import MAX_DATA_BYTES, body_frames
 from ...common.wire.protocol import SERVICE, check_header, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -56,6 +57,9 @@ class ParameterServerService:
             "Heartbeat": streams(self.heartbeat, beat, pb.Pulse.SerializeToString),
             "Attend": streams(self._attend, report, pb.ShardOrder.SerializeToString),
             "Pull": grpc.unary_stream_rpc_method_handler(self.pull, pb.PullRequest.FromString),
+            "PullRows": grpc.unary_unary_rpc_method_handler(
+                self.pull_rows, pb.RowsRequest.FromString, pb.RowsReply.SerializeToString
+            ),
             "Status": grpc.unary_unary_rpc_method_handler(
                 self.status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
             ),
@@ -128,6 +132,29 @@ class ParameterServerService:
             for raw in body_frames([as_bytes(body)]):
                 await stream.write(raw)
             await stream.flush()
+
+    async def pull_rows(self, request: pb.RowsRequest, context: grpc.aio.ServicerContext) -> pb.RowsReply:
+        """Rows of a table, after all that was decided before."""
+        engine = self._engine
+        try:
+            if request.run != engine.run.name:
+                reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH  # not yet told of it
+                raise refusal(reason, f"this server runs {engine.run.name}, not {request.run[:40]!a}")
+            if not request.ids:
+                return pb.RowsReply(shards=engine.shard_addresses)
+            if not engine.model.has_weights:
+                raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
+            if (tables := engine.model.store.tables) is None:
+                raise refusal(Reason.BAD_REQUEST, "this run has no tables of rows")
+            rows = await engine.tensors.run(partial(tables.pull, request.table, request.ids, MAX_DATA_BYTES))
+        except ParamServerError as error:
+            await refuse(context, error, rank=request.rank)
+        if (traffic := engine.traffic.get(request.rank)) is not None:
+            traffic.num_sent, traffic.num_received = (
+                traffic.num_sent + len(request.ids),
+                traffic.num_received + len(rows),
+            )
+        return pb.RowsReply(rows=rows)
 
     async def _not_the_coordinator(self, _: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
         server = self._config.server

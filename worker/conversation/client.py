@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
+import torch
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, refusal
 from ...common.security import PLAINTEXT, Credentials
+from ...common.tensors.layout import as_bytes
+from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from .interrupts import uninterrupted
-from .messages import message
+from .messages import chunks, message
 from .security import open_channel, wait_until_ready
 
 OPTIONS = (
@@ -129,6 +132,41 @@ class Client:
         snapshot = first.of(pb.Snapshot)
         _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call))
         return snapshot.version
+
+    def move(self, address: str) -> None:
+        """The server is elsewhere now; a stream that there was is lost."""
+        self._channel.close()
+        self.address, self._channel = address, open_channel(address, self._credentials, OPTIONS)
+
+    def shard_addresses(self, run: str) -> list[str]:
+        """Of a coordinator's shards, as in its welcome."""
+        (reply,) = self._ask([pb.RowsRequest(run=run)])()
+        return list(reply.shards)
+
+    def pull_rows(
+        self, run: str, rank: int, spec: TableSpec, table: int, ids: torch.Tensor
+    ) -> Callable[[], list[pb.RowsReply]]:
+        """Ask for rows of a table, beside the stream; what is returned waits for them, and raises as `receive`."""
+        parts = [bytes(as_bytes(ids[here])) for here in chunks(0, len(ids), spec.row_bytes)]
+        return self._ask([pb.RowsRequest(run=run, rank=rank, table=table, ids=part) for part in parts])
+
+    def _ask(self, requests: list[pb.RowsRequest]) -> Callable[[], list[pb.RowsReply]]:
+        ask = self._channel.unary_unary(
+            f"/{SERVICE}/PullRows",
+            request_serializer=pb.RowsRequest.SerializeToString,
+            response_deserializer=pb.RowsReply.FromString,
+        )
+        calls = [ask.future(one, timeout=_PULL_S, metadata=self._credentials.metadata) for one in requests]
+
+        def wait() -> list[pb.RowsReply]:
+            try:
+                return [call.result() for call in calls]
+            except grpc.RpcError as error:
+                raise _translate(error) from None
+            except grpc.FutureCancelledError:
+                raise Lost("the connection was closed") from None
+
+        return wait
 
     def end_stream(self, timeout_s: float) -> None:
         """Half-close after what was sent, and wait for the server to agree; a lost server does not matter."""

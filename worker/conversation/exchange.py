@@ -12,7 +12,10 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from functools import partial
+
+import torch
 
 from ...common.config.schema import WorkerConfig
 from ...common.reporting.history import History
@@ -101,10 +104,10 @@ class Exchange:
             self._divide()
 
     def _divide(self) -> None:
-        assert self._model is not None
+        assert self._model is not None and self._optimizer is not None
         self._shares: list[Share] = divide(self._model.layout, len(self._shards))
         for shard, share in zip(self._shards, self._shares, strict=True):
-            shard.hold(part_of(self._model, share))
+            shard.hold(part_of(self._model, share), share.optimizer(self._optimizer).tables)
 
     def moved(self) -> None:
         """The model lies elsewhere in memory now."""
@@ -223,6 +226,24 @@ class Exchange:
                 return self._took(self._crew.all(self._shards, ask))
             except Lost as again:
                 lost = again
+
+    def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table, [n, dim], of distinct and ascending ids. Waits for a server that is lost up to the give-up
+        time: what is computed on rows of one that has gone back comes to nothing, as the next contribution tells."""
+        retry = Retry(self._config.server, self._config.give_up_s, self.progress.rank)
+        while True:
+            try:
+                asked = [shard.pull_rows(table, ids) for shard in self._shards]
+                return torch.cat([rows() for rows in asked])
+            except Lost as lost:
+                sleep(retry.failed(time.monotonic(), str(lost)))
+                with suppress(Lost):  # a shard that was lost may have come back elsewhere
+                    for shard, address in zip(self._shards, self._shard_addresses(), strict=False):
+                        if shard.number and address != shard.client.address:
+                            shard.client.move(address)
+
+    def _shard_addresses(self) -> list[str]:
+        return self._shards[0].client.shard_addresses(self.progress.run) if len(self._shards) > 1 else []
 
     def prepare(self, indices: list[int]) -> bool:
         """Begin to copy these gradients off their device, if they are on one; True when that has begun."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from pydantic import ValidationError
 
 from ...common.config.schema import TrainConfig
 from ...common.errors import UsageError
-from ...common.tensors.layout import Layout
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.layout import Layout, as_bytes
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.frames import CHUNK_BYTES, frame, message_frames
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
@@ -54,6 +55,14 @@ class Begun(NamedTuple):
     body: bytes
 
 
+class RowGradients(NamedTuple):
+    """Of one table: ids, int64 [n], distinct and ascending, and gradients [n, dim]."""
+
+    table: int
+    ids: torch.Tensor
+    gradients: torch.Tensor
+
+
 class Work(NamedTuple):
     """What a contribution says about itself; seconds, and the mean training loss since the last one."""
 
@@ -67,6 +76,7 @@ class Work(NamedTuple):
     # With the first: samples of the data set, digest of what is contributed, training steps of the run; 0: unknown.
     data: tuple[int, int, int] | None = None
     began: Begun | None = None  # of a script that remembers something
+    rows: tuple[RowGradients, ...] = ()
 
 
 class Goodbye(NamedTuple):
@@ -158,6 +168,24 @@ def read_began(answer: pb.Answer, body: bytes) -> Begun | None:
     told = answer.began
     epoch = told.epoch if told.HasField("epoch") else None
     return Begun(Place(told.step, told.local_steps, told.batches, epoch, told.epoch_batches), body)
+
+
+def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
+    """What a contribution has for the `tables` of one shard, ahead of it."""
+    for table, ids, gradients in rows:
+        spec = tables[table]
+        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
+        for here in chunks(first, end, gradients.shape[1] * gradients.element_size()):
+            pieces = [as_bytes(ids[here]), as_bytes(gradients[here])]
+            header = pb.Rows(table=table, count=here.stop - here.start)
+            yield frame(pb.WorkerMessage(rows=header), 0, pieces)
+
+
+def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
+    """Rows [first, end) in messages of about CHUNK_BYTES, ids included."""
+    step = max(1, CHUNK_BYTES // (row_bytes + 8))
+    for start in range(first, end, step):
+        yield slice(start, min(end, start + step))
 
 
 def read_settings(message: pb.RunSettings) -> Settings:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Layout
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.layout import DTYPES, Layout
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.frames import Frame
 from ...common.wire.segments import SegmentError
 from ..lanes.choice import Lanes
@@ -39,6 +41,7 @@ from .messages import (
     initial_weights_frames,
     model_message,
     read_began,
+    rows_frames,
     state_frames,
 )
 
@@ -52,6 +55,7 @@ class Shard:
     """Used by one thread at a time. `on_answer` is told of each answer before its weights are written."""
 
     model: ModelTensors
+    tables: tuple[TableSpec, ...]
     transfer: Transfer
     up: Up
     down: Down
@@ -88,9 +92,9 @@ class Shard:
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
-    def hold(self, model: ModelTensors) -> None:
-        """The part of the model that lies here."""
-        self._holds, self.model = True, model
+    def hold(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
+        """The part of the model that lies here, and the rows of the tables."""
+        self._holds, self.model, self.tables = True, model, tables
         self.transfer = make_transfer(model)
         self.up = Up(CODECS.load(self._config.codec)(), model, self.transfer, self.client.send)
         self.down = Down(CODECS.load(self._config.answer_codec)(), model, self.transfer)
@@ -137,6 +141,8 @@ class Shard:
         elif work.began is not None and work.began.body != self._sent_state:
             self._sent_state = work.began.body
             self.client.send(state_frames(work.began.body))
+        if work.rows:
+            self.client.send(rows_frames(self.tables, work.rows))
         self.up.contribute(partial(contribution, self._progress, work), source)
 
     def receive(self) -> Frame:
@@ -182,6 +188,20 @@ class Shard:
             if self.number == 0 and time.monotonic() >= said_at and reason:
                 log.info("waiting", rank=self._progress.rank, reason=reason)
                 said_at = time.monotonic() + 6 * _SAY_WAITING_AFTER_S
+
+    def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Ask for those of these rows that lie here, distinct and ascending; what is returned waits for them."""
+        spec, progress = self.tables[table], self._progress
+        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
+        wait = self.client.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
+        dtype = DTYPES[spec.dtype]
+
+        def rows() -> torch.Tensor:
+            received = bytearray(b"".join(reply.rows for reply in wait()))
+            flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype)
+            return flat.view(-1, spec.dim)
+
+        return rows
 
     # ---- the end ----------------------------------------------------------------------------
 

@@ -17,10 +17,13 @@ from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
+from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.tables import Table
 from ..conversation.messages import Settings
 from ..session import Length, Progress
 from .ending import one_line
 from .place.taken import Taken
+from .rows import Pull
 from .session import Session, too_early
 
 log = get_logger()
@@ -45,6 +48,7 @@ class AloneSession(Session):
             optimizer_args=config.optimizer.arguments(),
             train=config.train,
         )
+        self._here: list[Table] = []  # what a server would have
         self.num_steps = 0
         self.num_samples = 0
         self._progress = Progress(total_steps=config.run.steps)
@@ -75,7 +79,13 @@ class AloneSession(Session):
         if self._taken is None:
             self._taken = Taken(lambda: self._progress, optimizer, self.length)
             optimizer.register_step_post_hook(self._stepped)
+            if self._tables:
+                optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
         return optimizer
+
+    def _make_rows(self, spec: TableSpec) -> Pull:
+        self._here.append(table := Table(spec, self.settings.seed))
+        return table.rows
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._taken is None:
@@ -83,10 +93,21 @@ class AloneSession(Session):
         return lambda: self._progress, self._taken
 
     def _stepped(self, *_: Any) -> None:
+        for table, rows in zip(self._here, self._tables, strict=True):
+            if (taken := rows.take()) is not None:
+                table.step(*taken)
         assert self._taken is not None
         self.num_samples += self._taken.step()[1]
         self.num_steps += 1
         self._progress.training_steps = self.num_steps
+
+    def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        def forget(*args: Any, **options: Any) -> None:
+            zero_grad(*args, **options)
+            for rows in self._tables:
+                rows.drop()
+
+        return forget
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         self.num_samples += num_samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters
-from ..conversation.messages import Work
+from ..conversation.messages import RowGradients, Work
 from ..session import Length, Progress
 from ..strategies.direct import Direct
 from .batches import digest_of
 from .place.memory import Memory
 from .place.taken import Taken
+from .rows import Rows, refuse_scaler
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -31,11 +32,17 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, strategy: Direct, slowdown: Slowdown, length: Length | None = None
+        self,
+        inner: torch.optim.Optimizer,
+        strategy: Direct,
+        slowdown: Slowdown,
+        length: Length | None = None,
+        tables: Sequence[Rows] = (),
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._strategy = strategy
         self._slowdown = slowdown
+        self._tables = tables
         self._inner = inner
         self._steps_here = strategy.source == "weights"  # otherwise the server steps
         self._share()
@@ -133,12 +140,16 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         work = Work(self._num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
         drawn = self._num_batches if self.taken.is_used else None
-        self._strategy.contribute(work._replace(num_batches=drawn, data=self._data(), began=self.memory.take()))
+        self._strategy.contribute(
+            work._replace(num_batches=drawn, data=self._data(), began=self.memory.take(), rows=self._rows())
+        )
         self._begin_anew()
         self.memory.after_step()
 
     def _begin_anew(self) -> None:
         self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
+        for table in self._tables:
+            table.drop()
 
     def finish(self) -> None:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
@@ -146,6 +157,20 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             self.memory.replayed()
         if self.progress.cut_short():
             self._contribute()
+
+    def _rows(self) -> tuple[RowGradients, ...]:
+        """What the steps of this contribution have for the tables."""
+        found = [(number, table.take()) for number, table in enumerate(self._tables)]
+        return tuple(RowGradients(number, *taken) for number, taken in found if taken is not None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for table in self._tables:
+            table.drop()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return refuse_scaler(self._tables)
 
     def _data(self) -> tuple[int, int, int] | None:
         """What the first contribution says of the data; again after each start, for a server that has forgotten it."""

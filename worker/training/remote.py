@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import describe_optimizer
+from ...common.tensors.optimizers import TableSpec, describe_optimizer
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
@@ -23,6 +24,7 @@ from ..tensors.transfer import ModelTensors
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .optimizer import ExchangeOptimizer
 from .place.taken import Taken
+from .rows import Pull
 from .session import Session, too_early
 from .slowdown import Slowdown
 
@@ -77,12 +79,28 @@ class RemoteSession(Session):
                 fix="put the models into one torch.nn.ModuleDict and their parameters into groups of one optimizer",
             )
         tensors = ModelTensors(model)
-        self._strategy.start(tensors, describe_optimizer(optimizer, tensors.names))
+        described = describe_optimizer(optimizer, tensors.names)
+        self._strategy.start(tensors, replace(described, tables=tuple(table.spec for table in self._tables)))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
-        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown, self.length)
+        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown, self.length, self._tables)
         self._memory = self._optimizer.memory
         return self._optimizer
+
+    def _make_rows(self, spec: TableSpec) -> Pull:
+        if self.settings.source == "weights":
+            raise UsageError(
+                f"session.rows() in mode {self.settings.mode}: its workers send weights, and rows need gradients",
+                fix="use --mode sync, async or ssp, or an nn.Embedding of the model's own",
+            )
+        if self._optimizer is not None:
+            raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() before")
+        return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
+
+    def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        if self._optimizer is None:
+            raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
+        return self._exchange.pull_rows(number, ids)
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._optimizer is None:

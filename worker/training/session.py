@@ -12,12 +12,15 @@ from torch.utils.data import Dataset
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
+from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
 from ..session import Length, Progress
 from .batches import Batches, read_options
 from .data import Shares
 from .place.memory import Memory, stateful
 from .place.taken import Taken
+from .rows import Pull, Rows
 
 log = get_logger()
 
@@ -30,6 +33,7 @@ class Session:
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
         self.length = Length()
+        self._tables: list[Rows] = []
         self._is_told = False  # that it has no more batches
         self._memory: Memory | None = None  # once there is an optimizer
 
@@ -65,6 +69,33 @@ class Session:
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+        raise NotImplementedError
+
+    def rows(
+        self,
+        name: str,
+        num_rows: int,
+        dim: int,
+        *,
+        optimizer: str = "adagrad",
+        init_std: float = 0.01,
+        dtype: torch.dtype = torch.float32,
+        **hyperparameters: Any,
+    ) -> Rows:
+        """A table of rows for embeddings, which the server makes and keeps: `table(ids)` gives rows with a gradient,
+        and `step()` sends the gradients of those that were used. Call it before `optimizer()`, on every worker alike.
+
+        `optimizer` steps the rows that have a gradient: sgd, adagrad, sparse_adam as torch's with sparse gradients, or
+        rowwise_adagrad, with `hyperparameters` (lr, ...) that stay as they are. Rows begin with mean 0 and deviation
+        `init_std`, float32 or float64. UsageError for what cannot be, and in modes that exchange weights.
+        """
+        if any(table.spec.name == name for table in self._tables):
+            raise UsageError(f"a second table '{name}'", fix="give every table a name of its own")
+        spec = make_spec(name, num_rows, dim, str(dtype).removeprefix("torch."), init_std, optimizer, hyperparameters)
+        self._tables.append(Rows(spec, self._make_rows(spec)))
+        return self._tables[-1]
+
+    def _make_rows(self, spec: TableSpec) -> Pull:
         raise NotImplementedError
 
     def shard(

@@ -28,7 +28,7 @@ class Store:
         body.mul_(int(factor))
 
     def fold(
-        self, body: torch.Tensor, weight: float, rank: int, may_keep: bool, without: frozenset[str]
+        self, body: torch.Tensor, weight: float, rank: int, may_keep: bool, without: frozenset[str], rows: object
     ) -> list[torch.Tensor]:
         self.folded.append(body)
         return []

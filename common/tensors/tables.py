@@ -1,0 +1,199 @@
+"""Tables of rows that are looked up by number, as an embedding's: a step moves the rows that have a gradient.
+
+The optimizer is torch's own for sparse gradients (SGD, Adagrad, SparseAdam), or `RowwiseAdagrad`; rows without a
+gradient keep their values and their state ("lazy": SparseAdam's moments of a row stand still meanwhile, its count of
+steps goes on, as in torch). A row begins with values made from a seed, the table's name and its number, the same on
+every machine and however the table is divided.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UsageError, did_you_mean
+from .layout import DTYPES
+from .optimizers import Hyperparameters, TableSpec, current_hyperparameters, known_optimizers, plain_step
+
+WEIGHT = "weight"  # beside the keys of optimizer state
+_DTYPES = ("float32", "float64")
+_MAX_ROWS = 2**40
+MAX_ROW_BYTES = 1 << 20
+_AT_ONCE = 1 << 16  # numbers made at once: they stay in the cache
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one sum for a row instead of one for a number: of the means of its squared gradients (as in FBGEMM).
+    For sparse gradients alone."""
+
+    def __init__(self, params: Any, lr: float = 0.01, eps: float = 1e-10) -> None:
+        if lr < 0 or eps < 0:
+            raise ValueError(f"lr is {lr}, eps is {eps}: neither may be negative")
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for table in group["params"]:
+                gradient = table.grad.coalesce()
+                ids, values = gradient.indices()[0], gradient.values()
+                state = self.state[table]
+                if not state:
+                    state["sum"] = torch.zeros(len(table), dtype=table.dtype)
+                sums = state["sum"].index_select(0, ids) + values.square().mean(1)
+                state["sum"].index_copy_(0, ids, sums)
+                table.index_add_(0, ids, values / (sums.sqrt() + group["eps"])[:, None], alpha=-group["lr"])
+        return closure() if closure is not None else None
+
+
+def make_spec(
+    name: str, num_rows: int, dim: int, dtype: str, init_std: float, optimizer: str, hyperparameters: Hyperparameters
+) -> TableSpec:
+    """A whole table's. UsageError for what cannot be: sizes, dtype, an optimizer that moves rows without a gradient."""
+    if not 1 <= num_rows <= _MAX_ROWS or dim < 1 or dtype not in _DTYPES:
+        what = f"{num_rows} rows of {dim} numbers of {dtype}"
+        raise UsageError(f"table '{name}' of {what}: 1 to {_MAX_ROWS} rows of {' or '.join(_DTYPES)} are possible")
+    if dim * DTYPES[dtype].itemsize > MAX_ROW_BYTES:
+        raise UsageError(f"table '{name}': a row of {dim} numbers has more than {MAX_ROW_BYTES} bytes")
+    if not 0 <= init_std < float("inf"):
+        raise UsageError(f"table '{name}': init_std is {init_std}; it is 0 or more")
+    cls = _rows_optimizer(optimizer, hyperparameters)
+    hyperparameters = current_hyperparameters(hyperparameters)
+    return TableSpec(name, num_rows, dim, dtype, float(init_std), cls.__name__, hyperparameters, 0, num_rows)
+
+
+def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
+    """The class of this name, any case, once it has been tried out with these arguments. UsageError with why not."""
+    known = {**known_optimizers(), "rowwiseadagrad": RowwiseAdagrad}
+    cls = known.get(name.lower().replace("_", ""))
+    usable = "sgd, adagrad, rowwise_adagrad and sparse_adam"
+    if cls is None:
+        raise UsageError(f"no optimizer '{name}' for rows", fix=did_you_mean(name.lower(), known))
+    accepted = [key for key in inspect.signature(cls).parameters if key not in ("self", "params")]
+    for key in hyperparameters:
+        if key not in accepted:
+            raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
+    start = torch.linspace(-1, 1, 12).view(4, 3)
+    table, ids = torch.nn.Parameter(start.clone()), torch.tensor([1, 3])
+    try:
+        optimizer = cls([table], **as_arguments(hyperparameters))
+        for scale in (1.0, -0.5):
+            table.grad = _sparse(ids, start[ids] * scale, 4)
+            plain_step(cls)(optimizer)
+    except Exception as error:  # torch's classes fail in their own ways on sparse gradients
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"optimizer '{name}' cannot step rows: {what}", fix=f"{usable} can") from None
+    state = [value for value in optimizer.state[table].values() if isinstance(value, torch.Tensor)]
+    if not torch.equal(table[::2], start[::2]) or any(one.is_sparse or (one.dim() and len(one) != 4) for one in state):
+        raise UsageError(f"optimizer '{name}' with {dict(hyperparameters)} is not one for rows", fix=f"{usable} are")
+    return cls
+
+
+def as_arguments(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in hyperparameters.items()}
+
+
+def _sparse(ids: torch.Tensor, values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    size = (num_rows, values.shape[1])
+    return torch.sparse_coo_tensor(ids[None], values, size, is_coalesced=True, check_invariants=False)
+
+
+def summed(parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(distinct ids, ascending; of each the sum of its values times their factor) of parts, each with distinct
+    ascending ids, int64 [n], values [n, dim] and a factor. Added in the order of the parts; may share memory."""
+    parts = [(ids, values if factor == 1.0 else values * factor, factor) for ids, values, factor in parts]
+    if len(parts) == 1:
+        return parts[0][:2]
+    ids, where = torch.cat([part[0] for part in parts]).unique(return_inverse=True)
+    values = parts[0][1]
+    total = values.new_zeros(len(ids), values.shape[1])
+    return ids, total.index_add_(0, where, torch.cat([part[1] for part in parts]))
+
+
+class Table:
+    """The rows of `spec` that lie here. Memory: dim numbers a row, and as many for each key of optimizer state
+    (Adagrad one, SparseAdam two, SGD none, RowwiseAdagrad one number a row). Without a seed the rows hold anything,
+    until `set_state`."""
+
+    def __init__(self, spec: TableSpec, seed: int | None) -> None:
+        self.spec = spec
+        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+            torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; without a word about it
+        weight = torch.empty(spec.end - spec.first, spec.dim, dtype=DTYPES[spec.dtype])
+        if seed is not None:
+            _fill(weight, spec, seed)
+        self.weight = torch.nn.Parameter(weight)
+        cls = _rows_optimizer(spec.optimizer, spec.hyperparameters)
+        self.torch = cls([self.weight], **as_arguments(spec.hyperparameters))
+        self._step = plain_step(cls)
+
+    def change(self, spec: TableSpec) -> None:
+        """The same table, with other hyperparameters."""
+        self.spec = spec
+        self.torch.param_groups[0].update(as_arguments(spec.hyperparameters))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows, [n, dim]."""
+        return self.weight.detach().index_select(0, ids - self.spec.first)
+
+    def step(self, ids: torch.Tensor, gradient: torch.Tensor, lr_scale: float = 1.0) -> None:
+        """Move these rows, distinct and ascending, along `gradient` [n, dim]; the learning rate times `lr_scale`."""
+        (group,) = self.torch.param_groups
+        lr = group["lr"]
+        group["lr"] = lr * lr_scale
+        self.weight.grad = _sparse(ids - self.spec.first, gradient, len(self.weight))
+        self._step(self.torch)
+        self.weight.grad, group["lr"] = None, lr
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.nbytes for one in self.state().values())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weight and optimizer state by key; tensors share memory, numbers are 0-dim."""
+        kept = self.torch.state.get(self.weight, {})
+        return {WEIGHT: self.weight.detach(), **{key: torch.as_tensor(value) for key, value in kept.items()}}
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a copy of `state`; ValueError for another table's."""
+        if WEIGHT not in state:
+            raise ValueError(f"table '{self.spec.name}' is not there")
+        whole = self.weight.shape
+        for key, value in state.items():
+            is_one = value.shape == whole or (key != WEIGHT and value.shape == whole[:1])
+            is_number = key != WEIGHT and not value.dim()
+            if not is_number and not (is_one and value.dtype == self.weight.dtype):
+                raise ValueError(f"{key} of table '{self.spec.name}' is {value.dtype} {list(value.shape)}")
+        own = self.torch.state[self.weight]
+        for key, value in state.items():
+            there = self.weight.detach() if key == WEIGHT else own.get(key)
+            if isinstance(there, torch.Tensor):
+                there.copy_(value)
+            else:
+                own[key] = value.clone() if value.dim() else value.item()
+
+
+def _fill(weight: torch.Tensor, spec: TableSpec, seed: int) -> None:
+    """Nearly normal numbers, mean 0, deviation `init_std`: each the sum of four uniform numbers of 16 bits, of one hash
+    (splitmix64) of table, row and column. Integers to the last step, so equal on every machine."""
+    salt = np.uint64(int.from_bytes(blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest(), "little"))
+    scale = spec.init_std / ((65536**2 - 1) / 3) ** 0.5
+    flat, low = weight.view(-1).numpy(), np.uint64(0xFFFF)
+    first, num = spec.first * spec.dim, len(flat)
+    counts = np.arange(_AT_ONCE, dtype=np.uint64)
+    for at in range(0, num, _AT_ONCE):
+        here = counts[: num - at] + np.uint64(first + at)
+        here *= np.uint64(0x9E3779B97F4A7C15)
+        here ^= salt
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            here ^= here >> np.uint64(shift)
+            here *= np.uint64(factor)
+        total = here & low
+        for shift in (16, 32, 48):
+            total += (here >> np.uint64(shift)) & low
+        flat[at : at + _AT_ONCE] = (total.astype(np.float64) - 131070.0) * scale

@@ -1,0 +1,117 @@
+"""Gradients of rows: what of them is taken, and what a round of them does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.errors import ParamServerError
+from paramserver.common.tensors.optimizers import OptimizerSpec
+from paramserver.common.tensors.tables import make_spec
+from paramserver.ps.tensors.tables import Rows, Tables
+
+NUM_ROWS, DIM = 12, 2
+SPEC = make_spec("items", NUM_ROWS, DIM, "float64", 0.1, "sgd", {"lr": 1.0})
+
+
+def sent(ids: list[int], values: torch.Tensor) -> memoryview:
+    return memoryview(torch.tensor(ids).numpy().tobytes() + values.numpy().tobytes())
+
+
+ROUND = st.lists(
+    st.tuples(st.lists(st.integers(0, NUM_ROWS - 1), unique=True).map(sorted), st.integers(1, 9)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROUND, st.integers(0, 1000))
+def test_a_round_moves_rows_along_the_mean_of_all_contributions(found: list[tuple[list[int], int]], seed: int) -> None:
+    """Those without a gradient for a row count as zeros; also when a contribution came in several messages."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = Tables([SPEC], 1)
+    before, wanted = tables.state()["weight/items"], torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
+    total = sum(weight for _, weight in found)
+    for ids, weight in found:
+        values = torch.randn(len(ids), DIM, dtype=torch.float64, generator=generator)
+        wanted.index_add_(0, torch.tensor(ids, dtype=torch.int64), values * weight / total)
+        half, rows = len(ids) // 2, []
+        for here in (slice(half), slice(half, None)):
+            if ids[here]:
+                rows.append(tables.read(0, len(ids[here]), sent(ids[here], values[here]), rows))
+        tables.fold(rows, weight)
+    tables.commit()
+    after = tables.state()["weight/items"]
+    assert torch.allclose(after, before - wanted, atol=1e-12)
+    touched = {row for ids, _ in found for row in ids}
+    assert all(torch.equal(after[row], before[row]) for row in range(NUM_ROWS) if row not in touched)
+    tables.commit()  # a commit of nothing
+    assert torch.equal(tables.state()["weight/items"], after)
+
+
+def test_the_learning_rate_of_a_commit_is_scaled() -> None:
+    tables = Tables([SPEC], 1)
+    before = tables.state()["weight/items"]
+    tables.fold([Rows(0, torch.tensor([3]), torch.ones(1, DIM, dtype=torch.float64))], 1)
+    tables.commit(0.25)
+    assert torch.allclose(before[3] - tables.state()["weight/items"][3], torch.tensor(0.25, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("ids", "table", "count", "said"),
+    [
+        ([1, 1], 0, 2, "not ascending"),
+        ([2, 1], 0, 2, "not ascending"),
+        ([0, 12], 0, 2, "row 12 of table 'items', which has 0 to 11"),
+        ([0, 1], 1, 2, "table 1 is asked for; this run has 1"),
+        ([0, 1], 0, 3, "48 bytes for 3 rows"),
+        ([0], 0, 0, "for 0 rows"),
+        ([-5], 0, 1, "not ascending"),
+    ],
+)
+def test_what_is_no_part_of_a_contribution_is_refused(ids: list[int], table: int, count: int, said: str) -> None:
+    with pytest.raises(ParamServerError, match=said):
+        Tables([SPEC], 1).read(table, count, sent(ids, torch.zeros(len(ids), DIM, dtype=torch.float64)), [])
+
+
+def test_a_row_comes_once_in_a_contribution() -> None:
+    tables, one = Tables([SPEC], 1), torch.zeros(1, DIM, dtype=torch.float64)
+    first = tables.read(0, 1, sent([4], one), [])
+    with pytest.raises(ParamServerError, match="not ascending"):
+        tables.read(0, 1, sent([4], one), [first])
+
+
+def test_rows_are_pulled_in_the_order_asked_for() -> None:
+    tables = Tables([SPEC.part(1, 2)], 1)  # rows 6 to 11
+    whole = Tables([SPEC], 1).state()["weight/items"]
+    ids = torch.tensor([9, 6, 9])
+    pulled = torch.frombuffer(bytearray(tables.pull(0, ids.numpy().tobytes(), 1 << 20)), dtype=torch.float64)
+    assert torch.equal(pulled.view(3, DIM), whole[ids])
+    for wrong in ([5], [12], [-1]):
+        with pytest.raises(ParamServerError, match="which has 6 to 11"):
+            tables.pull(0, torch.tensor(wrong).numpy().tobytes(), 1 << 20)
+    for nothing in (b"", b"123"):
+        with pytest.raises(ParamServerError, match="no list of ids"):
+            tables.pull(0, nothing, 1 << 20)
+    with pytest.raises(ParamServerError, match="more than 40 bytes"):
+        tables.pull(0, ids.numpy().tobytes(), 40)
+
+
+def test_numbers_may_change_and_nothing_else() -> None:
+    of = {lr: make_spec("items", NUM_ROWS, DIM, "float64", 0.1, "sgd", {"lr": lr}) for lr in (1.0, 0.5)}
+    first, other = (OptimizerSpec("SGD", (), (of[lr],)) for lr in (1.0, 0.5))
+    assert first.new_numbers(other) == [("lr", 1.0, 0.5)]
+    assert first.differences(other) == ["table 'items': expected lr=1.0, got 0.5"]
+    assert first.new_numbers(OptimizerSpec("SGD", (), ())) is None
+    assert first.new_numbers(OptimizerSpec("SGD", (), (replace(SPEC, num_rows=13),))) is None
+    tables = Tables([SPEC], 1)
+    before = tables.state()["weight/items"]
+    tables.change([of[0.5]])
+    tables.fold([Rows(0, torch.tensor([3]), torch.ones(1, DIM, dtype=torch.float64))], 1)
+    tables.commit()
+    assert torch.allclose(before[3] - tables.state()["weight/items"][3], torch.tensor(0.5, dtype=torch.float64))

@@ -1,0 +1,157 @@
+"""Tables of rows (`session.rows`) by real processes: in sync, two workers end where one plain process with torch's
+sparse embeddings and the union batch does; a row's gradient counts exactly as often as its contribution."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+SCRIPT = Path(__file__).parent / "rows" / "lookup.py"
+BATCH, STEPS = 10, 12
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """One process, torch's own embeddings, the union batch."""
+    out = tmp_path_factory.mktemp("plain") / "plain.pt"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
+    environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "PLAIN": "1", "PS_RUN__STEPS": str(STEPS)}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)
+
+
+def start(cluster: Cluster, out: Path, **more: str) -> list[Process]:
+    return [cluster.script(rank, SCRIPT, BATCH=str(BATCH), OUT=str(out), **more) for rank in range(2)]
+
+
+def ends_like(plain: dict[str, torch.Tensor], out: Path) -> None:
+    found = torch.load(out)
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-7, atol=1e-9), name
+
+
+def test_in_sync_tables_are_those_of_one_plain_process(
+    cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]
+):
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
+    scripts = start(cluster, tmp_path / "out.pt")
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
+    ends_like(plain, tmp_path / "out.pt")
+
+
+SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
+
+
+@pytest.mark.slow
+def test_a_worker_and_then_the_server_are_killed_and_nothing_else_changes(
+    cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]
+):
+    """Nobody goes on without the other (min_workers); optimizer state of the rows is in the snapshot."""
+    flags = ("--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--set", "policy.min_workers=2", *SNAPSHOTS)
+    server = cluster.server(*flags)
+    first, second = start(cluster, tmp_path / "out.pt", DIE="1:3", GATE="9")
+    assert second.wait() == -signal.SIGKILL
+    again = cluster.script(1, SCRIPT, BATCH=str(BATCH), OUT=str(tmp_path / "out.pt"), GATE="9")
+    for one in (first, again):
+        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    server.until(lambda: any(event["version"] >= 4 for event in server.events("snapshot")), "snapshot")
+    server.signal(signal.SIGKILL)
+    server.wait()
+    (tmp_path / "go").touch()
+    server = cluster.server("--listen", cluster.address, *flags)
+    assert [one.wait() for one in (first, again, server)] == [0, 0, 0], again.output + server.output
+    assert server.event("resumed")["version"] >= 4
+    ends_like(plain, tmp_path / "out.pt")
+
+
+COUNTED = Path(__file__).parent / "rows" / "counted.py"
+
+
+def counted(cluster: Cluster, steps: int, share: float = 1.0) -> None:
+    """Every contribution was applied once, in the dense weights and in the rows."""
+    seen, rows, common = torch.load(cluster.folder / "counted.pt")
+    assert torch.equal(seen[: 2 * steps], torch.full((2 * steps,), -share))
+    assert torch.equal(rows, torch.full((2 * steps, 3), -share))
+    assert torch.equal(common[4], torch.full((2,), -share * 2 * steps)) and not common[:4].any()
+
+
+@pytest.mark.parametrize("mode", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "ssp"))])
+def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken(cluster: Cluster, mode: str):
+    flags = ("--mode", mode, "--workers", "2", "--steps", "20", *SNAPSHOTS)
+    server = cluster.server(*flags)
+    gate = (str(cluster.folder / "go"), "12")
+    scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN="1:2") for rank in range(2)]
+    for one in scripts:
+        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.signal(signal.SIGKILL)
+    server.wait()
+    (cluster.folder / "go").touch()
+    second = cluster.server("--listen", cluster.address, *flags)
+    assert [one.wait() for one in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
+    counted(cluster, 20, 0.5 if mode == "sync" else 1.0)
+    assert second.event("resumed")["version"] > 0
+    assert "rejected" in scripts[1].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["nobody", "a shard", "a worker"])
+def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
+    server = cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
+    shard = cluster.shard(1, 2, *SNAPSHOTS)
+    gate = (str(cluster.folder / "go"), "12")
+    scripts = [cluster.script(rank, COUNTED, "20", *gate) for rank in range(2)]
+    for one in scripts:
+        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    if killed == "a shard":
+        shard.signal(signal.SIGKILL)
+        shard.wait()
+        server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+    elif killed == "a worker":
+        scripts[1].signal(signal.SIGKILL)
+        scripts[1].wait()
+        scripts[1] = cluster.script(1, COUNTED, "20")
+        server.until(lambda: len(server.events("admitted")) == 3, "replacement")
+    (cluster.folder / "go").touch()
+    if killed == "a shard":
+        shard = cluster.shard(1, 2, *SNAPSHOTS)
+    assert [one.wait() for one in (*scripts, server, shard)] == [0] * 4, scripts[0].output + server.output
+    counted(cluster, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [2, 3])
+def test_in_sync_shards_and_pieces_change_nothing(
+    cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor], shards: int
+):
+    flags = ("--checkpoint-dir", "snapshots")
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), *flags)
+    others = [cluster.shard(number, shards, *flags) for number in range(1, shards)]
+    scripts = start(cluster, tmp_path / "out.pt")
+    assert [one.wait() for one in (*scripts, server, *others)] == [0] * (3 + len(others)), scripts[0].output
+    ends_like(plain, tmp_path / "out.pt")
+
+
+def test_what_cannot_be_is_one_sentence(cluster: Cluster):
+    """Another table than the first worker's, and settings that would see a part of the gradient only."""
+    cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--set", "store.polyak=0.9")
+    one = cluster.script(0, COUNTED, "20")
+    cluster.server("--mode", "localsgd", "--workers", "2", "--steps", "20")
+    other = cluster.script(0, COUNTED, "20")
+    for refused, why in ((one, "aggregates by mean"), (other, "use --mode sync, async or ssp")):
+        assert refused.wait() and why in refused.output and "Traceback" not in refused.output
+    cluster.server("--mode", "sync", "--workers", "2", "--steps", "20")
+    cluster.script(0, COUNTED, "20").event("tensors")
+    other = cluster.script(1, COUNTED, "20", DIM="4")
+    assert other.wait() and "table 'seen': expected dim=3, got 4" in other.output and "Traceback" not in other.output

@@ -1,0 +1,82 @@
+"""A table of rows that lives on the server, as a training loop sees it: it asks for rows, and backward fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from ...common.errors import UsageError
+from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.tables import summed
+
+# Fetches rows of distinct ids, int64 [n] ascending: [n, dim].
+Pull = Callable[[torch.Tensor], torch.Tensor]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Rows:
+    """What `session.rows()` gives. `num_received` and `num_sent` count the bytes of rows, ids included."""
+
+    def __init__(self, spec: TableSpec, pull: Pull) -> None:
+        self.spec = spec
+        self._pull = pull
+        self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids and rows that backward has reached
+        self.num_received = self.num_sent = 0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of `ids`, any shape, on its device: [*ids.shape, dim], with a gradient where gradients are enabled.
+        Each row travels once a call. UsageError for a row that there is not."""
+        spec = self.spec
+        if ids.dtype not in _INTEGERS:
+            raise UsageError(
+                f"table '{spec.name}' was asked for rows by numbers of {ids.dtype}; rows have whole numbers"
+            )
+        if torch.is_autocast_enabled(ids.device.type) and torch.get_autocast_dtype(ids.device.type) == torch.float16:
+            raise _scaled(spec.name)
+        distinct, where = ids.reshape(-1).cpu().long().unique(return_inverse=True)
+        if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < spec.num_rows):
+            wrong = int(distinct[0] if int(distinct[0]) < 0 else distinct[-1])
+            raise UsageError(f"row {wrong} of table '{spec.name}', which has rows 0 to {spec.num_rows - 1}")
+        rows = self._pull(distinct)
+        self.num_received += rows.nbytes
+        self.num_sent += distinct.nbytes
+        rows = rows.to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._reached(distinct, leaf))
+        return F.embedding(where.view(ids.shape).to(ids.device), rows)
+
+    def _reached(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._used[id(rows)] = ids, rows
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(ids, gradients) since the last time, on the CPU, each row once; None where there are none."""
+        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        self.drop()
+        if not parts:
+            return None
+        ids, gradients = summed(parts)
+        self.num_sent += ids.nbytes + gradients.nbytes
+        return ids, gradients
+
+    def drop(self) -> None:
+        """Forget gradients, as zero_grad does."""
+        for _, rows in self._used.values():
+            rows.grad = None
+        self._used = {}
+
+
+def _scaled(name: str) -> UsageError:
+    return UsageError(
+        f"table '{name}' in float16 with a GradScaler: it scales gradients of rows and would not unscale them",
+        fix="use bfloat16, which needs no scaler",
+    )
+
+
+def refuse_scaler(tables: Sequence[Rows]) -> bool:
+    """What torch's GradScaler asks an optimizer, whether it unscales by itself: with tables it cannot be used."""
+    if tables:
+        raise _scaled(tables[0].spec.name)
+    return False
