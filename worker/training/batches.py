@@ -103,6 +103,8 @@ class Batches:
         if self._is_of != (taken.moves, taken.epoch):  # at first, and when the run has moved without this worker
             self._begin()
         if taken.epoch is not None and not len(self):
+            if memory is not None and self.hand.is_ahead:
+                memory.note()  # what is at hand has a step to come
             self.end()
             raise StopIteration
         if memory is not None:

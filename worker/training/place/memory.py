@@ -27,6 +27,7 @@ log = get_logger()
 
 _GROUPS = "optimizer groups"
 _GENERATORS = "generators"
+_SHOWN = 200  # characters of an error of somebody else's
 
 
 class Memory:
@@ -93,8 +94,9 @@ class Memory:
         try:
             self._objects[name].load_state_dict(saved)
         except Exception as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
             raise UsageError(
-                f"session.state({name}=...) does not take what the run remembers: {type(error).__name__}: {error}",
+                f"session.state({name}=...) does not take what the run remembers: {told}",
                 fix="go on with the script that the run was begun with, or give it another name: it begins anew then",
             ) from error
 
