@@ -557,10 +557,12 @@ class ShardOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., heard: _Optional[int] = ..., said: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("averaged",)
+    __slots__ = ("averaged", "optimizer")
     AVERAGED_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     averaged: bool
-    def __init__(self, averaged: _Optional[bool] = ...) -> None: ...
+    optimizer: bool
+    def __init__(self, averaged: _Optional[bool] = ..., optimizer: _Optional[bool] = ...) -> None: ...
 
 class RowsRequest(_message.Message):
     __slots__ = ("run", "rank", "table", "ids")

@@ -15,6 +15,7 @@ from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
+from ..tensors.model import Model
 from ..tensors.store import Store
 from .checkpoint import Loaded
 from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Files, Manifest, Tensors, keys_by_name, members_of
@@ -91,6 +92,14 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
             found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
             found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
     return found
+
+
+def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
+    """The version, and what the optimizer here remembers at it, as `<key>/<parameter>`; copies."""
+    store, layout, optimizer = model.store, model.layout, model.optimizer
+    if store.optimizer is None or layout is None or optimizer is None:
+        return store.version, {}
+    return store.version, _state_tensors(layout, optimizer, store.optimizer.state())
 
 
 def restore(store: Store, loaded: Loaded) -> None:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 from pydantic import BaseModel
+from safetensors.torch import save
 
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
@@ -24,6 +25,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
 from ..observe import reports
+from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .joining import Joining
 from .limits import Watch
@@ -110,26 +112,33 @@ class ParameterServerService:
                 engine.offer(events.HeartStopped(process))
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
-        """The weights of one version, or their Polyak average, whole. A few at once: each is a copy of the weights."""
+        """The weights of one version, or their Polyak average, or what the optimizer remembers, whole. A few at once:
+        each is a copy."""
         stream = self._stream(context)
-        await _carry(stream, self._send_snapshot(stream, request.averaged))
+        await _carry(stream, self._send_snapshot(stream, request))
 
-    async def _send_snapshot(self, stream: Stream, averaged: bool) -> None:
+    async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:
         run, model = self._engine.run, self._engine.model
         async with self._pulls:
             if not model.has_weights:
                 raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
+            averaged = request.averaged
             if averaged and model.store.averaged is None:
                 raise refusal(
                     Reason.BAD_REQUEST,
                     "no averaged weights are kept",
                     fix="start ps-server with --set store.polyak=0.999",
                 )
-            version, body = await self._engine.tensors.run(lambda: model.copy(averaged))
-            tensors = layout_to_proto(model.store.layout)
-            snapshot = pb.Snapshot(run=run.name, version=version, body_bytes=body.numel(), tensors=tensors)
+            body: memoryview
+            if request.optimizer:
+                version, state = await self._engine.tensors.run(partial(optimizer_tensors, model))
+                tensors, body = [], memoryview(await asyncio.to_thread(save, state))
+            else:
+                version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
+                tensors, body = layout_to_proto(model.store.layout), as_bytes(weights)
+            snapshot = pb.Snapshot(run=run.name, version=version, body_bytes=len(body), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
-            for raw in body_frames([as_bytes(body)]):
+            for raw in body_frames([body]):
                 await stream.write(raw)
             await stream.flush()
 

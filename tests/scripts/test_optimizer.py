@@ -79,6 +79,34 @@ def test_a_loop_that_goes_on_after_the_end_is_told_so(cluster: Cluster, early: i
     assert load_file(cluster.folder / "w.safetensors")["weight"].item() == -(early if early > 0 else 20)
 
 
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=slow)])
+def test_the_state_that_is_saved_is_the_servers_and_plain_torch_takes_it(cluster: Cluster, shards: int):
+    server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "4", "--shards", str(shards))
+    if shards > 1:
+        cluster.shard(1, shards)
+    script = cluster.script(0, HERE / "saved.py", OUT=str(cluster.folder / "optimizer.pt"))
+    assert script.wait() == 0, script.output
+    assert server.wait() == 0, server.output
+    assert not script.events("optimizer_state_not_loaded")
+    saved = module("saved")
+    model, plain = saved.make()
+    saved.train(model, plain, 4)
+    _, loaded = saved.make()
+    loaded.load_state_dict(torch.load(cluster.folder / "optimizer.pt"))
+    found, wanted = loaded.state_dict(), plain.state_dict()
+    assert found["param_groups"][0]["lr"] == 0.01 and found["state"].keys() == wanted["state"].keys() == {0, 1, 2, 3}
+    for index, state in wanted["state"].items():
+        for key, value in state.items():
+            assert torch.allclose(found["state"][index][key], value, rtol=1e-9, atol=1e-12), (index, key)
+
+
 def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
     path = HERE / "lbfgs.py"
     spec = importlib.util.spec_from_file_location("lbfgs", path)

@@ -24,6 +24,9 @@ class Run:
         self.settings = SimpleNamespace(steps=100, mode="any")
         self.progress = Progress(run="this", steps_left=100, local_steps=100)
 
+    def optimizer_state(self, parameters: Any) -> dict[int, Any]:
+        return {}
+
     def contribute(self, work: Any) -> None:
         self.progress.steps_left = 100
 

@@ -125,11 +125,26 @@ class Client:
 
     def pull(self, averaged: bool, write: Callable[[int, memoryview], None]) -> int:
         """Fetch weights beside the stream, piece by piece. Returns their version."""
+        return self._pull(pb.PullRequest(averaged=averaged), lambda _: write)
+
+    def pull_optimizer(self) -> bytes:
+        """What the server's optimizer remembers, as a safetensors file."""
+        body = bytearray()
+
+        def begin(num_bytes: int) -> Callable[[int, memoryview], None]:
+            body.extend(bytes(num_bytes))
+            return lambda offset, data: body.__setitem__(slice(offset, offset + len(data)), data)
+
+        self._pull(pb.PullRequest(optimizer=True), begin)
+        return bytes(body)
+
+    def _pull(self, request: pb.PullRequest, begin: Callable[[int], Callable[[int, memoryview], None]]) -> int:
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            pb.PullRequest(averaged=averaged), timeout=_PULL_S, metadata=self._credentials.metadata
+            request, timeout=_PULL_S, metadata=self._credentials.metadata
         )
         first = _next_of(call)
         snapshot = first.of(pb.Snapshot)
+        write = begin(snapshot.body_bytes)
         _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call))
         return snapshot.version
 

@@ -16,8 +16,10 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
+from ...common.errors import UnreachableError
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
@@ -310,6 +312,26 @@ class Exchange:
         """Write the Polyak average into another instance of the model."""
         for shard, share in zip(self._shards, self._shares, strict=True):
             shard.pull_averaged(part_of(model, share))
+
+    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What the server's optimizer remembers, by parameter and key (exp_avg, step). UnreachableError."""
+        found: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for shard, share in zip(self._shards, self._shares, strict=True):
+            try:
+                held = load(shard.client.pull_optimizer())
+            except Lost as lost:
+                told = f"the optimizer's state cannot be had from {shard.client.address}: {lost}"
+                raise UnreachableError(told, fix="try again when the server is back") from None
+            of_part = {part.name: part.spec.name for part in share.parts}
+            for full, tensor in held.items():
+                key, _, name = full.partition("/")
+                found.setdefault(of_part[name], {}).setdefault(key, []).append(tensor)
+        return {
+            name: {
+                key: torch.cat(parts) if len(parts) > 1 and parts[0].dim() else parts[0] for key, parts in of.items()
+            }
+            for name, of in found.items()
+        }
 
     def _say_stop(self) -> None:
         """Before whatever is said next, each time: the one before may be lost, or void."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...common.errors import UsageError
@@ -42,6 +44,13 @@ class Direct:
     def begun(self) -> Begun | None:
         """How this process is to begin: said with the newest START."""
         return self._exchange.begun
+
+    def optimizer_state(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+        """What the server's optimizer remembers of these, by their index, as torch has it; nothing before its first
+        step. UnreachableError."""
+        found = self._exchange.pull_optimizer()
+        names = [self._model.names[id(one)] for one in parameters]
+        return {index: found[name] for index, name in enumerate(names) if name in found}
 
     def replay(self, place: Place) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""

@@ -48,7 +48,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)
-        self._is_stepping = self._has_told = False
+        self._is_stepping = False
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         self.taken = Taken(lambda: strategy.progress, inner, length or Length())
@@ -73,27 +73,25 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Where the server steps it holds the state, and here there are the hyperparameters only."""
+        """As torch's, for torch to load. Where the server steps, what its optimizer remembers is fetched, as of its
+        newest version. UnreachableError."""
         found: dict[str, Any] = super().state_dict()
         if not self._steps_here:
-            found[_PLACE] = {"run": self.progress.run, "steps": self._num_steps}
-            if self._num_steps and not self._has_told:
-                self._has_told = True
-                log.warning(
-                    "optimizer_state_saved_in_part",
-                    meaning="hyperparameters only: moments are the server's, and ps-server --checkpoint-dir keeps them",
-                )
+            parameters = [one for group in self.param_groups for one in group["params"]]
+            found["state"] = self._strategy.optimizer_state(parameters)
+            found[_PLACE] = {"run": self.progress.run, "steps": self.progress.position}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Where the server steps, hyperparameters only; a warning says when that loses anything."""
+        """As torch's. Where the server steps, hyperparameters only; a warning says when that loses anything: the
+        server's moments are those of its own steps."""
         if not self._steps_here:
-            place = state_dict.get(_PLACE, {})
-            if state_dict["state"] or (place.get("steps") and place["run"] != self.progress.run):
+            here = {"run": self.progress.run, "steps": self.progress.position}
+            if state_dict["state"] and state_dict.get(_PLACE) != here:
                 log.warning(
                     "optimizer_state_not_loaded",
-                    meaning="hyperparameters are taken; moments are the server's, and begin anew in a new run "
-                    "(ps-server --checkpoint-dir goes on with them)",
+                    meaning="hyperparameters are taken; moments are the server's and stay as they are: in a new run "
+                    "they begin anew, with ps-server --checkpoint-dir it goes on with them",
                 )
             state_dict = {**state_dict, "state": {}}
         self._inner.load_state_dict(state_dict)
