@@ -15,7 +15,7 @@ from ..common.reporting.log import get_logger
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import divide, samples_of, steps_of
+from .data import divide, samples_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
@@ -50,7 +50,7 @@ def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimize
     optimizer.optimizer = inner = session.optimizer(model, optimizer.optimizer)
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
-    if goes_on and session.settings.source == "gradient" and not steps_of(session):
+    if goes_on and session.settings.source == "gradient" and not session.step:
         log.warning(
             "optimizer_state_not_loaded",
             meaning="training goes on from the checkpoint's weights; moments are the server's, and begin anew in a new "
@@ -77,7 +77,7 @@ def join(
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
     if (share := divide(loader, session)) is not None:
         accumulate = accelerator.gradient_accumulation_steps
-        share.go_to(steps_of(session), 0, len(loader), samples_of(loader), accumulate)
+        share.go_to(session.step, 0, len(loader), samples_of(loader), accumulate)
     step = optimizer.step
 
     def step_of_run(closure: Any = None) -> None:

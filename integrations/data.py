@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -14,6 +16,8 @@ from ..common.reporting.log import get_logger
 from ..worker.training.session import Session
 
 log = get_logger()
+
+PLACE = "paramserver"
 
 
 def num_ranks(session: Session) -> int:
@@ -85,9 +89,24 @@ def say_clipping(session: Session, setting: str) -> None:
         )
 
 
-def steps_of(session: Session) -> int:
-    """Training steps of this rank that count."""
-    return session._place()[0]().training_steps
+def place_in(session: Session) -> dict[str, Any]:
+    """What a trainer's checkpoint says of the run, under `PLACE`."""
+    return {"run": session._place()[0]().run, "steps": session.step}
+
+
+def step_of_trainer(session: Session, own_step: int, saved: dict[str, Any] | None) -> int:
+    """Where a trainer is that comes with a checkpoint of `own_step`: the run may have been begun with it, or be the one
+    it was written in."""
+    is_same = saved is not None and saved["run"] == place_in(session)["run"]
+    return own_step + session.step - (saved["steps"] if saved is not None and is_same else 0)
+
+
+def catch_up(scheduler: Any, num_steps: int) -> None:
+    """A schedule that a trainer's checkpoint left where the run no longer is. Not one that needs a metric."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        while not isinstance(scheduler, ReduceLROnPlateau) and scheduler.last_epoch < num_steps:
+            scheduler.step()
 
 
 def divide(loader: Any, session: Session) -> RankSampler | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..worker.api import connect
 from . import lacks
-from .data import divide, samples_of, say_clipping, steps_of
+from .data import PLACE, catch_up, divide, place_in, samples_of, say_clipping, step_of_trainer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,17 +43,24 @@ class ParameterServerCallback(TrainerCallback):
         control: TrainerControl,
         model: Any = None,
         optimizer: Any = None,
+        lr_scheduler: Any = None,
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        take_step(self.session, model, optimizer, goes_on=state.global_step > 0)
+        session, own_step = self.session, state.global_step
+        remembered: Any = state.stateful_callbacks  # of a checkpoint: what was there
+        take_step(session, model, optimizer, goes_on=own_step > 0)
+        session.expect(state.max_steps)
         if args.max_grad_norm:
-            say_clipping(self.session, f"max_grad_norm={args.max_grad_norm:g}")
-        self.session.expect(state.max_steps)
-        if (step := steps_of(self.session)) and (share := divide(train_dataloader, self.session)) is not None:
+            say_clipping(session, f"max_grad_norm={args.max_grad_norm:g}")
+        if not own_step:  # otherwise its checkpoint has loaded what there is to remember
+            session.state(scheduler=lr_scheduler, **({"scaler": optimizer.scaler} if optimizer.scaler else {}))
+        step = step_of_trainer(session, own_step, remembered.get(PLACE))
+        catch_up(lr_scheduler, step)
+        if step != own_step and (share := divide(train_dataloader, session)) is not None:
             accumulate, batch = args.gradient_accumulation_steps, samples_of(train_dataloader)
-            share.go_to(step, state.global_step, len(train_dataloader), batch, accumulate)
-        state.global_step = step or state.global_step  # of another worker's, which this one replaces
+            share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
+        state.global_step = step  # another worker's, which this one replaces, or later than its checkpoint
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -61,6 +68,8 @@ class ParameterServerCallback(TrainerCallback):
         self.session.record(num_samples=args.train_batch_size * args.gradient_accumulation_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        remembered: Any = state.stateful_callbacks
+        remembered[PLACE] = place_in(self.session)
         control.should_training_stop |= self.session.is_done
         control.should_save &= self.session.rank == 0
         if control.should_training_stop:  # before the best checkpoint is loaded

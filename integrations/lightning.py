@@ -14,7 +14,7 @@ from ..common.errors import UsageError
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import divide, num_ranks, samples_of, say_clipping, steps_of
+from .data import PLACE, RankSampler, catch_up, divide, num_ranks, place_in, samples_of, say_clipping, step_of_trainer
 
 try:
     from lightning.pytorch import Trainer
@@ -34,6 +34,7 @@ class ParameterServerStrategy(ParallelStrategy):
         super().__init__(**options)
         self._place = address, rank
         self._batch_size = 1
+        self._saved: dict[str, Any] | None = None  # of the run, in the checkpoint
         self.session: Session | None = None
 
     # ---- its place --------------------------------------------------------------------------
@@ -81,6 +82,14 @@ class ParameterServerStrategy(ParallelStrategy):
             say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
         if trainer.max_steps > 0:
             self.session.expect(trainer.max_steps)
+        self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(PLACE)
+        if not trainer.ckpt_path:  # which would load them after this
+            remembered: dict[str, Any] = {
+                f"scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)
+            }
+            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+                remembered["scaler"] = scaler
+            self.session.state(**remembered)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Training data is divided; what is validated on is not: nobody would put the parts together."""
@@ -88,15 +97,22 @@ class ParameterServerStrategy(ParallelStrategy):
             share, self._batch_size = None, samples_of(dataloader)
             if self._trainer._accelerator_connector.use_distributed_sampler:
                 share = divide(dataloader, self.session)
-            if (step := steps_of(self.session)) > (own_step := self._trainer.global_step):
-                loop = self._trainer.fit_loop.epoch_loop
-                loop._batches_that_stepped = (
-                    loop.automatic_optimization.optim_progress.optimizer.step.total.completed
-                ) = step
-                if share is not None:
-                    accumulate = self._trainer.accumulate_grad_batches
-                    share.go_to(step, own_step, len(dataloader), self._batch_size, accumulate)
+            self._trainer.should_stop |= self.session.is_done
+            if (step := step_of_trainer(self.session, own_step := self._trainer.global_step, self._saved)) != own_step:
+                self._go_to(step, share, len(dataloader))
         return dataloader
+
+    def _go_to(self, step: int, share: RankSampler | None, num_batches: int) -> None:
+        """Be where the run is with this rank: another worker's place, or later than the checkpoint."""
+        own_step, accumulate = self._trainer.global_step, self._trainer.accumulate_grad_batches
+        loop = self._trainer.fit_loop.epoch_loop
+        loop._batches_that_stepped = loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        if share is not None:
+            share.go_to(step, own_step, num_batches, self._batch_size, accumulate)
+        if self._trainer.ckpt_path:
+            for one in self.lr_scheduler_configs:
+                per = -(-num_batches // accumulate) if one.interval == "epoch" else one.frequency
+                catch_up(one.scheduler, step // per)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None
@@ -109,6 +125,11 @@ class ParameterServerStrategy(ParallelStrategy):
             self.session.finish()
             self._trainer.should_stop = True
         return found
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.session is not None:
+            checkpoint[PLACE] = place_in(self.session)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_train_end(self) -> None:
         assert self.session is not None

@@ -14,9 +14,8 @@ from .programs.problem import CASES, SAMPLES, WORKERS, Model, loss_of, reference
 TRAINERS = ("plain", "on_lightning", "on_huggingface", "on_accelerate")
 COUNTING = ("on_lightning", "on_huggingface")  # these count steps themselves, and another worker's too
 MODES = {"sync": (), "async": (), "ssp": (), "localsgd": ("--local-steps", "2")}
-ALL = [
-    (trainer, mode, case) for trainer in TRAINERS for mode in MODES for case in CASES if case not in ("first", "again")
-]
+ALONE = [case for case in CASES if case != "first" and "again" not in case]
+ALL = [(trainer, mode, case) for trainer in TRAINERS for mode in MODES for case in ALONE]
 
 
 def is_short(trainer: str, mode: str, case: str) -> bool:
@@ -73,28 +72,27 @@ class Run:
 def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
     run = Run(zygotes, tmp_path, trainer, mode)
     more: tuple[str, ...] = ()
-    if case in ("resume", "cold"):
+    if case in ("resume", "cold", "behind"):
         if case == "resume":
             more = ("--checkpoint-dir", str(tmp_path / "snapshots"))
         run.play("first", *more)
-    if case == "killed":
-        ranks = killed(run)
+    if CASES[case].dies_before:
+        ranks = killed(run, case)
     else:
         ranks = run.play(case, *more)
     check(mode, case, ranks)
-    if mode == "sync" and (case != "killed" or trainer in COUNTING):
-        of_run = CASES[case].steps or CASES[case].own_steps
-        num_steps = min(CASES[case].own_steps, of_run + (4 if case == "cold" else 0))
+    if mode == "sync" and (not CASES[case].dies_before or trainer in COUNTING):
+        num_steps = CASES[case].num_steps
         assert [one["steps"] for one in ranks] == [num_steps] * WORKERS
 
 
-def killed(run: Run) -> list[dict]:
+def killed(run: Run, name: str) -> list[dict]:
     """Worker 1 is killed in the middle of a step; another one takes its place."""
     waits = ("policy.min_workers=2",) if run.has_rounds else ("server.absent_s=30",)  # for the one that is to come
-    server = run.server("killed", "--set", *waits)
-    ranks = [run.worker("killed", rank) for rank in range(WORKERS)]
+    server = run.server(name, "--set", *waits)
+    ranks = [run.worker(name, rank) for rank in range(WORKERS)]
     assert ranks[1].wait() == -signal.SIGKILL, ranks[1].output
-    return run.ended([ranks[0], run.worker("again", 1), server], ["killed", "again"])
+    return run.ended([ranks[0], run.worker(f"{name}-again", 1), server], [name, f"{name}-again"])
 
 
 def check(mode: str, name: str, ranks: list[dict]) -> None:
@@ -105,7 +103,7 @@ def check(mode: str, name: str, ranks: list[dict]) -> None:
         assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == list(range(SAMPLES))
         assert ranks[0]["seen"] != sorted(ranks[0]["seen"])
     elif mode == "sync":
-        wanted = reference(case, cold_at=4 if name == "cold" else 0)
+        wanted = reference(case)
         for key, tensor in wanted.items():
             near = {"rtol": 0.05, "atol": 2e-3} if case.bf16 else {"rtol": 1e-7, "atol": 1e-9}
             assert torch.allclose(found[key], tensor, **near), (key, (found[key] - tensor).abs().max())

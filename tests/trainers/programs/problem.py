@@ -26,11 +26,17 @@ class Case:
     shuffle: bool = False
     saves: bool = False  # a checkpoint at the end
     loads: bool = False  # goes on from that
+    cold_at: int = 0  # the checkpoint's step, where the run begins anew
     dies_before: int = 0  # this batch
 
     @property
     def batch(self) -> int:
         return BATCH // self.accumulate
+
+    @property
+    def num_steps(self) -> int:
+        """That a trainer counts in the end."""
+        return min(self.own_steps, self.steps + self.cold_at) if self.steps else self.own_steps
 
 
 CASES = {
@@ -44,9 +50,11 @@ CASES = {
     "shuffled": Case(steps=4, own_steps=4, shuffle=True),
     "first": Case(steps=4, own_steps=4, saves=True),
     "resume": Case(loads=True),
-    "cold": Case(loads=True, steps=4),
+    "behind": Case(loads=True, cold_at=4, own_steps=12, dies_before=6),
+    "behind-again": Case(loads=True, cold_at=4, own_steps=12),
+    "cold": Case(loads=True, cold_at=4, steps=4),
     "killed": Case(steps=12, own_steps=12, accumulate=2, dies_before=11),
-    "again": Case(steps=12, own_steps=12, accumulate=2),
+    "killed-again": Case(steps=12, own_steps=12, accumulate=2),
 }
 
 
@@ -89,13 +97,13 @@ def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.o
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def reference(case: Case, *, cold_at: int = 0) -> dict[str, torch.Tensor]:
+def reference(case: Case) -> dict[str, torch.Tensor]:
     """By one plain process, of the union batch."""
     model, data = Model(case), Data(torch.float32 if case.bf16 else torch.float64)
     optimizer, scheduler = optimizer_of(model)
     size = WORKERS * case.batch
-    for step in range(min(case.own_steps, (case.steps or case.own_steps) + cold_at)):
-        if cold_at and step == cold_at:
+    for step in range(case.num_steps):
+        if case.cold_at and step == case.cold_at:
             optimizer.state.clear()
         for number in range(step * case.accumulate, (step + 1) * case.accumulate):
             rows = [row % SAMPLES for row in range(number * size, (number + 1) * size)]
