@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import ipaddress
 import os
+import ssl
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -178,6 +179,15 @@ def read_pem(config: SecurityConfig) -> Credentials:
         _check_certificate(config.cert, cert)
         _check_key(config.key, key, config.cert, cert)
     return Credentials(config, ca, cert, key)
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    """For a connection without gRPC that trusts what gRPC would. Raises ssl.SSLError, OSError."""
+    context = ssl.create_default_context(cadata=(credentials.ca or b"").decode("ascii", errors="ignore"))
+    context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN  # no stricter than gRPC, in newer Pythons too
+    if credentials.config.cert is not None:
+        context.load_cert_chain(credentials.config.cert, credentials.config.key)
+    return context
 
 
 def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:

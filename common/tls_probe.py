@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from .config.addresses import split_address
 from .errors import AuthError, ParamServerError, UnreachableError
-from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, facts_of
+from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, client_context, facts_of
 
 _PROBE_S = 1.0  # for one connection by hand
 _SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice
@@ -58,11 +58,8 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
 def _is_served(host: str, port: int, credentials: Credentials) -> bool:
     """Connect as gRPC would. After the handshake the server's first word follows; one that wants another
     certificate hangs up. Raises SSLError, OSError."""
-    context = ssl.create_default_context(cadata=(credentials.ca or b"").decode("ascii", errors="ignore"))
-    context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN  # no stricter than gRPC, in newer Pythons too
+    context = client_context(credentials)
     context.set_alpn_protocols(["h2"])
-    if credentials.config.cert is not None:
-        context.load_cert_chain(credentials.config.cert, credentials.config.key)
     with (
         socket.create_connection((host, port), timeout=_PROBE_S) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,

@@ -112,18 +112,20 @@ class Join(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., answers_taken: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_CODEC_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
     optimizer: Optimizer
     segment: Segment
     answer_codec: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ...) -> None: ...
+    direct: bool
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")
@@ -361,7 +363,7 @@ class ServerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards")
+    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,7 @@ class Welcome(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -382,7 +385,16 @@ class Welcome(_message.Message):
     resumed: bool
     lease_s: float
     shards: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ...) -> None: ...
+    direct: Direct
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
+
+class Direct(_message.Message):
+    __slots__ = ("port", "ticket")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    ticket: bytes
+    def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("run", "rank", "process")

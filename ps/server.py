@@ -102,7 +102,8 @@ class Server:
         self._available = Available(config)
         if self._attendance is None:
             go_on(engine, config, self._available, self._available.newest())
-        service = ParameterServerService(engine, config, self._attendance.attend if self._attendance else None)
+        attend = self._attendance.attend if self._attendance else None
+        service = ParameterServerService(engine, config, attend, self._listening.direct)
         self._listening.bind()
         if self._attendance is None:
             self._begin()

@@ -290,6 +290,8 @@ class ServerConfig(Section):
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
+    direct: bool = Field(False, description="a second port, where workers exchange without gRPC between")
+    direct_port: int = Field(0, ge=0, le=65535, description="its number; 0: any")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
     absent_s: float = Field(
         15.0, ge=0, description="how long the end of a run waits for a worker that was lost before its last step"
@@ -322,6 +324,7 @@ class WorkerConfig(Section):
     codec: Codec = Field("raw", description="how contributions are encoded")
     answer_codec: Codec = Field("raw", description="how the weights that come back are encoded")
     shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
+    direct: bool = Field(True, description="exchange over the server's direct port, where it can be reached")
     overlap: bool | None = Field(
         None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )

@@ -118,7 +118,9 @@ class ShardServer:
             return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
-        await self._listening.serve(ParameterServerService(engine, engine.config).handler())
+        await self._listening.serve(
+            ParameterServerService(engine, engine.config, direct=self._listening.direct).handler()
+        )
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards, coordinator=server.coordinator
         )

@@ -19,7 +19,9 @@ from ..core import events
 from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..tensors.model import names_of
+from .direct import Port
 from .intake import codec_named
+from .lanes.direct import DirectLane
 from .lanes.grpc import Lane
 from .lanes.shared import Probe
 from .limits import Joins
@@ -35,11 +37,12 @@ _LARGE_MODEL_BYTES = 64 << 10
 class Joining:
     """Takes workers into one run."""
 
-    def __init__(self, engine: Engine, config: Config) -> None:
+    def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
         self._engine = engine
         self._config = config
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
+        self._port = port
 
     async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
         """Give the process a rank, or find the one that the coordinator has given it; None when it has gone."""
@@ -105,6 +108,7 @@ class Joining:
         """Say who it is, and hear what it trains. The lane of its bodies, which is another than `lane` where it has
         offered one; None when it has gone instead."""
         engine, run = self._engine, self._engine.run
+        ticket = self._port.offer() if self._port is not None else None
         welcome = pb.Welcome(
             run=run.name,
             rank=peer.rank,
@@ -117,8 +121,19 @@ class Joining:
             lease_s=self._config.server.lease_s,
             shards=engine.shard_addresses,
         )
-        await stream.say(pb.ServerMessage(welcome=welcome))
-        second = await stream.read_within(self._config.server.join_timeout_s, "model", "leave")
+        if self._port is not None and ticket is not None:
+            welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret
+        try:
+            await stream.say(pb.ServerMessage(welcome=welcome))
+            second = await stream.read_within(self._config.server.join_timeout_s, "model", "leave")
+            if second is not None and second.kind == "model" and second.of(pb.Model).direct:
+                if ticket is None or not ticket.arrived.done():
+                    raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")
+                stream.go_direct(ticket.arrived.result())
+                ticket, lane = None, DirectLane(lane.engine, stream)
+        finally:
+            if ticket is not None:
+                ticket.drop()
         if second is None:
             return None
         if second.kind == "leave":

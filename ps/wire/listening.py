@@ -15,6 +15,7 @@ from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 from ...common.wire.protocol import SERVICE
+from .direct import Port
 from .security import bind, insecurity, interceptors
 
 log = get_logger()
@@ -54,6 +55,7 @@ class Listening:
         self._grpc = grpc.aio.server(options=[*_OPTIONS, *pings], interceptors=interceptors(config))
         self._health = health.aio.HealthServicer()
         self.address = ""
+        self.direct = Port(config)
 
     def bind(self) -> None:
         """Take the address; BindError when it cannot be had."""
@@ -65,12 +67,14 @@ class Listening:
                 fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
             )
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
         """Answer calls from now on; healthy."""
         self._grpc.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        self.direct.open()
         await self._grpc.start()
         await self.say_healthy(True)
         if (meaning := insecurity(self._config)) is not None:
@@ -83,6 +87,7 @@ class Listening:
 
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)
+        await self.direct.close()
         # A handler that was cancelled has still to come to its end; cut off there it would leave a traceback.
         ending = [task for task in asyncio.all_tasks() if task.cancelling()]
         if ending:

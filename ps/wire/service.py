@@ -27,6 +27,7 @@ from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
+from .direct import Port
 from .joining import Joining
 from .limits import Watch
 from .stream import Stream, StreamLost
@@ -43,12 +44,14 @@ Reply = TypeVar("Reply", bound=Message)
 class ParameterServerService:
     """Implements it; `attend` answers other shards, on the coordinator of several."""
 
-    def __init__(self, engine: Engine, config: Config, attend: Attend | None = None) -> None:
+    def __init__(
+        self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
+    ) -> None:
         self._engine = engine
         self._config = config
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
-        self._joining = Joining(engine, config)
+        self._joining = Joining(engine, config, direct)
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
     def handler(self) -> grpc.GenericRpcHandler:

@@ -18,9 +18,11 @@ from google.protobuf.message import Message
 
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.wire.direct import Placed, on_the_wire
 from ...common.wire.frames import CHUNK_BYTES, BodyReader, Frame, parse, placed_frame
 from ...common.wire.protocol import check_header
 from ...proto import parameter_server_pb2 as pb
+from .direct import Connection
 from .limits import Allowance, Pace, Watch
 
 Result = TypeVar("Result")
@@ -52,6 +54,7 @@ class Stream:
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
+        self._direct: Connection | None = None  # what is said goes over it
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # once it has one
         self.num_received = 0
@@ -80,10 +83,12 @@ class Stream:
         if self._owed:
             self._reading_since = self._time()
         try:
-            raw = await self._context.read()
+            raw = await (self._direct or self._context).read()
+        except ParamServerError:
+            raise
         except Exception as error:  # gRPC raises several kinds, all meaning that the peer is gone
             raise StreamLost from error
-        if raw is grpc.aio.EOF:
+        if raw is grpc.aio.EOF or raw is None:
             self._owed, self._reading_since = 0, None
             return None
         received = parse(pb.WorkerMessage, raw)
@@ -96,8 +101,30 @@ class Stream:
         if received.header is not None:
             self._take_header(received.header)
         if self._owed:
-            self._take_piece(len(received.data) + received.placed)
+            self._take_piece(len(received.data) + (received.placed if self._direct is None else 0))
         return received
+
+    def go_direct(self, connection: Connection) -> None:
+        """Everything from here on is said over this."""
+        self._direct = connection
+
+    async def receive_into(self, target: memoryview) -> None:
+        """Bytes that follow a message on a direct connection."""
+        assert self._direct is not None
+        for start in range(0, len(target), CHUNK_BYTES):
+            part = target[start : start + CHUNK_BYTES]
+            if self._pace is not None and (wait_s := self._pace.wait_s()):
+                await asyncio.sleep(wait_s)
+            self._reading_since = self._time()
+            try:
+                is_whole = await self._direct.receive_into(part)
+            except Exception as error:
+                raise StreamLost from error
+            if not is_whole:
+                raise StreamLost
+            if self._pace is not None:
+                self._pace.came(len(part))
+            self._take_piece(len(part))
 
     async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
         """The next message of a worker that has not been let in yet, or that others wait for."""
@@ -167,7 +194,26 @@ class Stream:
         self.num_sent += len(raw)
         await self.flush()
         self._writing_since = self._time()
-        self._writing = asyncio.ensure_future(self._context.write(raw))
+        if self._direct is None:
+            self._writing = asyncio.ensure_future(self._context.write(raw))
+        else:
+            self._write_direct(self._direct, on_the_wire(raw))
+
+    async def write_body(self, message: Placed) -> None:
+        """Over a direct connection: a message, and the bytes that it places. They are read until `flush` returns."""
+        assert self._direct is not None
+        self.num_sent += sum(map(len, message.pieces))
+        await self.flush()
+        self._writing_since = self._time()
+        self._write_direct(self._direct, on_the_wire(message))
+
+    def _write_direct(self, connection: Connection, pieces: list[bytes | memoryview]) -> None:
+        try:
+            left = connection.send_now(pieces)
+        except OSError as error:
+            raise StreamLost from error
+        if left:
+            self._writing = asyncio.ensure_future(connection.send(left))
 
     async def say(self, message: pb.ServerMessage) -> None:
         """Send a message without a body."""
@@ -216,11 +262,15 @@ class Stream:
             # Whoever cancels this task now wants what is being done already.
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({self._writing}, timeout=_SETTLE_S)
+        if self._direct is not None:  # the worker looks there, and then for the status
+            self._direct.close()
         await self._context.abort(code, details, metadata)
 
     def close(self) -> None:
         """The call is over: nobody waits for the last message any more."""
         self._watch.remove(self)
+        if self._direct is not None:
+            self._direct.close()
         if self._writing is not None:
             self._writing.add_done_callback(lambda writing: writing.cancelled() or writing.exception())
             if self._too_slow_at is not None:

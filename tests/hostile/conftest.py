@@ -292,6 +292,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--set",
         "limits.progress_s=1.5",
         "--set",
+        "server.direct=true",
+        "--set",
         "server.join_timeout_s=3",
     )
     server = Server(tmp_path_factory.mktemp("hostile"), *flags)

@@ -20,9 +20,11 @@ from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.layout import as_bytes
 from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
+from ...common.wire.direct import Placed
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
+from .direct import Direct, DirectError
 from .interrupts import uninterrupted
 from .messages import chunks, message
 from .security import open_channel, wait_until_ready
@@ -44,6 +46,7 @@ OPTIONS = (
 )
 
 _PULL_S = 300.0
+_STATUS_S = 2.0  # within which a stream says why it has ended
 
 # Refusals after which the same process may simply join again.
 _JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
@@ -61,6 +64,8 @@ class Client:
         self._credentials = credentials
         self._channel = open_channel(address, credentials, OPTIONS)
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._direct: Direct | None = None
+        self._is_direct = False  # what is said goes over it
         self._call: Any = None
         self._is_reading = False
         self._cause = ""  # of the last attempt to connect
@@ -79,6 +84,25 @@ class Client:
         self._call = exchange(_drain(self._outgoing), metadata=self._credentials.metadata)
         self._is_reading = False
 
+    def go_direct(self, welcome: pb.Welcome, is_wanted: bool) -> str:
+        """Connect where the server says; why that cannot be, empty when it can: from `offer` on all is said there."""
+        if not is_wanted:
+            return "off (worker.direct)"
+        if not welcome.HasField("direct"):
+            return "the server has no direct port"
+        try:
+            self._direct = direct = Direct(self.address, welcome.direct.port, welcome.direct.ticket, self._credentials)
+        except DirectError as error:
+            return str(error)
+        self._call.add_callback(direct.hang_up)
+        return ""
+
+    def offer(self, model: pb.Model) -> None:
+        """Say what this worker trains; the last word on the stream where there is a direct connection."""
+        model.direct = self._direct is not None
+        self.say(model=model)
+        self._is_direct = model.direct
+
     def _explain(self) -> None:
         """A connection has failed: take certificates that were renewed meanwhile, or say what is wrong."""
         renewed = self._credentials.renewed()
@@ -94,9 +118,12 @@ class Client:
         if mistake is not None:
             raise mistake
 
-    def send(self, frames: Iterable[bytes]) -> None:
+    def send(self, frames: Iterable[bytes | Placed]) -> None:
         """Queue messages; a generator is drawn from only as fast as the connection takes them."""
-        self._outgoing.put(frames)
+        if self._is_direct and self._direct is not None:
+            self._direct.send(frames)
+        else:
+            self._outgoing.put(frames)  # type: ignore[arg-type]  # only a direct connection is given what is placed
 
     def say(self, **kind: Any) -> None:
         """Queue one small message, e.g. `say(leave={...})`, the fields of Leave."""
@@ -106,16 +133,55 @@ class Client:
         """The next message. Raises Lost, or the refusal that ended the stream."""
         self._is_reading = True
         with uninterrupted:
-            received = _next_of(self._call)
+            received = self._next()
             self._is_reading = False
         return received
 
+    def _next(self) -> Frame:
+        if not self._is_direct or self._direct is None:
+            return _next_of(self._call)
+        try:
+            return parse(pb.ServerMessage, self._direct.receive())
+        except (OSError, EOFError, ValueError) as error:
+            raise self._why_lost(error) from None
+
+    def _why_lost(self, error: Exception) -> Exception:
+        """A direct connection has ended: the stream knows why."""
+        call = self._call
+        if call is None:
+            return Lost("the connection was closed")
+        hang_up = threading.Timer(_STATUS_S, call.cancel)
+        hang_up.start()
+        try:
+            _next_of(call)
+        except (Lost, ParamServerError) as known:
+            is_told = isinstance(known, ParamServerError) or hang_up.is_alive()
+            return known if is_told else Lost(f"the direct connection was lost: {error or 'closed'}")
+        finally:
+            hang_up.cancel()
+        return Lost(f"the direct connection was lost: {error or 'closed'}")
+
     def receive_body(
-        self, first: Frame, num_bytes: int, write: Callable[[int, memoryview], None], segment: memoryview | None = None
+        self,
+        first: Frame,
+        num_bytes: int,
+        write: Callable[[int, memoryview], None],
+        segment: memoryview | None = None,
+        targets: Callable[[int, int], Iterator[memoryview]] | None = None,
     ) -> None:
         """The body that `first` announces, handed to `write(offset, data)` piece by piece, from the
-        connection or from the segment that its pieces are placed in."""
+        connection or from the segment that its pieces are placed in; or received in `targets(offset, num_bytes)`."""
         place = None
+        if targets is not None and self._is_direct and self._direct is not None:
+            direct = self._direct
+
+            def place(offset: int, num_bytes: int) -> None:
+                try:
+                    with uninterrupted:
+                        direct.receive_into(targets(offset, num_bytes))
+                except (OSError, EOFError, ValueError) as error:
+                    raise self._why_lost(error) from None
+
         if segment is not None:
 
             def place(offset: int, num_bytes: int) -> None:
@@ -188,6 +254,8 @@ class Client:
         if self._call is None:
             return
         self._outgoing.put(None)
+        if self._is_direct and self._direct is not None:
+            self._direct.half_close()
         if self._is_reading:  # interrupted in the middle of an operation: the call is of no more use
             self.close_stream()
             return
@@ -201,11 +269,19 @@ class Client:
         finally:
             hang_up.cancel()
         self._call = None
+        self._close_direct()
+
+    def _close_direct(self) -> None:
+        direct, self._direct, self._is_direct = self._direct, None, False
+        if direct is not None:
+            direct.close()
 
     def hang_up(self) -> None:
         """From any thread: end the stream, so that whoever reads it raises Lost."""
         if (call := self._call) is not None:
             call.cancel()
+        if (direct := self._direct) is not None:
+            direct.hang_up()
 
     def close_stream(self) -> None:
         """Drop the stream at once; the server sees the worker leave."""
@@ -213,6 +289,7 @@ class Client:
             self._outgoing.put(None)
             self._call.cancel()
             self._call = None
+        self._close_direct()
 
     def close(self) -> None:
         atexit.unregister(self.close)

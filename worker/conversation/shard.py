@@ -88,7 +88,7 @@ class Shard:
         join.answers_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
-        self.lanes.joined(welcome)
+        self.lanes.joined(welcome, self.client.go_direct(welcome, self._config.direct))
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
@@ -109,7 +109,7 @@ class Shard:
         """Say what this worker trains, and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
-        self.client.say(model=model)
+        self.client.offer(model)
         if offered is not None:
             offered.decided(self._expect("shared_memory").of(SharedMemory))
         self.lanes.agreed()
@@ -169,7 +169,10 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
-        self.down.take(num_bytes, codec, lambda write: self.client.receive_body(received, num_bytes, write, memory))
+        targets = self.transfer.targets if memory is None and codec in ("", "raw") else None
+        self.down.take(
+            num_bytes, codec, lambda write: self.client.receive_body(received, num_bytes, write, memory, targets)
+        )
         if memory is not None:
             self.client.say(taken={})
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from ...common.errors import Reason, refusal
+from ...common.wire.direct import Placed
 from ...common.wire.frames import body_frames
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
@@ -31,6 +32,11 @@ class Lane:
         self.reason = ""
         self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], where contributions are placed
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether a contribution of more than INLINE_BYTES is announced as one that is placed."""
+        return self.segment is not None
+
     # ---- agreed on once on every stream -----------------------------------------------------------
 
     def joined(self, welcome: pb.Welcome) -> None:
@@ -45,7 +51,7 @@ class Lane:
 
     # ---- bodies -----------------------------------------------------------------------------------
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes]]:
+    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes | Placed]]:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
         for stretch in transfer.gather(source, indices):

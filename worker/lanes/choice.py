@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...common.config.schema import WorkerConfig
 from ...proto import parameter_server_pb2 as pb
 from .base import Lane
+from .direct import DirectLane
 from .shared import SharedLane
 
 
@@ -13,7 +14,8 @@ class Lanes:
 
     def __init__(self, config: WorkerConfig) -> None:
         codecs = [name for name in (config.codec, config.answer_codec) if name != "raw"]
-        self._all: list[Lane] = [SharedLane(), Lane()]
+        self._direct = DirectLane()
+        self._all: list[Lane] = [SharedLane(), self._direct, Lane()]
         self._reason = ""  # why one is not even tried
         if not config.shared_memory:
             self._all, self._reason = self._all[1:], "off (worker.shared_memory)"
@@ -22,11 +24,13 @@ class Lanes:
             self._reason = f"off (worker.codec is {codecs[0]})"
         self.lane = self._all[-1]
 
-    def joined(self, welcome: pb.Welcome) -> None:
-        """On a new stream: what of the server can be reached from here?"""
+    def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
+        """On a new stream: what of the server can be reached from here? `why_not_direct` is empty where there is a
+        direct connection."""
         self.lane = self._all[-1]
         for lane in self._all:
             lane.joined(welcome)
+        self._direct.reached(why_not_direct)
 
     def offer(self, model: pb.Model, num_bytes: int) -> Lane | None:
         """The first that has something to offer says so in `model`; the server will answer it."""

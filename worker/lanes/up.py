@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ...common.codecs.base import Codec, Coder, begin_body
 from ...common.tensors.layout import as_bytes, copy_of
+from ...common.wire.direct import Placed
 from ...common.wire.frames import INLINE_BYTES, frame, message_frames
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
@@ -25,7 +26,7 @@ class Up:
     lane: Lane
 
     def __init__(
-        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes]], None]
+        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | Placed]], None]
     ) -> None:
         self.codec = codec
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
@@ -98,7 +99,8 @@ class Up:
 
     @property
     def _is_placed(self) -> bool:
-        return self.lane.segment is not None
+        is_small = self._layout.exchange_bytes <= INLINE_BYTES
+        return self.lane.segment is not None or (self.lane.is_placed and not is_small)
 
     def _encode(self, source: Source) -> list[memoryview]:
         if self._encoded is None:

@@ -88,10 +88,14 @@ class StagedTransfer:
                         views[index].copy_(tensor.detach(), non_blocking=True)
 
     def write(self, offset: int, data: memoryview) -> None:
+        for target in self.targets(offset, len(data)):
+            target[:] = data
+
+    def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         if self._is_copying:
             self._stream.synchronize()  # the last copy out of this buffer must be over
             self._is_copying = False
-        self._in_bytes[offset : offset + len(data)] = data
+        yield self._in_bytes[offset : offset + num_bytes]
 
     def finish_write(self, num_bytes: int) -> None:
         self._is_copying = True

@@ -281,18 +281,27 @@ class DirectTransfer:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Take a piece of a body of weights."""
-        index = bisect.bisect_right(self._offsets, offset) - 1
-        at, end = offset, offset + len(data)
+        at = 0
+        for target in self.targets(offset, len(data)):
+            copy_bytes(target, data[at : at + len(target)])
+            at += len(target)
+
+    def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        """Where these bytes of a body of weights belong, in order; what is between tensors belongs nowhere."""
+        index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
+        at, end = offset, offset + num_bytes
         while at < end and index < len(self._entries):
             entry = self._entries[index]
+            if at < min(entry.offset, end):
+                yield memoryview(bytearray(min(entry.offset, end) - at))
+                at = min(entry.offset, end)
             first, last = max(at, entry.offset), min(end, entry.end)
             if first < last:
-                copy_bytes(
-                    self._targets[index][first - entry.offset : last - entry.offset],
-                    data[first - offset : last - offset],
-                )
-            at = max(at, entry.end)
+                yield self._targets[index][first - entry.offset : last - entry.offset]
+                at = last
             index += 1
+        if at < end:
+            yield memoryview(bytearray(end - at))
 
     def finish_write(self, num_bytes: int) -> None:
         """The body of so many bytes is whole: the model has the new weights when this returns, or when its

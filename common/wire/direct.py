@@ -1,0 +1,72 @@
+"""The direct connection: the messages of a stream over a socket of its own, where gRPC would copy and frame bodies.
+
+    worker                                  server
+    HELLO, ticket (32 bytes)            ->           the one that the Welcome has, within TICKET_S
+                                        <-  TAKEN
+    messages ...                       <->  messages ...
+
+A message is its length, 4 bytes little-endian, and the protobuf bytes that the stream would carry. After one that says
+`placed` its bytes follow as they are, so that they are received where they belong. The stream it belongs to stays
+open: it says why a conversation has ended, and each of the two ends with the other.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from .frames import CHUNK_BYTES, placed_frame
+
+HELLO = b"paramserver direct 1\n"
+TICKET_BYTES = 32
+TAKEN = b"\x06"
+TICKET_S = 10.0
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+# So much of a body follows one message: what has come whole is looked through while the rest is on its way.
+PLACED_BYTES = 8 * CHUNK_BYTES
+
+
+class Placed(NamedTuple):
+    """A message that says `placed`, and the bytes that follow it."""
+
+    frame: bytes
+    pieces: list[memoryview]
+
+
+def length_of(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """What the four bytes at `at` say."""
+    found: int = _LENGTH.unpack_from(prefix, at)[0]
+    return found
+
+
+def on_the_wire(message: bytes | Placed) -> list[bytes | memoryview]:
+    """What is written for it, in order."""
+    if isinstance(message, Placed):
+        return [_LENGTH.pack(len(message.frame)) + message.frame, *message.pieces]
+    return [_LENGTH.pack(len(message)), message] if len(message) > 4096 else [_LENGTH.pack(len(message)) + message]
+
+
+def placed_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[Placed]:
+    """The pieces of a body, in order from `offset`, as messages of at most PLACED_BYTES."""
+    pending: list[memoryview] = []
+    num_bytes = 0
+    for piece in pieces:
+        while len(piece):
+            part = piece[: PLACED_BYTES - num_bytes]
+            pending.append(part)
+            num_bytes += len(part)
+            piece = piece[len(part) :]
+            if num_bytes == PLACED_BYTES:
+                yield Placed(placed_frame(offset, num_bytes), pending)
+                offset, pending, num_bytes = offset + num_bytes, [], 0
+    if pending:
+        yield Placed(placed_frame(offset, num_bytes), pending)
+
+
+def prepare(connection: socket.socket) -> None:
+    """Small messages leave at once; a peer that is gone without a word is noticed within seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

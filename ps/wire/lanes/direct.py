@@ -1,0 +1,33 @@
+"""A socket beside the stream: bodies travel raw, from and to the memory they belong to."""
+
+from __future__ import annotations
+
+from ....common.codecs.base import Codec
+from ....common.wire.direct import placed_messages
+from ....common.wire.frames import frame
+from ...tensors.publication import Publication
+from .grpc import Header, Lane
+
+
+class DirectLane(Lane):
+    """The stream's messages go over the socket already; its bodies follow the messages that place them."""
+
+    name = "direct"
+    as_frames = False
+
+    def carries(self, codec: Codec) -> bool:
+        return codec.is_identity
+
+    async def fetch(self, target: memoryview) -> None:
+        await self.stream.receive_into(target)
+
+    async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
+        stream = self.stream
+        try:
+            await stream.write(frame(header(publication.version, num_bytes, None)))
+            async for start, end in publication.progress():
+                for message in placed_messages([publication.segment.bytes[start:end]], start):
+                    await stream.write_body(message)
+            await stream.flush()
+        finally:
+            self.engine.model.publisher.release(publication, as_frames=False)

@@ -1,0 +1,155 @@
+"""Whoever comes to the direct port: without a ticket, with one that is used, foreign or too old, with lies about sizes,
+or with nothing to say. Nobody else notices, and the streams go on over gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+import pytest
+
+from paramserver.common.wire.direct import HELLO, TAKEN
+from paramserver.common.wire.frames import placed_frame
+from paramserver.proto import parameter_server_pb2 as pb
+
+from .conftest import Server, contribution_header, join_bytes, model_bytes
+
+
+def knock(port: int, said: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(said)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def welcomed(server: Server, rank: int | None = None) -> tuple[Any, pb.Direct]:
+    peer = server.peer(rank)
+    peer.send(join_bytes(rank))
+    return peer, peer.receive("welcome").header.direct
+
+
+def shows_it_works(server: Server) -> None:
+    peer = server.peer()
+    peer.join()
+    peer.contribute()
+    assert peer.answer() == "APPLIED"
+
+
+def message(raw: bytes) -> bytes:
+    return struct.pack("<I", len(raw)) + raw
+
+
+def test_no_ticket_of_ours(server: Server) -> None:
+    _, offered = welcomed(server)
+    for said in (HELLO + os.urandom(32), b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(60), bytes(200)):
+        assert is_closed(knock(offered.port, said))
+    shows_it_works(server)
+
+
+def test_a_ticket_is_good_once(server: Server) -> None:
+    _, offered = welcomed(server)
+    first = knock(offered.port, HELLO + offered.ticket)
+    assert first.recv(1) == TAKEN
+    assert is_closed(knock(offered.port, HELLO + offered.ticket))
+    shows_it_works(server)
+
+
+def test_a_ticket_is_for_the_stream_that_was_given_it(server: Server) -> None:
+    """Another one says that it has gone direct: it has shown no ticket of its own."""
+    one, offered = welcomed(server)
+    other, _ = welcomed(server)
+    assert knock(offered.port, HELLO + offered.ticket).recv(1) == TAKEN
+    model = pb.WorkerMessage.FromString(model_bytes())
+    model.model.direct = True
+    other.send(model.SerializeToString())
+    assert other.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    one.close()
+    shows_it_works(server)
+
+
+def test_a_ticket_ends_with_its_stream(server: Server) -> None:
+    peer, offered = welcomed(server)
+    taken = knock(offered.port, HELLO + offered.ticket)
+    assert taken.recv(1) == TAKEN
+    peer.close()
+    assert is_closed(taken)
+    assert is_closed(knock(offered.port, HELLO + offered.ticket))
+
+
+def direct_peer(server: Server) -> tuple[Any, socket.socket]:
+    """One that is through with joining: initial weights brought, answered, all over the socket."""
+    peer, offered = welcomed(server)
+    connection = knock(offered.port, HELLO + offered.ticket)
+    assert connection.recv(1) == TAKEN
+    model = pb.WorkerMessage.FromString(model_bytes())
+    model.model.direct = True
+    peer.send(model.SerializeToString())
+    return peer, connection
+
+
+@pytest.mark.parametrize("length", [2**32 - 1, 9 << 20])
+def test_a_message_of_a_length_that_cannot_be(server: Server, length: int) -> None:
+    peer, connection = direct_peer(server)
+    connection.sendall(struct.pack("<I", length) + bytes(100))
+    assert peer.ended()[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
+    shows_it_works(server)
+
+
+def test_no_protobuf(server: Server) -> None:
+    peer, connection = direct_peer(server)
+    connection.sendall(message(b"\xff" * 40))
+    assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    shows_it_works(server)
+
+
+@pytest.mark.parametrize("offset", [0, 2**40])
+def test_bytes_placed_beyond_the_body(server: Server, offset: int) -> None:
+    shows_it_works(server)  # the run has weights
+    peer, connection = direct_peer(server)
+    header = contribution_header(1, 0)
+    header.contribution.in_segment = True
+    connection.sendall(message(header.SerializeToString()) + message(placed_frame(offset, 1 << 30)) + bytes(1 << 20))
+    assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    shows_it_works(server)
+
+
+def test_one_that_stops_in_the_middle_of_a_body(server: Server) -> None:
+    """Its bytes are owed: after limits.progress_s without one it is let go."""
+    shows_it_works(server)
+    peer, connection = direct_peer(server)
+    header = contribution_header(1, 0)
+    header.contribution.in_segment = True
+    placed = placed_frame(0, header.contribution.body_bytes)
+    connection.sendall(message(header.SerializeToString()) + message(placed) + bytes(1000))
+    assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")
+    assert is_drained(connection)
+    shows_it_works(server)
+
+
+def is_drained(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(server: Server) -> None:
+    _, offered = welcomed(server)
+    strangers = [socket.create_connection(("127.0.0.1", offered.port)) for _ in range(200)]
+    for stranger in strangers[:50]:
+        stranger.sendall(HELLO[:3])
+    shows_it_works(server)
+    assert is_closed(strangers[-1])  # more than the server listens to at once
+    for stranger in strangers:
+        stranger.close()

@@ -1,0 +1,170 @@
+"""The worker's end of a direct connection: see `common/wire/direct.py`.
+
+A small message leaves on the thread that says it, and what is larger on a thread of its own, so that a backward pass
+goes on while its gradients leave. Answers are received where they belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import ssl
+import threading
+from collections.abc import Iterable, Iterator
+
+from ...common.config.addresses import split_address
+from ...common.security import Credentials, client_context
+from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare
+from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
+
+_CONNECT_S = 1.0
+_BUFFER_BYTES = 64 << 10
+_SENT_AT_ONCE = 64  # buffers; the system takes 1,024
+_LINGER_S = 2.0
+
+Message = bytes | Placed
+
+
+class DirectError(Exception):
+    """There is no direct connection; the text is a phrase: why not."""
+
+
+class Direct:
+    """One connection, made with a ticket. Raises OSError when it is lost, EOFError when the server has ended it."""
+
+    def __init__(self, address: str, port: int, ticket: bytes, credentials: Credentials) -> None:
+        host, _ = split_address(address)
+        try:
+            plain = socket.create_connection((host, port), timeout=_CONNECT_S)
+        except OSError as error:
+            why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+            raise DirectError(f"port {port} (server.direct_port): {why}") from None
+        self._socket = plain
+        try:
+            prepare(plain)
+            if credentials.ca is not None:
+                self._socket = client_context(credentials).wrap_socket(plain, server_hostname=host)
+            self._socket.sendall(HELLO + ticket)
+            if self._socket.recv(1) != TAKEN:
+                raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
+            self._socket.settimeout(None)
+        except OSError as error:
+            self._socket.close()
+            raise DirectError(f"port {port} (server.direct_port): {error}") from None
+        except DirectError:
+            self._socket.close()
+            raise
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
+        self._num_waiting = 0  # for the thread
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # ---- out --------------------------------------------------------------------------------
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """In order. What cannot be sent any more shows when an answer is read."""
+        with self._lock:
+            if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
+                with contextlib.suppress(OSError):
+                    self._write(messages)
+                return
+            self._num_waiting += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="direct", daemon=True)
+                self._thread.start()
+        self._waiting.put(messages)
+
+    def _run(self) -> None:
+        while (messages := self._waiting.get()) is not None:
+            with contextlib.suppress(OSError):
+                self._write(messages)
+            del messages
+            with self._lock:
+                self._num_waiting -= 1
+
+    def _write(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            pieces = on_the_wire(message)
+            if isinstance(self._socket, ssl.SSLSocket):
+                for piece in pieces:
+                    self._socket.sendall(piece)
+                continue
+            while pieces:
+                num_bytes = self._socket.sendmsg(pieces[:_SENT_AT_ONCE])
+                while pieces and num_bytes >= len(pieces[0]):
+                    num_bytes -= len(pieces.pop(0))
+                if num_bytes:
+                    pieces[0] = memoryview(pieces[0])[num_bytes:]
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    def receive(self) -> bytes:
+        """The next message."""
+        while self._end - self._start < LENGTH_BYTES:
+            self._fill()
+        num_bytes = length_of(self._buffer, self._start)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise OSError(f"a message of {num_bytes} bytes")
+        self._start += LENGTH_BYTES
+        if num_bytes > _BUFFER_BYTES - LENGTH_BYTES:
+            message = bytearray(num_bytes)
+            self.receive_into(iter([memoryview(message)]))
+            return bytes(message)
+        while self._end - self._start < num_bytes:
+            self._fill()
+        start, self._start = self._start, self._start + num_bytes
+        return bytes(self._view[start : self._start])
+
+    def receive_into(self, targets: Iterator[memoryview]) -> None:
+        """Bytes that follow a message."""
+        for target in targets:
+            done = min(len(target), self._end - self._start)
+            target[:done] = self._view[self._start : self._start + done]
+            self._start += done
+            while done < len(target):
+                done += self._receive(target[done:])
+
+    def _fill(self) -> None:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == _BUFFER_BYTES:
+            left = self._end - self._start
+            self._buffer[:left] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, left
+        self._end += self._receive(self._view[self._end :])
+
+    def _receive(self, target: memoryview) -> int:
+        num_bytes = self._socket.recv_into(target)
+        if not num_bytes:
+            raise EOFError
+        return num_bytes
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def half_close(self) -> None:
+        """Nothing more is said; what was said is sent before."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(_LINGER_S)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def hang_up(self) -> None:
+        """From any thread: whoever reads or writes is told at once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._waiting.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LINGER_S)
+        self._socket.close()
+
+
+def _num_bytes(messages: list[Message]) -> int:
+    return sum(sum(map(len, one.pieces)) if isinstance(one, Placed) else len(one) for one in messages)

@@ -1,0 +1,32 @@
+"""A socket beside the stream: bodies leave raw, from where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...common.wire.direct import Placed, placed_messages
+from ..tensors.staged import Transfer
+from ..tensors.transfer import Indices, Source
+from .base import Lane
+
+
+class DirectLane(Lane):
+    """Open where the client has a direct connection."""
+
+    name = "direct"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+
+    @property
+    def is_placed(self) -> bool:
+        return True
+
+    def reached(self, why_not: str) -> None:
+        """There is a direct connection; or there is none, and a phrase says why not."""
+        self.is_open, self.reason = not why_not, why_not
+
+    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes | Placed]]:
+        for stretch in transfer.gather(source, indices):
+            yield list(placed_messages(stretch.pieces, stretch.offset))
