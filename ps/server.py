@@ -20,7 +20,7 @@ from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
 from .observe import reports
-from .observe.sinks import make_bus
+from .observe.sinks import make_bus, status_interval_s
 from .shards.attend import Attendance
 from .shards.collect import collect
 from .shards.messages import BeginRun, End
@@ -38,7 +38,6 @@ log = get_logger()
 _TICK_S = 0.2
 _STOP_S = 0.02
 # With text logs, a status line every few seconds is enough for a person.
-_TEXT_STATUS_S = 5.0
 
 
 def check_before_start(config: Config) -> None:
@@ -190,7 +189,6 @@ class Server:
     async def serve(self) -> None:
         """Until every worker has finished, the run has failed, or a stop was requested."""
         engine = self.engine
-        is_text = self._config.log.format != "json"
         helpers = [
             asyncio.create_task(work)
             for work in (
@@ -198,7 +196,7 @@ class Server:
                 self.stop_requested.wait(),
                 self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),
-                self._clock.every(_TEXT_STATUS_S if is_text else self._config.server.status_interval_s, self._report),
+                self._clock.every(status_interval_s(self._config), self._report),
             )
         ]
         try:

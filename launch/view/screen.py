@@ -15,16 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.live import Live
 from rich.text import Text
 
 from ...common.config.schema import Config
+from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
-from .text import LastLines, child_line, status_panel
+from .text import LastLines, child_line
 
 _MAX_LINES_HELD = 200
 
@@ -140,15 +140,7 @@ class LiveScreen(PlainScreen):
         self._latest: Status | None = None
         self._is_drawn = True
         self._lines: list[Text] = []  # not yet shown
-        # Refreshed from `tick`: rich's own refreshing would be a second thread.
-        self._live = Live(
-            console=self._console,
-            get_renderable=lambda: status_panel(self._latest) if self._latest else Text(""),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        self._live = live_panel(self._console, lambda: self._latest)  # refreshed from `tick`
         self._show(self._live.start)
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:

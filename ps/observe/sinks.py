@@ -6,12 +6,16 @@ import sys
 
 from ...common.config.schema import Config
 from ...common.reporting.log import get_logger
+from ...common.reporting.panel import TerminalConsole, live_panel
 from ...common.reporting.report import status_line
+from ...common.reporting.status import Status
 from ..core.effects import Fact, StatusTaken
 from .bus import Bus, Sink
 from .history import HistorySink
 
 log = get_logger()
+
+_LINE_INTERVAL_S = 5.0
 
 
 class StatusSink(Sink):
@@ -33,9 +37,42 @@ class StatusSink(Sink):
             print(status_line(fact.status), file=sys.stderr)
 
 
+class LiveSink(Sink):
+    """Where the run stands, as a table at the bottom of the terminal; the log scrolls above it."""
+
+    name = "status"
+    does_io = True
+    kinds = (StatusTaken,)
+
+    def __init__(self, console: TerminalConsole) -> None:
+        self._latest: Status | None = None
+        self._live = live_panel(console, lambda: self._latest, redirects=True)
+
+    def take(self, at: float, fact: Fact) -> None:
+        assert isinstance(fact, StatusTaken)
+        if fact.status.workers or fact.status.waiting:
+            self._latest = fact.status
+            self._live.start()
+
+    def flush(self) -> None:
+        if self._latest is not None:
+            self._live.refresh()
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def status_interval_s(config: Config) -> float:
+    """Seconds between two statuses: often for programs and for a table, seldom where each is a line to read."""
+    is_seldom = config.log.format == "text" and not TerminalConsole().can_redraw
+    return _LINE_INTERVAL_S if is_seldom else config.server.status_interval_s
+
+
 def make_bus(config: Config) -> Bus:
     """The bus of one server process. UsageError or OutputError for what cannot be."""
-    sinks: list[Sink] = [StatusSink(config.log.format == "json")]
+    console = TerminalConsole()
+    is_live = config.log.format == "text" and console.can_redraw
+    sinks: list[Sink] = [LiveSink(console) if is_live else StatusSink(config.log.format == "json")]
     # Of several shards the coordinator alone writes the history: all see the same facts.
     if config.output.history is not None and config.server.shard == 0:
         sinks.append(HistorySink(config.output.history))

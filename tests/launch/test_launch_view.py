@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from paramserver.common.reporting.panel import status_panel
 from paramserver.common.reporting.report import (
     comparison_table,
     duration,
@@ -23,7 +24,7 @@ from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.view.events import LineSplitter, parse_event, parse_status
 from paramserver.launch.view.screen import LiveScreen
-from paramserver.launch.view.text import LastLines, child_line, status_panel
+from paramserver.launch.view.text import LastLines, child_line
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

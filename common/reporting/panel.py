@@ -1,0 +1,94 @@
+"""A run as a table that stays at the bottom of a terminal while lines scroll above it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .report import PipeConsole, figure, share, status_figures
+from .status import Status, WorkerStatus
+
+RANK_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
+_STATE_STYLES = {"waiting": "yellow", "gone": "red", "finished": "dim", "computing": "green"}
+
+
+class TerminalConsole(PipeConsole):
+    """On standard error. It leaves the cursor alone: a program that is killed could not show it again."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, highlight=False)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+    @property
+    def can_redraw(self) -> bool:
+        return self.is_terminal and not self.is_dumb_terminal
+
+
+def live_panel(console: Console, latest: Callable[[], Status | None], redirects: bool = False) -> Live:
+    """What `latest` gives, drawn by `refresh` only: rich's own refreshing would be a second thread. It `redirects` what
+    the process writes to sys.stderr, so that lines scroll above."""
+    return Live(
+        console=console,
+        get_renderable=lambda: status_panel(status) if (status := latest()) else Text(""),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=redirects,
+    )
+
+
+def status_panel(status: Status) -> RenderableType:
+    """The live view. What must stay visible on a low terminal comes first."""
+    bar = Table.grid()  # by itself a bar does not end its line
+    if status.steps:
+        bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=60))
+    waiting = status.waiting_reason()
+    return Group(
+        Text(""),
+        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_figures(status))),
+        bar,
+        Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
+        _workers(status),
+        *_reasons(status),
+    )
+
+
+def _reasons(status: Status) -> list[Text]:
+    """What who waits for, below the table: a line that is too long goes on in the next, and loses nothing."""
+    waiting: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.waiting_for:
+            waiting.setdefault(worker.waiting_for, []).append(str(worker.rank))
+    return [Text(f"worker {', '.join(ranks)} waits for: {why}", style="dim") for why, ranks in waiting.items()]
+
+
+def _workers(status: Status) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("worker", justify="right", no_wrap=True)
+    table.add_column("state", min_width=9, no_wrap=True)
+    for name in ("step", "lead", "loss", "samples/s", "compute", "transfer", "wait"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in status.workers:
+        table.add_row(*_worker_row(worker, status.steps))
+    return table
+
+
+def _worker_row(worker: WorkerStatus, num_steps: int) -> list[RenderableType]:
+    return [
+        Text(str(worker.rank), style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)]),
+        Text(worker.state, style=_STATE_STYLES.get(worker.state, "")),
+        f"{worker.step:,}/{num_steps:,}" if num_steps else f"{worker.step:,}",
+        str(worker.lead),
+        "-" if worker.loss is None else figure(worker.loss),
+        f"{worker.samples_per_s:,.0f}",
+        share(worker.compute_share),
+        share(worker.transfer_share),
+        share(worker.wait_share),
+    ]
