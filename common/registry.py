@@ -6,7 +6,7 @@ The file defines one public class named in `ENTRY`. Names can be listed without 
 anything, which is how the launcher refuses an unknown mode without loading torch.
 
 A mode may also be a class in a user's own file, by the name `FILE.py:NAME` (tasks too, see
-`worker/training/task_loader.py`). Such a name comes from one's own command line or configuration,
+`worker/training/tasks/loading.py`). Such a name comes from one's own command line or configuration,
 never from another process: it would let a server run code on whoever asks it.
 """
 

@@ -43,7 +43,8 @@ _STOP_S = 0.02
 def check_before_start(config: Config) -> None:
     """Find what would fail at the end of training before it begins."""
     check_arguments(config.optimizer.name, config.optimizer.arguments())
-    for path in (config.output.save, config.output.summary):
+    best = config.output.best if config.run.eval_every is not None else None
+    for path in (config.output.save, config.output.summary, config.output.curve, best):
         if path is not None:
             check_writable(path)
     check_security(config)
@@ -213,6 +214,8 @@ class Server:
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
         engine.close()
+        if engine.run.options.stop_when and not engine.run.curve.points:
+            log.warning("never_evaluated", reason=f"run.stop_when is '{engine.run.options.stop_when}'")
         engine.tell(RunEnded(engine.run.policy.version, engine.run.policy.num_committed()))
         self._bus.close()
         if self.goes_back:

@@ -61,7 +61,7 @@ TENSOR_WORK = [
     "common/tensors/optimizers.py",
     "worker/tasks/*",
     "drills/tasks/*",
-    "worker/training/task_loader.py",
+    "worker/training/tasks/loading.py",
     "worker/trainer.py",
     "worker/tensors/transfer.py",
     "worker/tensors/side_stream.py",

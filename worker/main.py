@@ -134,7 +134,7 @@ def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
 
 def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Task:
     """The worker's own task if it was given one, otherwise the built-in one the server names."""
-    from .training.task_loader import load_task
+    from .training.tasks.loading import load_task
 
     own, settings = resolved.config.task, session.settings
     if resolved.was_set("task.name"):

@@ -49,6 +49,7 @@ class Progress:
     num_workers: int = 1
     worker_index: int = 0
     training_steps: int = 0  # of this rank that count
+    has_spare: bool = False  # a process that does not train evaluates
     total_steps: int | None = None  # of each worker in the run; None: its loop decides, or it is not known yet
     batches: int = 0  # of this rank's data that were behind it when it was told where to start
     is_done: bool = False

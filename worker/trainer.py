@@ -50,6 +50,8 @@ def train(
     num_batches = 0
     if settings.steps is None and settings.epochs is None:
         session.length.default = TASK_STEPS
+    if settings.eval_every is not None or settings.ends_by_figures:
+        session.evaluate(lambda model: _figures(task, model))
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
@@ -88,15 +90,17 @@ def _checked(batches: Any) -> Any:
 
 def _evaluate(session: Session, task: Task, model: nn.Module) -> dict[str, float]:
     """The task's figures on the final weights, and `averaged_*` on their Polyak average if one is kept."""
-    with user_code():
-        figures = {name: float(value) for name, value in task.evaluate(model).items()}
+    figures = _figures(task, model)
     if session.averaged(model):
-        with user_code():
-            averaged = task.evaluate(model)
-        figures.update({f"averaged_{name}": float(value) for name, value in averaged.items()})
+        figures.update({f"averaged_{name}": value for name, value in _figures(task, model).items()})
     if math.isnan(figures.get("loss", 0.0)):
         raise DivergedError("the final loss is NaN", fix="lower --lr")
     return figures
+
+
+def _figures(task: Task, model: nn.Module) -> dict[str, float]:
+    with user_code():
+        return {name: float(value) for name, value in task.evaluate(model).items()}
 
 
 def choose_device(name: str) -> torch.device:

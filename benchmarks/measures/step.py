@@ -119,7 +119,7 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
     from ...common.reporting.log import setup_logging
     from ...common.tensors.optimizers import find_optimizer
     from ...worker.tensors.transfer import ModelTensors
-    from ...worker.training.task_loader import load_task
+    from ...worker.training.tasks.loading import load_task
 
     setup_logging(LogConfig(level="warning"), "ps-bench")
     torch.set_num_threads(max(1, machine()["cores"] // options.workers))

@@ -6,22 +6,46 @@ its unit and what setting it wrong does; `--print-config` shows the resolved val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ..errors import UsageError
 from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
+from ..reporting import curve
 from ..user_code import is_in_file
 from .addresses import listening, reached, reached_or_none
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
+
+
+def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
+    """Text that `read` understands."""
+
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return check
+
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 TASK_STEPS = 500  # of a task, where nobody has said how long it is to be trained
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
+Interval = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_readable(curve.every))]
+Until = Annotated[str, AfterValidator(_readable(curve.condition))]
 Codec = Annotated[str, AfterValidator(CODECS.check)]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
@@ -58,6 +82,18 @@ class RunConfig(Section):
     epochs: Annotated[int | None, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
         None, ge=1, description="instead of steps: how often all workers together go through the data set"
     )
+    eval_every: Annotated[Interval | None, Flag(Panel.RUN, EVERY, "", "", "N|30s|1epoch", is_for_alone=True)] = Field(
+        None, description="evaluate during the run: every so many training steps, seconds or epochs"
+    )
+    best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="FIGURE", is_for_alone=True)] = Field(
+        None, description="the figure that decides what is best; none: accuracy where there is one, else loss"
+    )
+    stop_when: Annotated[Until | None, Flag(Panel.RUN, EVERY, "", "", "'loss < 0.1'", is_for_alone=True)] = Field(
+        None, description="end the run for all when an evaluation says so, e.g. 'accuracy >= 0.98'"
+    )
+    patience: Annotated[int | None, Flag(Panel.RUN, EVERY, metavar="N", is_for_alone=True)] = Field(
+        None, ge=1, description="end it after so many evaluations in a row without a better one"
+    )
     workers: Annotated[int | None, Flag(Panel.RUN, short="n")] = Field(
         None, ge=1, le=4096, description="workers of the run; none: any number, or 2 of ps-launch"
     )
@@ -74,6 +110,11 @@ class RunConfig(Section):
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}: a run has one length")
         return self
+
+    @property
+    def ends_by_figures(self) -> bool:
+        """Its end may hang on evaluations."""
+        return self.stop_when is not None or self.patience is not None
 
     @property
     def task_steps(self) -> int | None:
@@ -328,6 +369,9 @@ class WorkerConfig(Section):
     overlap: bool | None = Field(
         None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )
+    evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
+        False, description="train nothing: evaluate the run's weights while the workers of the run train"
+    )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
 
@@ -415,6 +459,12 @@ class OutputConfig(Section):
         None, description="final weights; of several modes FILE-MODE.safetensors each"
     )
     save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
+    best_weights: str | None = Field(
+        None, description="weights of the best evaluation; none: best.safetensors beside output.save"
+    )
+    curve: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.csv|.jsonl", is_for_alone=True)] = Field(
+        None, description="all evaluations; of several modes FILE-MODE each"
+    )
     summary: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.json", is_for_alone=True)] = Field(
         None, description="results as JSON"
     )
@@ -424,7 +474,20 @@ class OutputConfig(Section):
         "of several modes FILE-MODE.jsonl each",
     )
 
-    @field_validator("save")
+    @property
+    def best(self) -> str | None:
+        """Where the weights of the best evaluation go."""
+        beside = None if self.save is None else str(PurePath(self.save).with_name("best.safetensors"))
+        return self.best_weights or beside
+
+    @field_validator("curve")
+    @classmethod
+    def _is_curve(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith((".csv", ".jsonl")):
+            raise ValueError("evaluations are written as CSV or JSON lines: let the name end in .csv or .jsonl")
+        return value
+
+    @field_validator("save", "best_weights")
     @classmethod
     def _is_safetensors(cls, value: str | None) -> str | None:
         if value is not None and not value.endswith(".safetensors"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import Config
 from ..errors import OutputError
+from .curve import Point, text_of
 from .log import get_logger
 from .report import report_console, summary_table
 from .summary import Summary
@@ -52,6 +53,26 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = Tr
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_best(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Weights of an evaluation that was better than all before; a log line where they cannot be written."""
+    from safetensors.torch import save  # loads torch, which the launcher does without
+
+    try:
+        found = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        write_whole(Path(path), save(found, metadata))
+        log.info("saved_best", path=path, version=int(metadata["version"]))
+    except OSError as error:
+        log.error("best_not_saved", path=path, reason=str(error))
+
+
+def write_curve(path: str, points: list[Point]) -> None:
+    """All evaluations so far; a log line where they cannot be written."""
+    try:
+        write_whole(Path(path), text_of(points, path).encode(), is_synced=False)
+    except OSError as error:
+        log.error("curve_not_written", path=path, reason=str(error))
 
 
 def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

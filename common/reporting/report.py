@@ -83,6 +83,9 @@ def summary_table(summary: Summary) -> RenderableType:
         parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
     parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
     parts += [final] if summary.final else []
+    if (best := summary.best) is not None and len(summary.curve) > 1:
+        figures = "   ".join(f"{name} {figure(value)}" for name, value in best.figures.items())
+        parts.append(Text(f"best at step {best.step:,} of {len(summary.curve)} evaluations: {figures}"))
     parts += [table] if summary.workers else []
     return Group(*parts)
 
@@ -109,6 +112,9 @@ def status_figures(status: Status) -> list[str]:
     parts = [f"step {status.step:,}{of}", f"version {status.version:,}"]
     if status.loss is not None:
         parts.append(f"loss {figure(status.loss)}")
+    if (point := status.evaluated) is not None:
+        figures = ", ".join(f"{name} {figure(value)}" for name, value in list(point.figures.items())[:2])
+        parts.append(f"evaluated: {figures} at step {point.step:,}")
     if status.samples_per_s:
         parts.append(f"{status.samples_per_s:,.0f} samples/s")
     if status.eta_s is not None:

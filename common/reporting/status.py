@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from .curve import Point
+
 
 class WorkerStatus(BaseModel):
     """One rank at one moment. Shares are parts (0..1) of its time."""
@@ -36,6 +38,7 @@ class Status(BaseModel):
     step: int = 0
     steps: int = 0  # of the run; 0: it goes on until the scripts' loops end
     num_joined: int = 0
+    evaluated: Point | None = None  # the newest evaluation
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
     workers: list[WorkerStatus] = Field(default_factory=list)
     versions: list[int] = Field(default_factory=list)  # of each shard, where there are several

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .curve import Point
+
 
 class WorkerSummary(BaseModel):
     """One rank, over all its incarnations. Times in seconds, sums over the run."""
@@ -56,6 +58,8 @@ class Summary(BaseModel):
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
+    curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
+    best: Point | None = None  # of them
     workers: list[WorkerSummary] = Field(default_factory=list)
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 

@@ -66,6 +66,7 @@ class Contributions:
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
         worker.waiting_since, worker.wants_weights = event.at - event.looked_s, event.wants_weights
+        worker.evaluates = event.evaluates
         if event.hyperparameters is not None:
             worker.hyperparameters = event.hyperparameters
         if event.judgement.action in ("reject", "halt"):
@@ -217,9 +218,9 @@ class Contributions:
             next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
             staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
             num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None,
-            steps=policy.training_steps,
+            steps=policy.training_steps, has_spare=bool(self._roster.spares), is_evaluated=worker.evaluates,
         )  # fmt: skip
-        worker.waiting_since, worker.staleness = None, 0
+        worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 
     def _division(self, rank: int) -> tuple[int, int]:
         """(num_workers, index): how the data is divided for this rank."""

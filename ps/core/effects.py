@@ -174,6 +174,19 @@ class Answer(Fact):
     worker_index: int = 0
     num_batches: int | None = None  # with START: of the rank's data that are behind it
     steps: int | None = None  # training steps of the run, where it has a length
+    has_spare: bool = False  # a process that does not train evaluates
+    is_evaluated: bool = False  # by this worker
+
+
+@dataclass(slots=True)
+class Evaluated(Fact):
+    """The weights of `version` were evaluated."""
+
+    version: int
+    step: int
+    elapsed_s: float
+    figures: dict[str, float]
+    is_best: bool  # so far
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

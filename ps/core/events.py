@@ -104,10 +104,23 @@ class StopAsked(OfAWorker):
 
 
 @dataclass(slots=True)
+class FiguresTold(Event):
+    """An evaluation of the weights of one version gave these figures, or failed."""
+
+    rank: int | None  # None: of a process that does not train
+    version: int
+    step: int = 0  # training steps behind the evaluator
+    figures: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+    exit_code: int = 1  # of the evaluator, for the failure
+
+
+@dataclass(slots=True)
 class HeartBegan(Event):
     """A heartbeat stream of this process is open."""
 
     process: str
+    evaluates: bool = False  # and does not train
 
 
 @dataclass(slots=True)
@@ -162,6 +175,7 @@ class Contributed(OfAWorker):
     num_batches: int | None = None  # drawn for it; None: one for each training step
     num_steps: int | None = None  # training steps in it; None: as many as the worker was told
     data: tuple[int, int] | None = None  # of a process's first: samples of the data set, digest; 0: not known
+    evaluates: bool = False  # its worker evaluates the weights of the answer
     steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
 
     @property
@@ -218,7 +232,7 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, HeartBegan, HeartStopped, Heard,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, HeartBegan, HeartStopped, Heard,
     Offered, Brought, Contributed, Repeated, Measured, Stored, Ticked, Stopped, Failed,
 )  # fmt: skip
 

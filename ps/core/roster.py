@@ -47,6 +47,7 @@ class Worker:
     waiting_since: float | None = None
     staleness: int = 0  # of its contribution that is not answered yet
     wants_weights: bool = True  # with the answer to it
+    evaluates: bool = False  # that answer's weights
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
 
@@ -58,6 +59,7 @@ class Worker:
         """The same process on a new stream."""
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
+        self.evaluates = old.evaluates
         self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
 
 
@@ -73,6 +75,7 @@ class Roster:
         self._lease_s = lease_s
         self._processes: dict[int, str] = {}  # of each rank's newest join
         self._unknown_joins = 0  # that a rank may have had and that are not known here
+        self.spares: set[str] = set()  # processes that evaluate and do not train
         self.hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._looked_at: float | None = None
         self.was_anyone_here = False
@@ -145,6 +148,7 @@ class Roster:
         if self.hearts[process] > 0:
             return None
         del self.hearts[process]
+        self.spares.discard(process)
         return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
 
     def heard(self, rank: int, process: str, now: float) -> None:

@@ -11,9 +11,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
+from ...common.reporting.curve import Curve, Point
 from ..policies.base import Decision, Policy
 from . import effects, events
 from .contributions import Contributions
@@ -33,6 +35,9 @@ class Options:
     absent_s: float = 15.0  # how long the end waits for a rank that was lost before its last training step
     max_rejected: int = 10  # contributions of one worker in a row that end the run
     keeps_snapshots: bool = False
+    best: str | None = None  # the figure that decides
+    stop_when: str | None = None
+    patience: int | None = None
     epochs: int | None = None  # that the run is long; how many training steps that is, workers say
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
@@ -62,6 +67,7 @@ class Run:
         self.ended_by = ""  # who stopped it and why, or what failed; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step
         self.final: dict[str, float] = {}
+        self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self._other_lengths: set[int] = set()  # ranks that said another
         self.length_by: int | None = None  # the rank that said how many training steps there are
         self._lost_at: dict[int, float] = {}
@@ -76,8 +82,11 @@ class Run:
                 found = self._of_a_worker(self.roster.find(event.rank, event.incarnation), event)
             case events.Joined():
                 found = self._joined(event)
-            case events.HeartBegan(process=process):
+            case events.HeartBegan(process=process, evaluates=evaluates):
                 self.roster.hearts[process] += 1
+                self.roster.spares |= {process} if evaluates else set()
+            case events.FiguresTold():
+                found = self._told_figures(event)
             case events.HeartStopped(process=process):
                 if (gone := self.roster.heart_stopped(process)) is not None:
                     found = self._leave(gone, "closed", "connection lost", event.at)
@@ -113,7 +122,9 @@ class Run:
                 return self._disconnected(worker, event)
             case events.Left(how=how, reason=reason, figures=figures):
                 self.final |= figures
-                return self._leave(worker, how, reason, event.at, event.exit_code)
+                left = self._leave(worker, how, reason, event.at, event.exit_code)
+                is_final = self.is_done and figures
+                return chain(self._evaluated(self.policy.min_steps_done, figures, event.at), left) if is_final else left
             case events.Expelled(reason=name, message=message):
                 return self._expel(worker, refusal(Reason[name], message), event.at)
             case events.Offered():
@@ -373,9 +384,50 @@ class Run:
         """Everyone's next answer is the last; the first word counts."""
         if self.policy.is_stopping or self.is_done:
             return
-        self.ended_by = f"stopped by rank {worker.rank}: {event.reason}"
         yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
-        yield from self._perform(self.policy.stopped(event.at), event.at)
+        yield from self._stop(f"stopped by rank {worker.rank}: {event.reason}", event.at)
+
+    def _stop(self, ended_by: str, at: float) -> Iterator[Effect]:
+        self.ended_by = ended_by
+        yield from self._perform(self.policy.stopped(at), at)
+
+    def _told_figures(self, event: events.FiguresTold) -> Iterator[Effect]:
+        """An evaluation during the run: its figures may be enough, and one that fails is the end."""
+        if self.is_closed or self.is_done:
+            return
+        if event.failure:
+            yield from self._evaluation_failed(event)
+        elif all(point.version != event.version for point in self.curve.points):
+            yield from self._evaluated(event.step, event.figures, event.at, event.version)
+            why = self.curve.why_enough
+            if why and not self.policy.is_stopping:
+                yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
+                yield from self._stop(f"stopped: {why}", event.at)
+
+    def _evaluated(
+        self, step: int, figures: dict[str, float], at: float, version: int | None = None
+    ) -> Iterator[Effect]:
+        """Of this version, or of the final one, which may have been evaluated before."""
+        of = self.policy.version if version is None else version
+        if self.curve.points and self.curve.points[-1].version == of:
+            return
+        elapsed_s = round(self.contributions.elapsed_s(at, self.is_over), 3)
+        is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures))
+        yield effects.Evaluated(of, step, elapsed_s, figures, is_best)
+        if version is not None:
+            yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **figures})
+        if (lacks := self.curve.lacks()) and len(self.curve.points) == 1:
+            yield Log("warning", "no_such_figure", {"reason": lacks})
+
+    def _evaluation_failed(self, event: events.FiguresTold) -> Iterator[Effect]:
+        if self.failure is not None:
+            return
+        who = "the spare evaluator" if event.rank is None else f"rank {event.rank}"
+        self.failure = ParamServerError(f"{who} failed in the evaluation at step {event.step}: {event.failure}")
+        self.failure.exit_code = event.exit_code
+        told = {"rank": event.rank, "reason": self.failure.message, "exit_code": event.exit_code}
+        yield Log("error", "run_failed", told)
+        yield from self._stop(self.failure.message, event.at)
 
     def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
         """The run has its weights and not what was to come of them."""
@@ -404,7 +456,8 @@ class Run:
                 yield from self._take_snapshot(at)
             return
         self.is_done = True
-        self.evaluator = min((worker.rank for worker in live if worker.can_evaluate), default=None)
+        able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None]
+        self.evaluator = min(able, default=None)
         told = tuple((worker.rank, worker.incarnation) for worker in live)
         yield effects.TellDone(told, self.evaluator, self.policy.version)
 
@@ -470,6 +523,7 @@ class Run:
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
                 "stats": stats,
                 "out": sorted(self.policy.out),
+                "curve": self.curve.saved(),
                 "length": None if self.length_by is None else [self.policy.training_steps, self.options.epochs],
                 "batches": self.contributions.drawn.saved(),
                 "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
@@ -497,6 +551,7 @@ class Run:
             case [int(length), epochs] if self.policy.training_steps is None and epochs == self.options.epochs:
                 self.policy.training_steps, self.length_by = length, min(self.policy.num_counted, default=0)
         self.contributions.restore(saved["training"])
+        self.curve.restore(saved["training"].get("curve"))
         self.rhythm.restore(version, self.policy.min_steps_done)
         self.has_weights = self.may_change_optimizer = True
 

@@ -28,6 +28,7 @@ from ..snapshots.snapshots import Snapshots
 from ..tensors.model import Model
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
+from .best import Best
 from .folding import Folding
 from .modes import options_of
 from .peers import Peer, ShardState, Streams, reasons
@@ -66,6 +67,7 @@ class Engine:
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
         self.states = States()
+        self.best = Best(config, self.model, self.tensors)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
@@ -144,6 +146,7 @@ class Engine:
     def close(self) -> None:
         """No more tensor work, no more snapshots; waits for those that are on their way."""
         self.tensors.close()
+        self.best.close()
         if self.snapshots is not None:
             self.snapshots.close()
 
@@ -245,7 +248,8 @@ class Engine:
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
-            effects.Answer: self.streams.answer,
+            effects.Answer: self._answer,
+            effects.Evaluated: lambda fact: self.best.evaluated(fact.version, fact.is_best),
             effects.Refuse: self.streams.refuse,
             effects.Withdraw: self._withdraw,
             effects.TakeSnapshot: self._take_snapshot,
@@ -267,6 +271,11 @@ class Engine:
             self.model.change(offer[1])
         else:
             self.model.adopt(*offer)
+
+    def _answer(self, answer: effects.Answer) -> None:
+        if answer.is_evaluated:
+            self.best.keep(answer.version)
+        self.streams.answer(answer)
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights

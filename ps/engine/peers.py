@@ -159,7 +159,7 @@ class Streams:
             self._tensors.then(partial(peer.say, Go(answer)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(answer, body=self._model.small_body())))
-        elif self._are_parts:
+        elif self._are_parts or answer.is_evaluated:  # those of just this version
             held = self._model.publisher.hold(as_frames=_go_as_frames(peer, answer))
             peer.say(Go(answer, held=held))
         else:

@@ -24,6 +24,7 @@ def status(engine: Engine) -> Status:
         step=run.policy.min_steps_done,
         steps=run.policy.training_steps or 0,
         num_joined=len(run.roster.workers),
+        evaluated=run.curve.points[-1] if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
         workers=[_worker(engine, stats, why) for _, stats in sorted(run.roster.stats.items())],
         versions=[] if is_one else [run.policy.version, *versions],
@@ -85,6 +86,8 @@ def summary(engine: Engine) -> Summary:
         wall_s=round(engine.elapsed_s(), 3),
         ended_by=run.ended_by,
         final=final,
+        curve=run.curve.points,
+        best=run.curve.best,
         workers=_workers(engine),
         shards=_shards(engine),
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 
 from ...common.config.schema import Config
+from ...common.reporting.curve import Point
 from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_curve
 from ...common.reporting.panel import TerminalConsole, live_panel
 from ...common.reporting.report import status_line
 from ...common.reporting.status import Status
-from ..core.effects import Fact, StatusTaken
+from ..core.effects import Evaluated, Fact, StatusTaken
+from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
 
@@ -35,6 +38,29 @@ class StatusSink(Sink):
             log.info("status", **fact.status.fields())
         elif fact.status.workers or fact.status.waiting:
             print(status_line(fact.status), file=sys.stderr)
+
+
+class CurveSink(Sink):
+    """All evaluations in a file, those before a resume included."""
+
+    name = "curve"
+    does_io = True
+    kinds = (Evaluated,)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._points: list[Point] = []
+
+    def begin(self, engine: Engine) -> None:
+        self._points = list(engine.run.curve.points)
+
+    def take(self, at: float, fact: Fact) -> None:
+        assert isinstance(fact, Evaluated)
+        told = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
+        self._points.append(told)
+
+    def flush(self) -> None:
+        write_curve(self._path, self._points)
 
 
 class LiveSink(Sink):
@@ -76,6 +102,8 @@ def make_bus(config: Config) -> Bus:
     # Of several shards the coordinator alone writes the history: all see the same facts.
     if config.output.history is not None and config.server.shard == 0:
         sinks.append(HistorySink(config.output.history))
+    if config.output.curve is not None and config.server.shard == 0:
+        sinks.append(CurveSink(config.output.curve))
     if config.server.metrics is not None:
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client
 

@@ -167,6 +167,7 @@ class Delivery:
                 batches=said.num_batches,
                 steps=said.steps or 0,
                 began=pb.Place(**kept.place) if kept is not None else None,
+                spare=said.has_spare,
             )
             return pb.ServerMessage(answer=answer)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from functools import partial
 
 from ...common.codecs.base import Codec, body_bytes
@@ -30,8 +31,9 @@ from .lanes.grpc import Lane
 from .stream import Stream
 
 _MAX_SAMPLES = 2**40
+_MAX_NAME, _MAX_SAID = 100, 500  # letters
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "taken", "state", "")
+_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "figures", "taken", "state", "")
 _PIECE = ("taken", "")
 
 
@@ -69,6 +71,9 @@ class Intake:
                     continue
                 if received.kind == "rows":
                     self._take_rows(received)
+                    continue
+                if received.kind == "figures":
+                    self._engine.offer(figures_told(self._peer.rank, received.of(pb.Figures)))
                     continue
                 if received.kind == "contribution":
                     facts, header = received, received.of(pb.Contribution)
@@ -210,7 +215,8 @@ class Intake:
             header.batches if header.HasField("batches") else None,
             header.training_steps if header.HasField("training_steps") else None,
             (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
-            header.data.steps,
+            evaluates=header.evaluates,
+            steps=header.data.steps,
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}
@@ -234,6 +240,13 @@ class Intake:
             if not borrowing.cancel() and not borrowing.cancelled():
                 staging.give_back(borrowing.result())  # it came in the moment the call was cancelled
             raise
+
+
+def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:
+    """The event; `rank` None: of a process that does not train."""
+    figures = {name[:_MAX_NAME]: value for name, value in sorted(said.figures.items()) if math.isfinite(value)}
+    exit_code = min(max(1, said.exit_code), 255)
+    return events.FiguresTold(rank, said.version, said.step, figures, said.failure[:_MAX_SAID], exit_code)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
 from ..engine.peers import Peer
+from ..policies.base import Policy
 from ..tensors.model import names_of
 from .direct import Port
 from .intake import codec_named
@@ -114,7 +115,7 @@ class Joining:
             rank=peer.rank,
             incarnation=peer.incarnation,
             step=peer.number,
-            settings=self._settings(),
+            settings=settings_of(self._config, run.policy),
             probe=self._probe.shown,
             server_incarnation=run.incarnation,
             resumed=peer.is_resumed,
@@ -153,28 +154,31 @@ class Joining:
         engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer)))
         return lane
 
-    def _settings(self) -> pb.RunSettings:
-        config, policy = self._config, self._engine.run.policy
-        kinds = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS}
-        return pb.RunSettings(
-            mode=config.run.mode,
-            contribution=kinds[policy.contribution],
-            num_workers=config.run.workers or 0,
-            steps=config.run.steps or 0,
-            epochs=config.run.epochs or 0,
-            batch_size=config.run.batch_size,
-            seed=config.run.seed,
-            pull_every=policy.pull_every,
-            task=config.task.name if ".py:" not in config.task.name else "",
-            task_args=struct(config.task.args),
-            optimizer=pb.Optimizer(
-                name=config.optimizer.name,
-                groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
-            ),
-            polyak=config.store.polyak or 0.0,
-            pipelined=config.policy.pipelined,
-            train=struct(config.train.model_dump(exclude_defaults=True)),
-        )
+
+def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
+    """What every worker is told of the run."""
+    kinds = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS}
+    return pb.RunSettings(
+        mode=config.run.mode,
+        contribution=kinds[policy.contribution],
+        num_workers=config.run.workers or 0,
+        steps=config.run.steps or 0,
+        epochs=config.run.epochs or 0,
+        eval_every=config.run.eval_every or "",
+        ends_by_figures=config.run.ends_by_figures,
+        batch_size=config.run.batch_size,
+        seed=config.run.seed,
+        pull_every=policy.pull_every,
+        task=config.task.name if ".py:" not in config.task.name else "",
+        task_args=struct(config.task.args),
+        optimizer=pb.Optimizer(
+            name=config.optimizer.name,
+            groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
+        ),
+        polyak=config.store.polyak or 0.0,
+        pipelined=config.policy.pipelined,
+        train=struct(config.train.model_dump(exclude_defaults=True)),
+    )
 
 
 async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:

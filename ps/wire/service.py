@@ -28,7 +28,8 @@ from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .direct import Port
-from .joining import Joining
+from .intake import figures_told
+from .joining import Joining, settings_of
 from .limits import Watch
 from .stream import Stream, StreamLost
 
@@ -99,12 +100,14 @@ class ParameterServerService:
                 check_header(beat)
                 if not process and beat.process:
                     process = beat.process
-                    engine.offer(events.HeartBegan(process))
+                    engine.offer(events.HeartBegan(process, beat.evaluates))
+                if beat.HasField("figures"):
+                    engine.offer(figures_told(None, beat.figures))
                 is_member = beat.run == engine.run.name and engine.run.roster.is_member(beat.rank, beat.process)
                 if is_member:
                     engine.offer(events.Heard(beat.rank, beat.process))
                 yield pb.Pulse(
-                    is_gone=not is_member,
+                    is_gone=engine.run.is_done or engine.run.is_closed if beat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,
                     durable_version=engine.durable_version,
                 )
@@ -139,6 +142,8 @@ class ParameterServerService:
             else:
                 version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
                 tensors, body = layout_to_proto(model.store.layout), as_bytes(weights)
+                if request.keep:
+                    self._engine.best.put(version, weights)
             snapshot = pb.Snapshot(run=run.name, version=version, body_bytes=len(body), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
             for raw in body_frames([body]):
@@ -181,7 +186,8 @@ class ParameterServerService:
             _message(pb.WorkerStatus, worker, loss=math.nan if worker.loss is None else worker.loss)
             for worker in status.workers
         ]
-        return _message(pb.StatusReply, status, run=self._engine.run.name, workers=workers)
+        settings = settings_of(self._config, self._engine.run.policy)
+        return _message(pb.StatusReply, status, run=self._engine.run.name, workers=workers, settings=settings)
 
 
 def _message(kind: type[Reply], values: BaseModel, **others: object) -> Reply:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from paramserver.common.errors import UsageError
 from paramserver.common.user_code import UserCodeError, format_user_traceback, user_code
 from paramserver.worker.tasks.linear import Linear
-from paramserver.worker.training.task_loader import load_task
+from paramserver.worker.training.tasks.loading import load_task
 
 CPU = torch.device("cpu")
 

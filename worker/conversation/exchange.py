@@ -14,6 +14,7 @@ import socket
 import time
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -60,6 +61,7 @@ class Exchange:
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
+        self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
@@ -206,7 +208,7 @@ class Exchange:
             shard.contribute(source, work)
             return shard.take(shard.receive())
 
-        self._say_stop()
+        self._say_first()
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
         return self._took(self._crew.all(self._shards, exchange))
@@ -277,6 +279,8 @@ class Exchange:
         self.progress.server_incarnation = self._welcome.server_incarnation
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
         self.progress.total_steps = answer.steps or self.progress.total_steps
+        self.progress.has_spare = answer.spare
+        self.measured.clear()
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is
             self._history.write(
@@ -298,7 +302,7 @@ class Exchange:
         is_early = not self.progress.is_done
         while True:
             try:
-                self._say_stop()
+                self._say_first()
                 finals = self._crew.all(self._shards, lambda shard: shard.finish(self._last_transfer_s, can_evaluate))
             except Lost as lost:
                 if self._return(lost) is not None and not (is_early or self.progress.is_done):
@@ -333,8 +337,10 @@ class Exchange:
             for name, of in found.items()
         }
 
-    def _say_stop(self) -> None:
+    def _say_first(self) -> None:
         """Before whatever is said next, each time: the one before may be lost, or void."""
+        for figures in self.measured:
+            self._shards[0].client.say(figures=figures)
         if self.stop_reason:
             self._shards[0].client.say(stop={"reason": self.stop_reason})
 
@@ -342,7 +348,7 @@ class Exchange:
         """Say goodbye, with the figures of the final evaluation if there are any."""
         figures = {name: value for name, value in goodbye.figures.items() if not math.isnan(value)}
         if goodbye.finished:
-            self._say_stop()
+            self._say_first()
         for shard in self._shards:
             shard.leave(goodbye._replace(figures=figures))
         self.drop()

@@ -46,6 +46,8 @@ class Settings:
     pipelined: bool = False
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
+    eval_every: str | None = None
+    ends_by_figures: bool = False
 
 
 class Begun(NamedTuple):
@@ -71,6 +73,7 @@ class Work(NamedTuple):
     compute_s: float
     hyperparameters: list[Hyperparameters]  # empty: as before
     transfer_s: float = 0.0  # of the contribution before
+    evaluates: bool = False  # the weights of the answer
     num_batches: int | None = None  # None: as many as training steps
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
     # With the first: samples of the data set, digest of what is contributed, training steps of the run; 0: unknown.
@@ -137,7 +140,8 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         base_version=progress.version,
         num_samples=max(1, work.num_samples),
         body_bytes=body_bytes,
-        wants_weights=progress.wants_weights,
+        wants_weights=progress.wants_weights or work.evaluates,
+        evaluates=work.evaluates,
         hyperparameters=[struct(group) for group in work.hyperparameters],
         codec=codec,
         loss=work.loss,
@@ -196,6 +200,8 @@ def read_settings(message: pb.RunSettings) -> Settings:
         num_workers=message.num_workers,
         steps=message.steps or None,
         epochs=message.epochs or None,
+        eval_every=message.eval_every or None,
+        ends_by_figures=message.ends_by_figures,
         batch_size=message.batch_size,
         seed=message.seed,
         task=message.task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -125,6 +126,16 @@ class Direct:
     def stop(self, reason: str) -> None:
         """The run is to end for all: said with what is said next."""
         self._exchange.stop_reason = reason
+
+    def settle(self) -> int:
+        """The version of the weights in the model, which are the server's when this returns."""
+        return self.progress.version
+
+    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+        """What an evaluation gave: said with what is said next."""
+        sound = {name: value for name, value in figures.items() if math.isfinite(value)}
+        said = {"version": version, "step": self.progress.position, "figures": sound}
+        self._exchange.measured.append({**said, "failure": failure, "exit_code": exit_code})
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         """Go in good order; interrupted, without waiting for an answer on its way."""

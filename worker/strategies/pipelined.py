@@ -130,6 +130,13 @@ class Pipelined(Direct):
         self._begin()
         return final
 
+    def settle(self) -> int:
+        self._land()
+        self._begin()
+        if self._watch is not None:
+            self._watch.note()
+        return self._held_version
+
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         if not is_interrupted:
             self._land()

@@ -13,15 +13,18 @@ import torch
 from torch import nn
 
 from ...common.config.schema import Config
+from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
-from ...common.reporting.output import write_results
+from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import Table
 from ..conversation.messages import Settings
 from ..session import Length, Progress
+from ..tensors.transfer import named_tensors
 from .ending import one_line
+from .evaluation import Evaluation
 from .place.taken import Taken
 from .rows import Pull
 from .session import Session, too_early
@@ -47,12 +50,17 @@ class AloneSession(Session):
             optimizer=config.optimizer.name,
             optimizer_args=config.optimizer.arguments(),
             train=config.train,
+            eval_every=config.run.eval_every,
+            ends_by_figures=config.run.ends_by_figures,
         )
         self._here: list[Table] = []  # what a server would have
         self.num_steps = 0
         self.num_samples = 0
         self._progress = Progress(total_steps=config.run.steps)
         self.length = Length(config.run.epochs)
+        self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_figures)
+        self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
+        self._output = config.output
         self._taken: Taken | None = None
         self.loss = float("nan")
         self.started_at = time.perf_counter()
@@ -81,6 +89,7 @@ class AloneSession(Session):
             optimizer.register_step_post_hook(self._stepped)
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
+            self.evaluation.run = lambda: self._evaluate(model)
         return optimizer
 
     def _make_rows(self, spec: TableSpec) -> Pull:
@@ -97,9 +106,28 @@ class AloneSession(Session):
             if (taken := rows.take()) is not None:
                 table.step(*taken)
         assert self._taken is not None
+        self.evaluation.begin(self._progress, self._taken)
         self.num_samples += self._taken.step()[1]
         self.num_steps += 1
         self._progress.training_steps = self.num_steps
+        if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
+            self.evaluation.run()
+
+    def _evaluate(self, model: nn.Module) -> None:
+        self.measured(self.evaluation.figures(model), named_tensors(model))
+        if (why := self.curve.why_enough) and not self.ended_by:
+            self.ended_by = f"stopped: {why}"
+            log.info("run_stopped", reason=why, step=self.num_steps)
+
+    def measured(self, figures: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
+        """The model was evaluated after the newest step; written down, and kept where it is the best."""
+        step, elapsed_s = self.num_steps, round(time.perf_counter() - self.started_at, 3)
+        is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, figures=figures))
+        log.info("evaluated", step=step, best=is_best, **figures)
+        if self._output.curve is not None:
+            write_curve(self._output.curve, self.curve.points)
+        if is_best and self._output.best is not None:
+            write_best(self._output.best, tensors, {"mode": "single", "version": str(step)})
 
     def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         def forget(*args: Any, **options: Any) -> None:
@@ -158,10 +186,13 @@ def _status(session: AloneSession) -> Status:
 
 def write_alone(session: AloneSession, config: Config, model_tensors: dict[str, torch.Tensor], wall_s: float) -> None:
     """Save weights and summary where the configuration says; show or log the summary."""
+    if session.figures and session.curve.points:
+        session.measured(session.figures, model_tensors)
     worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
     summary = Summary(
         mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
-        ended_by=session.ended_by, final=session.figures, workers=[worker],
+        ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
+        best=session.curve.best,
     )  # fmt: skip
     tensors = {}
     if config.output.save is not None:

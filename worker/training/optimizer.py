@@ -15,6 +15,7 @@ from ..conversation.messages import RowGradients, Work
 from ..session import Length, Progress
 from ..strategies.direct import Direct
 from .batches import digest_of
+from .evaluation import Evaluation
 from .place.memory import Memory
 from .place.taken import Taken
 from .rows import Rows, refuse_scaler
@@ -38,6 +39,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         slowdown: Slowdown,
         length: Length | None = None,
         tables: Sequence[Rows] = (),
+        evaluation: Evaluation | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._strategy = strategy
@@ -53,6 +55,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._hyperparameters: list[Hyperparameters] = []
         self.taken = Taken(lambda: strategy.progress, inner, length or Length())
         self.memory = Memory(strategy, self.taken, inner)
+        self._evaluation = evaluation or Evaluation()
         self._num_batches = 0
         self._told_at = -1
         self._num_samples = 0
@@ -120,6 +123,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
                 "as the loop takes (--steps)",
             )
         self.memory.note()
+        self._evaluation.begin(self.progress, self.taken)
         loss = self._step(closure)
         self._num_steps += 1
         num_batches, weight = self.taken.step()
@@ -138,11 +142,13 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         work = Work(self._num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
         drawn = self._num_batches if self.taken.is_used else None
-        self._strategy.contribute(
-            work._replace(num_batches=drawn, data=self._data(), began=self.memory.take(), rows=self._rows())
-        )
+        is_due = self._evaluation.is_due(self.progress, self.taken)
+        work = work._replace(num_batches=drawn, data=self._data(), began=self.memory.take(), rows=self._rows())
+        self._strategy.contribute(work._replace(evaluates=is_due))
         self._begin_anew()
         self.memory.after_step()
+        if is_due and not self.progress.is_done:  # at the end the final weights are evaluated
+            self._evaluation.run()
 
     def _begin_anew(self) -> None:
         self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0

@@ -22,6 +22,7 @@ from ..session import Length, Progress
 from ..strategies.pipelined import make_strategy
 from ..tensors.transfer import ModelTensors
 from .ending import Ending, ending_of, ending_of_process, one_line
+from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
 from .place.taken import Taken
 from .rows import Pull
@@ -45,6 +46,7 @@ class RemoteSession(Session):
         self._is_closed = self._was_before = False
         self.settings = self._exchange.settings
         self.length = Length(self.settings.epochs)
+        self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_figures)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
 
     @property
@@ -83,7 +85,10 @@ class RemoteSession(Session):
         self._strategy.start(tensors, replace(described, tables=tuple(table.spec for table in self._tables)))
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
-        self._optimizer = ExchangeOptimizer(optimizer, self._strategy, slowdown, self.length, self._tables)
+        self._optimizer = ExchangeOptimizer(
+            optimizer, self._strategy, slowdown, self.length, self._tables, self.evaluation
+        )
+        self.evaluation.run = lambda: self._evaluate(model)
         self._memory = self._optimizer.memory
         return self._optimizer
 
@@ -101,6 +106,19 @@ class RemoteSession(Session):
         if self._optimizer is None:
             raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
         return self._exchange.pull_rows(number, ids)
+
+    def _evaluate(self, model: nn.Module) -> None:
+        version = self._strategy.settle()
+        if self.is_done:
+            return
+        try:
+            self._strategy.measured(version, self.evaluation.figures(model))
+        except Exception as error:  # the run hears why before this process ends
+            _, failure, exit_code = ending_of(error)
+            self._strategy.measured(version, {}, failure, exit_code)
+            self._is_closed = True
+            self._strategy.leave(Goodbye(self.figures, finished=True), is_interrupted=False)
+            raise
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._optimizer is None:

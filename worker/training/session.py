@@ -18,6 +18,7 @@ from ..conversation.messages import Settings
 from ..session import Length, Progress
 from .batches import Batches, read_options
 from .data import Shares
+from .evaluation import Evaluation, Measure
 from .place.memory import Memory, stateful
 from .place.taken import Taken
 from .rows import Pull, Rows
@@ -35,6 +36,7 @@ class Session:
         self.length = Length()
         self._tables: list[Rows] = []
         self._is_told = False  # that it has no more batches
+        self.evaluation = Evaluation()
         self._memory: Memory | None = None  # once there is an optimizer
 
     @property
@@ -206,6 +208,16 @@ class Session:
         """End the run for all. Said with this worker's next step, or when it finishes or leaves: in sync and localsgd
         the open round is the last, in other modes everyone's contribution under way. `is_done` and `shard` tell."""
         raise NotImplementedError
+
+    def evaluate(self, fn: Measure, every: str | int | None = None) -> None:
+        """While the run goes on `fn(model)`, a dict of figures, is asked for every so many training steps (100),
+        seconds ("30s") or epochs ("1epoch", where nothing is said): of one worker, in `step()`, on the server's weights
+        of one version (in localsgd after the next average). The run's own run.eval_every overrules `every`.
+
+        The model is in evaluation mode meanwhile; its mode, buffers and the generators of torch, Python and NumPy are
+        as they were afterwards. What `fn` raises ends the run, which has failed then. UsageError for no interval.
+        """
+        self.evaluation.set(fn, every)
 
     def averaged(self, model: nn.Module) -> bool:
         """Write the run's Polyak average into `model`; False when the run keeps none."""

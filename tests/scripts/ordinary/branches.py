@@ -21,7 +21,7 @@ with paramserver.connect() as session:
     momentum = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.05)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
     optimizer = session.optimizer(model, momentum if os.environ.get("MOMENTUM") else adamw)
-    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH))
+    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH, epochs=100))
     for step in range(STEPS):
         inputs, labels = next(batches)
         head = model["odd" if step % 3 == 2 else "even"]

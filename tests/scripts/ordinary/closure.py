@@ -17,7 +17,7 @@ model = torch.nn.Linear(6, 1).double()
 with paramserver.connect() as session:
     inner = torch.optim.RMSprop(model.parameters(), lr=0.01, weight_decay=0.01, momentum=0.5)
     optimizer = session.optimizer(model, inner)
-    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH))
+    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH, epochs=100))
     for _ in range(STEPS):
         inputs, wanted = next(batches)
 

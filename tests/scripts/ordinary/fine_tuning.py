@@ -24,7 +24,7 @@ compiled = torch.compile(model, backend="eager")
 with paramserver.connect() as session:
     wanted = (p for p in model.parameters() if p.requires_grad)
     optimizer = session.optimizer(compiled, torch.optim.Adam(wanted, lr=1e-2))
-    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH))
+    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH, epochs=100))
     for _ in range(STEPS):
         inputs, labels = next(batches)
         loss = F.cross_entropy(compiled(inputs), labels)

@@ -17,7 +17,7 @@ model = nn.Sequential(nn.EmbeddingBag(50, 8, mode="mean", sparse=True), nn.Linea
 
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    batches = iter(session.shard(TensorDataset(words, y), batch_size=BATCH))
+    batches = iter(session.shard(TensorDataset(words, y), batch_size=BATCH, epochs=100))
     for _ in range(STEPS):
         inputs, labels = next(batches)
         loss = F.cross_entropy(model(inputs), labels)

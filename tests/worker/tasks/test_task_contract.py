@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import TASKS
 from paramserver.worker.tasks.base import Task
-from paramserver.worker.training.task_loader import load_task
+from paramserver.worker.training.tasks.loading import load_task
 
 CPU = torch.device("cpu")
 SMALL = {

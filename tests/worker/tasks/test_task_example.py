@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paramserver.worker.training.task_loader import load_task
+from paramserver.worker.training.tasks.loading import load_task
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_task.py"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...common.errors import UsageError, did_you_mean
-from ...common.registry import TASKS
-from ...common.user_code import is_in_file, load_from_file, user_code
-from ..tasks.base import Task
+from ....common.errors import UsageError, did_you_mean
+from ....common.registry import TASKS
+from ....common.user_code import is_in_file, load_from_file, user_code
+from ...tasks.base import Task
 
 # The methods of a task, called with these arguments.
 _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate": ("model",)}

@@ -1,0 +1,157 @@
+"""What was measured while a run went on: when it is measured, which was the best, and whether that is enough. Pure.
+
+every("100"), every("30s"), every("1epoch")     when
+condition("accuracy >= 0.98")                   enough
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, Field
+
+_EVERY = re.compile(r"(\d+(?:\.\d+)?) ?(steps?|s|epochs?)?")
+_CONDITION = re.compile(r"([A-Za-z_][\w.]*) *(<=|>=|<|>) *(\S+)")
+_SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+# Of figures with such a name less is better.
+_DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
+
+
+class Every(NamedTuple):
+    """How often: so many training steps, seconds, or epochs (passes of all workers together through the data set)."""
+
+    amount: float
+    unit: Literal["steps", "seconds", "epochs"]
+
+
+class Condition(NamedTuple):
+    figure: str
+    sign: str
+    bound: float
+
+    def holds(self, figures: Mapping[str, float]) -> bool:
+        return self.figure in figures and _SIGNS[self.sign](figures[self.figure], self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.sign} {self.bound:g}"
+
+
+def every(text: str) -> Every:
+    """ValueError for what it cannot be."""
+    found = _EVERY.fullmatch(text.strip())
+    amount = float(found[1]) if found else 0.0
+    unit = (found[2] or "steps")[:2] if found else ""
+    if not amount or (unit != "s" and amount != int(amount)):
+        raise ValueError(f"'{text}' is no interval: 100 (steps), 30s or 1epoch")
+    return Every(amount, {"st": "steps", "s": "seconds", "ep": "epochs"}[unit])  # type: ignore[arg-type]
+
+
+def condition(text: str) -> Condition:
+    """ValueError for what it cannot be."""
+    found = _CONDITION.fullmatch(text.strip())
+    try:
+        assert found is not None
+        return Condition(found[1], found[2], float(found[3]))
+    except (AssertionError, ValueError):
+        raise ValueError(f"'{text}' is no condition: 'accuracy >= 0.98', or 'loss < 0.1'") from None
+
+
+def is_up(figure: str) -> bool:
+    """Whether more of it is better."""
+    return not any(word in figure.lower() for word in _DOWN)
+
+
+class Point(BaseModel):
+    """One evaluation, of the weights of one version."""
+
+    step: int  # training steps behind it
+    version: int
+    elapsed_s: float = 0.0  # of training, when its figures came
+    figures: dict[str, float] = Field(default_factory=dict)
+
+
+@dataclass
+class Curve:
+    """All evaluations of a run, in the order they came."""
+
+    best_of: str | None = None  # the figure that decides; None: accuracy where there is one, else loss, else the first
+    stop_when: str | None = None
+    patience: int | None = None  # evaluations in a row without a better one that end the run
+    points: list[Point] = field(default_factory=list)
+    best: Point | None = None
+    _num_worse: int = 0
+
+    def add(self, point: Point) -> bool:
+        """Whether it is the best so far."""
+        self.points.append(point)
+        value, best = self._value(point), None if self.best is None else self._value(self.best)
+        is_best = not math.isnan(value) and (best is None or (value > best if is_up(self.figure) else value < best))
+        if is_best:
+            self.best = point
+        self._num_worse = 0 if is_best else self._num_worse + 1
+        return is_best
+
+    @property
+    def figure(self) -> str:
+        """The one that decides."""
+        names = list(self.points[0].figures) if self.points else []
+        return self.best_of or next((name for name in ("accuracy", "loss", *names) if name in names), "")
+
+    @property
+    def why_enough(self) -> str:
+        """Why the run need not go on, as a phrase; or empty."""
+        if not self.points:
+            return ""
+        newest = self.points[-1]
+        if self.stop_when is not None and (wanted := condition(self.stop_when)).holds(newest.figures):
+            return f"{wanted} (run.stop_when): {newest.figures[wanted.figure]:.6g} at step {newest.step}"
+        if self.patience is not None and self._num_worse >= self.patience:
+            best = f", {self._value(self.best):.6g} at step {self.best.step}" if self.best is not None else ""
+            return f"no better {self.figure} in {self._num_worse} evaluations (run.patience){best}"
+        return ""
+
+    def lacks(self) -> str:
+        """What is asked for and is in no figure of the newest point, as a phrase; or empty."""
+        asked = [self.best_of, condition(self.stop_when).figure if self.stop_when is not None else None]
+        there = self.points[-1].figures if self.points else {}
+        missing = [name for name in asked if name is not None and name not in there]
+        return f"{' and '.join(missing)}: the evaluation gave {', '.join(there) or 'nothing'}" if missing else ""
+
+    def _value(self, point: Point) -> float:
+        return point.figures.get(self.figure, math.nan)
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON, for a snapshot."""
+        best = self.points.index(self.best) if self.best is not None else None
+        return {"points": [point.model_dump() for point in self.points], "best": best, "worse": self._num_worse}
+
+    def restore(self, saved: Any) -> None:
+        """Of a snapshot; one that has none, or no whole one, leaves it empty."""
+        try:
+            points = [Point.model_validate(point) for point in saved["points"]]
+            self.best = None if saved["best"] is None else points[saved["best"]]
+            self.points, self._num_worse = points, int(saved["worse"])
+        except (KeyError, TypeError, ValueError, IndexError):
+            self.points, self.best, self._num_worse = [], None, 0
+
+
+def text_of(points: list[Point], path: str) -> str:
+    """A file of them: CSV with a column for each figure, or a JSON object a line."""
+    rows = [{**point.model_dump(exclude={"figures"}), **point.figures} for point in points]
+    if path.endswith(".jsonl"):
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

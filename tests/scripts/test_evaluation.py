@@ -1,0 +1,109 @@
+"""Evaluations while a run goes on: of the server's weights of one version, without a trace in the training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+SCRIPT = Path(__file__).parent / "evaluation" / "evaluated.py"
+MODES = {
+    "sync": ("--mode", "sync"),
+    "async": ("--mode", "async"),
+    "pipelined": ("--mode", "async", "--pipelined"),
+    "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
+    "averaging": ("--mode", "localsgd", "--local-steps", "2", "--pipelined"),
+}
+SLOW = ("pipelined", "averaging", "async")
+
+
+def run(cluster: Cluster, mode: str, *flags: str, codes: tuple[int, ...] = (0, 0, 0), **env: str) -> Process:
+    outputs = ("--summary", "s.json", "--save", "w.safetensors", "--curve", "c.csv")
+    server = cluster.server("--workers", "2", *MODES[mode], *outputs, *flags)
+    scripts = [cluster.script(rank, SCRIPT, **env) for rank in range(2)]
+    assert tuple(process.wait() for process in (*scripts, server)) == codes, server.output + scripts[0].output
+    cluster.scripts_run = scripts
+    return server
+
+
+def summary(cluster: Cluster) -> dict:
+    return json.loads((cluster.folder / "s.json").read_text())
+
+
+def total(path: Path) -> float:
+    names = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
+    return sum(tensor.double().sum().item() for name, tensor in load_file(path).items() if name in names)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MODES])
+def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mode: str) -> None:
+    """24 steps each."""
+    run(cluster, mode, EVERY="5")
+    found = summary(cluster)
+    steps = [point["step"] for point in found["curve"]]
+    assert steps == ([8, 12, 16, 20] if mode == "localsgd" else steps) and len(steps) >= 3
+    if mode == "sync":
+        assert steps == [5, 10, 15, 20] and [point["version"] for point in found["curve"]] == steps
+    by = [script.output.count("evaluates") for script in cluster.scripts_run]
+    assert by == [len(steps), 0], "one of them"
+    best = min(found["curve"], key=lambda point: point["figures"]["loss"])
+    assert found["best"] == best
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["figures"]["total"], abs=1e-12)
+    lines = (cluster.folder / "c.csv").read_text().splitlines()
+    assert lines[0] == "step,version,elapsed_s,loss,total" and len(lines) == len(steps) + 1
+
+
+def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
+    """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
+    run(cluster, "sync")
+    without = load_file(cluster.folder / "w.safetensors")
+    run(cluster, "sync", EVERY="3", SAVE=str(tmp_path / "w.pt"))
+    both = load_file(cluster.folder / "w.safetensors")
+    assert all(torch.equal(both[name], without[name]) for name in without)
+    own = torch.load(tmp_path / "w.pt")
+    assert all(torch.equal(own[name], without[name]) for name in without)
+
+
+def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> None:
+    for name, env in (("without", {}), ("with", {"EVERY": "1epoch", "PS_OUTPUT__CURVE": "c.jsonl"})):
+        script = cluster.start(name, str(SCRIPT), SAVE=str(tmp_path / name), **env)
+        assert script.wait() == 0, script.output
+    without, both = torch.load(tmp_path / "without"), torch.load(tmp_path / "with")
+    assert all(torch.equal(both[name], without[name]) for name in without)
+    points = [json.loads(line) for line in (cluster.folder / "c.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in points] == [12, 24, 36, 48]
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: str) -> None:
+    told = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))
+    done = cluster.command("launch", "-n", "2", *told, EVERY="5", FAIL="2")
+    shown = done.stdout + done.stderr
+    assert done.returncode == 1, shown
+    assert shown.count("Traceback") == 1 and shown.count("ValueError: no such metric") >= 1, shown
+    step = {"sync": 10, "localsgd": 12}[mode]
+    assert summary(cluster)["ended_by"] == f"rank 0 failed in the evaluation at step {step}: ValueError: no such metric"
+    assert (cluster.folder / "w.safetensors").exists() and "started again" not in shown
+    assert len(summary(cluster)["curve"]) == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
+    run(cluster, mode, "--stop-when", "loss < 1000", EVERY="8")
+    ended = summary(cluster)["ended_by"]
+    assert ended.startswith("stopped: loss < 1000 (run.stop_when): ") and ended.endswith(" at step 8"), ended
+    assert summary(cluster)["version"] in {"sync": (8, 9), "localsgd": (2, 3)}[mode]
+
+
+def test_patience(cluster: Cluster) -> None:
+    told = ("--patience", "2", "--eval-every", "2", "--task", "xor", "--lr", "1e-9")
+    server = cluster.server("--workers", "1", "--summary", "s.json", *told)
+    assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
+    ended, curve = summary(cluster)["ended_by"], summary(cluster)["curve"]
+    assert "in 2 evaluations (run.patience)" in ended
+    assert len(curve) <= 12 and curve[0]["step"] == 2
