@@ -75,14 +75,17 @@ def join(
     session = connect(address, rank)
     take_place(session)
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
+    batch, accumulate = samples_of(loader), accelerator.gradient_accumulation_steps
     if (share := divide(loader, session)) is not None:
-        accumulate = accelerator.gradient_accumulation_steps
-        share.go_to(session.step, 0, len(loader), samples_of(loader), accumulate)
+        share.go_to(session.step, 0, len(loader), batch, accumulate)
     step = optimizer.step
 
     def step_of_run(closure: Any = None) -> None:
-        if not session.is_done:  # the loader fetches ahead, and has a batch more
-            step(closure)
+        if session.is_done:  # the loader fetches ahead, and had a batch more
+            return
+        if accelerator.sync_gradients:
+            session.record(num_samples=batch * accumulate)
+        step(closure)
 
     optimizer.step = step_of_run
     return session

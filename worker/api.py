@@ -35,7 +35,10 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     Without an address, train alone. Waits for the server up to worker.give_up_s, then raises
     UnreachableError. Every setting can be given as PS_SECTION__KEY in the environment.
     """
-    if sys.excepthook is sys.__excepthook__:
+    if getattr(sys.excepthook, "__module__", "") in (
+        "sys",
+        "torch.distributed.distributed_c10d",
+    ):  # nobody's, or a process group's
         sys.excepthook = _explain
         watch_exit()
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)

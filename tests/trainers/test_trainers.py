@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,8 @@ class Run:
         self.address = server.event("listening")["address"]
         return server
 
-    def worker(self, name: str, rank: int) -> Forked:
-        place = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank)}
+    def worker(self, name: str, rank: int, **environ: str) -> Forked:
+        place = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank), **environ}
         argv = (str(self._folder), str(rank), self._mode, name)
         return self._zygotes[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **place)
 
@@ -84,6 +85,23 @@ def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, ca
     if mode == "sync" and (not CASES[case].dies_before or trainer in COUNTING):
         num_steps = CASES[case].num_steps
         assert [one["steps"] for one in ranks] == [num_steps] * WORKERS
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("trainer", ["on_accelerate", "on_huggingface"])
+def test_a_process_group_beside_the_run_is_refused(zygotes: Zygotes, tmp_path: Path, trainer: str):
+    """As torchrun and `accelerate launch` make one: gradients would be averaged twice, and parameters move."""
+    run = Run(zygotes, tmp_path, trainer, "sync")
+    server = run.server("plain")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [run.worker("plain", rank, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in range(WORKERS)]
+    for one in ranks:
+        assert one.wait() == 2, one.output
+        assert "a group of 2 processes of its own" in one.output and "Traceback" not in one.output
+    server.signal(signal.SIGTERM)
 
 
 def killed(run: Run, name: str) -> list[dict]:

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +33,6 @@ def run(main: Callable[[], object], log: str, environ: dict[str, str], argv: lis
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        traceback.print_exc()
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     import atexit
