@@ -1,0 +1,138 @@
+"""What a script remembers counts with its contribution, and goes to the process that takes its rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core.events import Identity
+from paramserver.ps.engine.states import States
+
+from ..streams import LARGE, Server, Worker, served, turns
+
+
+def tell(worker: Worker, body: bytes, size: int = 3, **fields: Any) -> None:
+    for offset in range(0, len(body), size):
+        told = {"num_bytes": len(body), "offset": offset, "piece": body[offset : offset + size], **fields}
+        worker.send(state=pb.State(**told))
+
+
+def contribute(worker: Worker, step: int, place: int | None = None, **fields: Any) -> None:
+    at = {} if place is None else {"place": pb.Place(step=place, local_steps=1, batches=4 * place, epoch=0)}
+    worker.contribute(step, **at, **fields)
+
+
+def begun(worker: Worker) -> tuple[int, bytes] | None:
+    """What came with the START."""
+    start = next(one.header for one in worker.stream.received if one.kind == "answer")
+    body = b"".join(one.header.piece for one in worker.stream.received if one.kind == "state")
+    return (start.began.step, body) if start.HasField("began") else None
+
+
+async def replaced(server: Server, rank: int) -> Worker:
+    worker = Worker(server, rank)
+    await worker.join()
+    await server.settle()
+    return worker
+
+
+@served(workers=1)
+async def test_the_next_process_begins_where_the_last_contribution_that_counts_did(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    assert begun(worker) is None
+    tell(worker, b"at the beginning")
+    contribute(worker, 1, 0)
+    await server.settle()
+    assert begun(await replaced(server, 0)) == (0, b"at the beginning")
+    worker = await replaced(server, 0)
+    tell(worker, b"then", 2)
+    contribute(worker, 2, 1, base_version=1)
+    await server.settle()
+    contribute(worker, 3, 2, base_version=2)  # the same as before: only its place is said
+    await server.settle()
+    tell(worker, b"never mind")  # dies before its contribution
+    await turns()
+    assert begun(await replaced(server, 0)) == (2, b"then")
+    worker = await replaced(server, 0)
+    contribute(worker, 4, base_version=3)  # a script that remembers nothing any more
+    await server.settle()
+    assert begun(await replaced(server, 0)) is None
+
+
+@served(workers=2)
+async def test_what_was_dropped_or_refused_is_not_remembered(server: Server) -> None:
+    worker, other = await server.workers(2)
+    tell(worker, b"one")
+    contribute(worker, 1, 0)
+    contribute(other, 1)
+    await server.settle()
+    tell(worker, b"two")
+    contribute(worker, 2, 1, base_version=0)  # its round has closed
+    await server.settle()
+    assert worker.outcomes == ["START", "APPLIED", "DROPPED"]
+    assert begun(await replaced(server, 0)) == (0, b"one")
+
+
+@served(LARGE, workers=1)
+async def test_it_may_come_between_the_pieces_of_a_body(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    worker.begin()
+    worker.piece(0, 200_000)
+    tell(worker, b"state")
+    worker.send(contribution=pb.Contribution(
+        step=1, num_samples=1, wants_weights=True, body_bytes=400_000, place=pb.Place(step=0, local_steps=1)
+    ))  # fmt: skip
+    worker.piece(200_000, 200_000)
+    await server.settle()
+    assert begun(await replaced(server, 0)) == (0, b"state")
+    server.check_no_memory_is_kept()
+
+
+WRONG = [
+    {"offset": 7},
+    {"num_bytes": 4},
+    {"num_bytes": 2**40},
+    {"piece": b"much more than was said to come"},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_pieces_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
+    @served(workers=1)
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        tell(worker, b"sound", **fields)
+        contribute(worker, 1, 0)
+        await server.settle()
+        assert await worker.end() == ("LIMIT_EXCEEDED" if fields.get("num_bytes") == 2**40 else "BAD_REQUEST")
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@served(workers=1)
+async def test_a_contribution_before_all_of_it_is_refused(server: Server) -> None:
+    (worker,) = await server.workers(1)
+    worker.send(state=pb.State(num_bytes=9, piece=b"half"))
+    contribute(worker, 1, 0)
+    assert await worker.end() == "BAD_REQUEST"
+
+
+def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
+    """In a round that is open one contribution more counts than a version holds."""
+    states = States()
+    for number in range(1, 6):
+        states.stage(Identity(0, 1, number), {"step": number - 1}, b"%d" % number if number % 2 else None)
+        states.counted(Identity(0, 1, number), num_committed=number - 1)
+        assert len(states._of_rank[0]) <= 2
+    assert states.saved({0: 4, 1: 3}) == {0: ({"step": 3}, b"3")}
+    assert states.at(0, 5) == ({"step": 4}, b"5")
+    restored = States()
+    restored.restore({0: 4}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
+    assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
+    restored.stage(Identity(0, 2, 5), {"step": 4}, None)
+    restored.withdraw(0, 2)
+    restored.counted(Identity(0, 3, 5), 5)
+    assert restored.at(0, 5) is None
