@@ -31,6 +31,7 @@ with paramserver.connect() as session:  # 1: the run, its server found in the en
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     optimizer = session.optimizer(model, optimizer)  # 2: step() now does what the run's mode needs
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=200, gamma=0.3)
+    session.state(scheduler=scheduler)  # optional: it goes on where it was when this worker is replaced or resumed
     # 3: this rank's share; 12 epochs, unless the run says otherwise (--epochs, --steps)
     for x, y in session.shard(TensorDataset(images[train], labels[train]), batch_size=32, epochs=12):
         loss = F.cross_entropy(model(x), y)

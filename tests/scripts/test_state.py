@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paramserver.tests.loopback.conftest import Cluster, Process
 
@@ -16,15 +17,23 @@ slow = pytest.mark.slow
 
 
 class Job:
-    """Workers of a script in sync, who go on only together."""
+    """Workers of a script, who go on only together."""
 
     def __init__(
-        self, cluster: Cluster, name: str, script: Path, *flags: str, steps: int, workers: int = 2, **env: str
+        self,
+        cluster: Cluster,
+        name: str,
+        script: Path,
+        *flags: str,
+        steps: int,
+        workers: int = 2,
+        mode: str = "sync",
+        **env: str,
     ) -> None:
         self.cluster, self.name, self.script, self.env = cluster, name, script, env
         self.out = [cluster.folder / f"{name}{rank}.pt" for rank in range(workers)]
         self.server = cluster.server(
-            "--mode", "sync", "--workers", str(workers), "--set", f"policy.min_workers={workers}",
+            "--mode", mode, "--workers", str(workers), "--set", f"policy.min_workers={workers}",
             "--steps", str(steps), "--checkpoint-dir", name, "--checkpoint-every", "5", *flags,
         )  # fmt: skip
         self.ranks = [self.start(rank, **env) for rank in range(workers)]
@@ -118,3 +127,47 @@ def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     assert begun(resumed.ranks[1])[0] > step
     for rank in range(2):
         same(resumed.out[rank], whole.out[rank])
+
+
+@slow
+def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) -> None:
+    """As it stands, but seeded, and with a shorter schedule; killed wherever it happens to be."""
+    script = cluster.folder / "own_script.py"
+    example = Path(__file__).parents[2] / "examples" / "own_script.py"
+    text = example.read_text().replace("step_size=200", "step_size=20")
+    script.write_text(text.replace("model = ", "torch.manual_seed(0)\nmodel = "))
+    flags = ("--set", "server.shared_memory=false")
+    whole = Job(cluster, "whole", script, *flags, "--save", "whole.safetensors", steps=90)
+    whole.end()
+    killed = Job(cluster, "killed", script, *flags, steps=90)
+    killed.has_snapshot(15)
+    killed.kill(killed.ranks[1])
+    killed.server.until(lambda: bool(killed.server.events("left")), "leave")
+    killed.ranks[1] = killed.start(1)
+    killed.has_snapshot(45)
+    killed.kill()
+    resumed = Job(cluster, "killed", script, *flags, "--save", "killed.safetensors", steps=90)
+    resumed.end()
+    found, wanted = (load_file(cluster.folder / f"{name}.safetensors") for name in ("killed", "whole"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@slow
+@pytest.mark.parametrize("mode", ["async", "localsgd"])
+def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: str) -> None:
+    """One worker is replaced, then everyone and the server are killed: each has taken each of its steps once."""
+    steps, gate = 44, cluster.folder / "go"
+    flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.pipelined=true")
+    whole = Job(cluster, "whole", EPOCHS, *flags, mode=mode, steps=steps)
+    whole.end()
+    killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13")
+    killed.at_the_gate()
+    killed.replace(1, gate)
+    killed.has_snapshot(2 if mode == "localsgd" else 20)
+    killed.kill()
+    resumed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps)
+    resumed.end()
+    for rank in range(2):
+        found, wanted = torch.load(resumed.out[rank]), torch.load(whole.out[rank])
+        assert found["lr"] == wanted["lr"]
+        assert found["ema"]["n_averaged"] == wanted["ema"]["n_averaged"] == steps

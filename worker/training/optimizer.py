@@ -45,7 +45,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._strategy = strategy
         self._slowdown = slowdown
         self._tables = tables
-        self._inner = inner
+        self.inner = inner  # where the server steps, without state
         self._steps_here = strategy.source == "weights"  # otherwise the server steps
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
@@ -66,7 +66,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """The same dicts, not copies: what a scheduler changes here, the inner optimizer sees."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _before_inner_step(self, *_: Any) -> None:
         if not self._is_stepping:
@@ -97,7 +97,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
                     "they begin anew, with ps-server --checkpoint-dir it goes on with them",
                 )
             state_dict = {**state_dict, "state": {}}
-        self._inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(state_dict)
 
     @property
     def progress(self) -> Progress:
@@ -190,10 +190,10 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self._steps_here:
             self._is_stepping = True
             try:
-                return self._inner.step(closure)
+                return self.inner.step(closure)
             finally:
                 self._is_stepping = False
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
         if closure is None:
             return None
         with torch.enable_grad():

@@ -120,6 +120,10 @@ class RemoteSession(Session):
             self._strategy.leave(Goodbye(self.figures, finished=True), is_interrupted=False)
             raise
 
+    def state(self, *, rng: bool = False, **objects: Any) -> None:
+        inner = self._optimizer.inner if self._optimizer is not None else None
+        super().state(rng=rng, **{name: inner if one is self._optimizer else one for name, one in objects.items()})
+
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._optimizer is None:
             raise too_early()

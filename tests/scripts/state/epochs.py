@@ -32,7 +32,9 @@ with paramserver.connect() as session:
     by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    session.state(by_step=by_step, by_epoch=by_epoch, plateau=plateau, ema=ema, noise=noise, rng=True)
+    session.state(
+        by_step=by_step, by_epoch=by_epoch, plateau=plateau, optimizer=optimizer, ema=ema, noise=noise, rng=True
+    )
     print(f"resumed {session.resumed} at {session.step} in {session.epoch}", flush=True)
     num_batches, told = 0, []
     for epoch in session.epochs(5):
