@@ -132,6 +132,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self.progress.took_step():
             if self.progress.is_replaying:
                 self.memory.replayed()
+                self._evaluation.is_due(self.progress, self.taken)  # what was due then is over
                 self._begin_anew()
             else:
                 self._contribute()
