@@ -30,7 +30,7 @@ from .conversation import interrupts
 if TYPE_CHECKING:
     import torch
 
-    from .api import Session
+    from .conversation.messages import Settings
     from .tasks.base import Task
 
 _HELP = """Train a task on this machine, as one worker of a run.
@@ -59,6 +59,10 @@ def work(
     """Train a task on this machine, as one worker of a run."""
     resolved = resolve(config, flags, sets, print_config, is_worker=True)
     alone = [flag_name(key, info) for key, (info, flag) in flags_of(WORKER).items() if flag.is_for_alone and flags[key]]
+    if resolved.config.worker.evaluate:
+        alone = [name for name in alone if name != "--eval-every"]
+        if resolved.config.worker.server == "none":
+            raise UsageError("--evaluate without a server: there is no run to evaluate", fix="--server HOST:PORT")
     if alone and resolved.config.worker.server != "none":
         raise UsageError(
             f"{', '.join(alone)}: with a server this is the server's",
@@ -94,23 +98,31 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
+    from .conversation.spare import Spare
     from .tensors.transfer import named_tensors
     from .trainer import choose_device, train
     from .training.alone import AloneSession, reporting, write_alone
+    from .training.tasks.spare import evaluate_for
 
     config: Config = resolved.config
     without_compiler()
     device = choose_device(local_device(config.worker.device, config.worker.local_rank, torch.cuda.device_count()))
     if config.worker.threads is not None:
         torch.set_num_threads(config.worker.threads)
-    for path in (config.output.save, config.output.summary):
+    for path in (config.output.save, config.output.summary, config.output.curve):
         if path is not None and config.worker.server == "none":
             check_writable(path)
     say = get_logger().info if config.log.format == "text" else None  # programs hear it from the server
     try:
+        if config.worker.evaluate:
+            spare = Spare(config)
+            count = evaluate_for(spare, _load_task(resolved, spare.settings, device), device, config.run.eval_every)
+            get_logger().info("run_over", evaluations=count)
+            spare.close()
+            return
         session = open_session(config, overlap=True)
         with session:
-            task = _load_task(resolved, session, device)
+            task = _load_task(resolved, session.settings, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             own: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
@@ -132,11 +144,11 @@ def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
     return f"cuda:{local_rank % num_devices}"
 
 
-def _load_task(resolved: Resolved, session: Session, device: torch.device) -> Task:
+def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> Task:
     """The worker's own task if it was given one, otherwise the built-in one the server names."""
     from .training.tasks.loading import load_task
 
-    own, settings = resolved.config.task, session.settings
+    own = resolved.config.task
     if resolved.was_set("task.name"):
         name, args = own.name, own.args
     elif settings.task:

@@ -52,7 +52,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 }
 
 # Files and directories of which each mode has its own where several run.
-_OWN_PATHS = ("output.save", "output.history", "checkpoint.dir")
+_OWN_PATHS = ("output.save", "output.history", "output.curve", "output.best_weights", "checkpoint.dir")
 # Beside the launcher's own, what a script is told with its place or decides itself.
 _NOT_FOR_SCRIPTS = ("optimizer.", "train.", "loader.", "output.", "worker.rank", "worker.server", "run.workers")
 
@@ -222,6 +222,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         settings["run.steps"] = config.run.task_steps
     if config.output.summary and (several or machine.spans_hosts):
         settings["output.summary"] = None  # the launcher writes it: one for all runs, or here
+    if several and own["output.best_weights"] is None:  # beside the weights, of each mode its own
+        own["output.best_weights"] = own_path(config.output.best, mode, len(request.modes))
     if several:  # what else a run leaves goes to its own place
         settings |= {key: path for key, path in own.items() if path}
     if mode == SINGLE:

@@ -84,7 +84,9 @@ class Run:
                 found = self._joined(event)
             case events.HeartBegan(process=process, evaluates=evaluates):
                 self.roster.hearts[process] += 1
-                self.roster.spares |= {process} if evaluates else set()
+                if evaluates:
+                    self.roster.spares.add(process)
+                    found = [Log("info", "spare", {"meaning": "a process that does not train evaluates"})]
             case events.FiguresTold():
                 found = self._told_figures(event)
             case events.HeartStopped(process=process):

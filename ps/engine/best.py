@@ -23,6 +23,10 @@ class Best:
     def __init__(self, config: Config, model: Model, tensors: TensorThread) -> None:
         self._mode, self._model, self._tensors = config.run.mode, model, tensors
         self._path = config.output.best if config.server.shards == 1 else None
+        if config.server.shards > 1 and config.server.shard == 0 and config.run.eval_every and config.output.best:
+            log.warning(
+                "no_best_weights", reason="the model is divided among shards: figures are kept, weights are not"
+            )
         self._kept: dict[int, torch.Tensor] = {}  # by version, uint8 [total_bytes]
         self._writer: ThreadPoolExecutor | None = None
 

@@ -19,7 +19,7 @@ MODES = {
     "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
     "averaging": ("--mode", "localsgd", "--local-steps", "2", "--pipelined"),
 }
-SLOW = ("pipelined", "averaging", "async")
+SLOW = ("pipelined", "averaging", "async", "localsgd")
 
 
 def run(cluster: Cluster, mode: str, *flags: str, codes: tuple[int, ...] = (0, 0, 0), **env: str) -> Process:
@@ -107,3 +107,60 @@ def test_patience(cluster: Cluster) -> None:
     ended, curve = summary(cluster)["ended_by"], summary(cluster)["curve"]
     assert "in 2 evaluations (run.patience)" in ended
     assert len(curve) <= 12 and curve[0]["step"] == 2
+
+
+TASK = ("--task", f"{SCRIPT.with_name('fragile.py')}:Fragile")
+
+
+def with_spare(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Process, Process]:
+    outputs = ("--summary", "s.json", "--save", "w.safetensors")
+    server = cluster.server("--workers", "1", "--steps", "60", *outputs, *flags, *TASK)
+    spare = cluster.start(
+        "spare",
+        "-m",
+        "paramserver.worker",
+        "--evaluate",
+        "--server",
+        cluster.address,
+        "--eval-every",
+        "5",
+        *TASK,
+        **env,
+    )
+    server.event("spare")
+    worker = cluster.worker(0, "--set", "slowdown.base_s=0.05", *TASK)
+    return server, spare, worker
+
+
+def test_a_spare_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
+    server, spare, worker = with_spare(cluster, "--eval-every", "5")
+    assert [worker.wait(), server.wait(), spare.wait()] == [0, 0, 0], server.output + spare.output
+    found = summary(cluster)
+    versions = [event["version"] for event in spare.events("evaluated")]
+    assert len(versions) >= 3 and set(versions) <= {point["version"] for point in found["curve"]}
+    assert {point["version"] for point in found["curve"]} - set(versions) <= {5, 10, 15, 20, 60}, "before it was there"
+    assert found["best"]["version"] == min(found["curve"], key=lambda point: point["figures"]["loss"])["version"]
+    weights = load_file(cluster.folder / "best.safetensors").values()
+    assert sum(one.double().sum().item() for one in weights) == pytest.approx(found["best"]["figures"]["total"])
+
+
+@pytest.mark.slow
+def test_a_spare_that_fails_fails_the_run(cluster: Cluster) -> None:
+    server, spare, worker = with_spare(cluster, FAIL="1")
+    assert [spare.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + spare.output
+    assert spare.output.count("Traceback") == 1
+    assert summary(cluster)["ended_by"].startswith("the spare evaluator failed in the evaluation at step ")
+    assert (cluster.folder / "w.safetensors").exists() and summary(cluster)["version"] < 60
+
+
+@pytest.mark.slow
+def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Cluster) -> None:
+    """40 samples in batches of 10: 4 steps an epoch. The curve goes on after a resume, without what came after the
+    last snapshot, which is of the final weights before they were evaluated."""
+    kept = ("--workers", "1", "--stop-when", "loss < -1", "--checkpoint-dir", "snapshots", "--batch-size", "10", *TASK)
+    outputs = ("--summary", "s.json", "--curve", "c.jsonl")
+    for total_epochs, steps in (("2", [4, 8]), ("4", [4, 12, 16])):
+        server = cluster.server(*kept, *outputs, "--epochs", total_epochs)
+        assert [cluster.worker(0, *TASK).wait(), server.wait()] == [0, 0], server.output
+        assert [point["step"] for point in summary(cluster)["curve"]] == steps
+        assert len((cluster.folder / "c.jsonl").read_text().splitlines()) == len(steps)

@@ -35,7 +35,7 @@ def summary(cluster: Cluster) -> dict:
 
 
 @pytest.mark.parametrize(
-    "mode", ["sync", "localsgd", *(pytest.param(m, marks=pytest.mark.slow) for m in ("async", "ssp"))]
+    "mode", ["localsgd", *(pytest.param(m, marks=pytest.mark.slow) for m in ("sync", "async", "ssp"))]
 )
 def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluster, mode: str) -> None:
     """40 samples, two workers, batches of 4: 5 steps an epoch. In localsgd no step is lost that a round has not."""

@@ -193,6 +193,38 @@ class Client:
         """Fetch weights beside the stream, piece by piece. Returns their version."""
         return self._pull(pb.PullRequest(averaged=averaged), lambda _: write)
 
+    def pull_to_evaluate(self, num_bytes: int, write: Callable[[int, memoryview], None]) -> tuple[int, set[str]]:
+        """Fetch weights that Figures will follow for. Their version and the names of the tensors, of which nothing is
+        written where they are not of `num_bytes`."""
+        found: list[pb.Snapshot] = []
+
+        def begin(announced: int) -> Callable[[int, memoryview], None]:
+            return write if announced == num_bytes else lambda offset, data: None
+
+        version = self._pull(pb.PullRequest(keep=True), begin, found.append)
+        return version, {spec.name for spec in found[0].tensors}
+
+    def status(self) -> pb.StatusReply:
+        """Where the run stands."""
+        ask = self._channel.unary_unary(
+            f"/{SERVICE}/Status",
+            request_serializer=pb.StatusRequest.SerializeToString,
+            response_deserializer=pb.StatusReply.FromString,
+        )
+        try:
+            return ask(pb.StatusRequest(), timeout=_STATUS_S, metadata=self._credentials.metadata)
+        except grpc.RpcError as error:
+            raise _translate(error) from None
+
+    def beat(self, beats: Iterator[bytes]) -> Iterator[bool]:
+        """Signs of life of a process that evaluates; after each whether the run is over."""
+        pulses = self._channel.stream_stream(f"/{SERVICE}/Heartbeat", response_deserializer=pb.Pulse.FromString)
+        try:
+            for pulse in pulses(beats, metadata=self._credentials.metadata):
+                yield pulse.is_gone
+        except (grpc.RpcError, ValueError) as error:  # the channel was closed
+            raise Lost(f"{type(error).__name__}") from None
+
     def pull_optimizer(self) -> bytes:
         """What the server's optimizer remembers, as a safetensors file."""
         body = bytearray()
@@ -204,12 +236,18 @@ class Client:
         self._pull(pb.PullRequest(optimizer=True), begin)
         return bytes(body)
 
-    def _pull(self, request: pb.PullRequest, begin: Callable[[int], Callable[[int, memoryview], None]]) -> int:
+    def _pull(
+        self,
+        request: pb.PullRequest,
+        begin: Callable[[int], Callable[[int, memoryview], None]],
+        announced: Callable[[pb.Snapshot], object] = lambda _: None,
+    ) -> int:
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
             request, timeout=_PULL_S, metadata=self._credentials.metadata
         )
         first = _next_of(call)
         snapshot = first.of(pb.Snapshot)
+        announced(snapshot)
         write = begin(snapshot.body_bytes)
         _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call))
         return snapshot.version

@@ -118,6 +118,14 @@ def beat_bytes(progress: Progress) -> bytes:
     return pb.Beat(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
 
 
+def spare_beat(process: str, figures: dict[str, Any] | None) -> bytes:
+    """Of a process that evaluates; `figures`: the fields of Figures."""
+    beat = pb.Beat(process=process, evaluates=True)
+    if figures is not None:
+        beat.figures.MergeFrom(pb.Figures(**figures))
+    return beat.SerializeToString()
+
+
 def model_message(layout: Layout, optimizer: OptimizerSpec, answer_codec: str) -> pb.Model:
     """Without what a lane has to offer."""
     return pb.Model(

@@ -1,0 +1,102 @@
+"""A process that evaluates and does not train, as it talks to the server: beats with figures, weights of a version."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
+from ..session import Retry
+from ..tensors.staged import make_transfer
+from ..tensors.transfer import ModelTensors
+from .client import Client, Lost
+from .interrupts import sleep
+from .messages import Settings, read_settings, spare_beat
+from .security import worker_credentials
+
+log = get_logger()
+
+_BEAT_S = 0.25
+_HEARD_S = 10.0  # within which the server is to take a failure
+
+
+class Spare:
+    """Joined to nothing: workers of the run need not evaluate while its beats come. Raises UnreachableError."""
+
+    def __init__(self, config: Config) -> None:
+        self._client = Client(config.worker.server, worker_credentials(config))
+        self._retry = Retry(config.worker.server, config.worker.give_up_s)
+        self._process = secrets.token_hex(8)
+        self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._heard = threading.Semaphore(0)  # pulses
+        self._was_there = False
+        self.is_over = False
+        self.settings: Settings = self.look()[0]
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def look(self) -> tuple[Settings, int, int]:
+        """Settings of the run, training steps of its slowest worker, version. A server that was there and is gone has
+        ended."""
+        while True:
+            try:
+                status = self._client.status()
+            except Lost as lost:
+                if self._was_there and (self.is_over or self._retry.num_failures > 4):
+                    self.is_over = True
+                    return self.settings, 0, 0
+                sleep(self._retry.failed(time.monotonic(), str(lost)))
+                continue
+            self._retry.reached()
+            self._was_there = True
+            return read_settings(status.settings), status.step, status.version
+
+    def pull(self, model: ModelTensors) -> int | None:
+        """The weights of the newest version are in the model; which that is. None: they cannot be had now. UsageError
+        where the run has another model."""
+        transfer = make_transfer(model)
+        try:
+            version, names = self._client.pull_to_evaluate(model.layout.total_bytes, transfer.write)
+        except Lost:
+            return None
+        if (own := {spec.name for spec in model.layout.specs}) != names:
+            is_part = any(name.endswith("]") for name in names - own)
+            told = "are divided among server shards" if is_part else "are of another model"
+            fix = "let a worker evaluate" if is_part else "give it the workers' --task and task.args"
+            raise UsageError(f"the run's weights {told}: a spare evaluator cannot load them", fix=fix)
+        transfer.finish_write(model.layout.total_bytes)
+        return version
+
+    def tell(self, version: int, step: int, **said: Any) -> None:
+        """Figures of a version, or its failure, which has been heard when this returns."""
+        self._said.put({"version": version, "step": step, **said})
+        if said.get("failure"):
+            for _ in range(2):  # the pulse to this beat, or to one before it and then this
+                self._heard.acquire(timeout=_HEARD_S)
+
+    def _beat(self) -> None:
+        while not self.is_over:
+            try:
+                for is_over in self._client.beat(self._beats()):
+                    self.is_over |= is_over
+                    self._heard.release()
+            except Lost:
+                time.sleep(_BEAT_S)
+
+    def _beats(self) -> Iterator[bytes]:
+        figures: dict[str, Any] | None = None
+        while not self.is_over:
+            yield spare_beat(self._process, figures)
+            try:
+                figures = self._said.get(timeout=_BEAT_S)
+            except queue.Empty:
+                figures = None
+
+    def close(self) -> None:
+        self.is_over = True
+        self._client.close()
