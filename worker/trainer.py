@@ -55,10 +55,8 @@ def train(
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
-    batches, stepper = (
-        session.shard(data, batch_size, **(loader or {})),
-        Stepper(session, task, model, optimizer, device),
-    )
+    batches = session.shard(data, batch_size, **_options(task, data, loader))
+    stepper = Stepper(session, task, model, optimizer, device)
     for batch in _checked(batches):
         loss = stepper.add(batches, batch)
         num_batches += 1
@@ -75,6 +73,14 @@ def train(
             figures["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
         session.report(**figures)
     return model, wall_s
+
+
+def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, Any]:
+    """What the data are loaded with: with a sampler where the task has one."""
+    if not callable(make := getattr(task, "sampler", None)):
+        return dict(loader or {})
+    with user_code():
+        return {**(loader or {}), "sampler": make(data)}
 
 
 def _checked(batches: Any) -> Any:

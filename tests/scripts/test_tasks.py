@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from paramserver.tests.loopback.conftest import Cluster
-from paramserver.tests.scripts.tasks.double import NUM_SAMPLES, Double
+from paramserver.tests.scripts.tasks.double import NUM_SAMPLES, Double, Weighted
 
 FILE = Path(__file__).parent / "tasks" / "double.py"
 STEPS, ACCUMULATE, WARMUP, LR, MIN_LR, SEED = 12, 3, 4, 0.03, 0.001, 3
@@ -22,7 +22,15 @@ RUN = ("--steps", str(STEPS), "--seed", str(SEED), "--optimizer", "adamw", "--lr
 TASK = ("--task", f"{FILE}:Double")
 
 
-def plain(union: int, accumulate: int) -> dict[str, torch.Tensor]:
+def order_of(name: str, epoch: int) -> torch.Tensor:
+    """Of the samples: all three draw from torch's generator, seeded by the run's seed and the epoch."""
+    torch.manual_seed(SEED + epoch)
+    if name == "Weighted":
+        return torch.tensor(list(Weighted().sampler(Weighted().train)))
+    return torch.randperm(NUM_SAMPLES)
+
+
+def plain(union: int, accumulate: int, name: str = "Double") -> dict[str, torch.Tensor]:
     """Steps over batches of `union` samples; the gradient of a step is that of the mean over all of its samples."""
     task, data = Double(), Double().train.tensors
     torch.manual_seed(SEED)
@@ -35,7 +43,7 @@ def plain(union: int, accumulate: int) -> dict[str, torch.Tensor]:
             CosineAnnealingLR(optimizer, STEPS - WARMUP, MIN_LR),
         ]
         scheduler = SequentialLR(optimizer, parts, [WARMUP])
-    order = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)) for epoch in range(20)]
+    order = [order_of(name, epoch) for epoch in range(20)]
     batches = iter([rows for one in order for rows in one.split(union)])
     for _ in range(STEPS):
         rows = torch.cat([next(batches) for _ in range(accumulate)])
@@ -52,17 +60,21 @@ def check(path: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
-def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["Streamed", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Double", "Weighted"))]
+)
+def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    """In the middle of an accumulating, scheduled run: the weights are those of a plain loop."""
     flags = ("--workers", "2", "--batch-size", "4", *RUN, "--accumulate", str(ACCUMULATE), "--save", "w.safetensors")
     kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "1")
-    slow = ("--set", "slowdown.base_s=0.05")
+    own = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.05")
     server = cluster.server(*flags, *kept)
-    workers = [cluster.worker(0, *TASK, *slow), cluster.worker(1, *TASK, "--loader-workers", "1", *slow)]
+    workers = [cluster.worker(0, *own), cluster.worker(1, *own, "--loader-workers", "1")]
     server.until(lambda: any(5 <= one["step"] < STEPS for one in server.events("status")), "five steps")
     server.signal(signal.SIGKILL)
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
     assert [one.wait() for one in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
-    check(tmp_path / "w.safetensors", plain(8, ACCUMULATE))
+    check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
 
 
 @pytest.mark.slow

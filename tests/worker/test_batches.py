@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
@@ -87,11 +87,18 @@ def test_two_loops_side_by_side_are_at_one_place() -> None:
     assert run._taken.place == 4
 
 
-@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
-def test_a_sampler_of_ones_own_is_refused_with_what_to_use(name: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_sampler": [[0], [1]]}, "cannot follow a batch_sampler of yours"),
+        ({"sampler": DistributedSampler(range(10), 2, 0)}, "divides the data itself, and so does a DistributedSampler"),
+        ({"sampler": iter([1, 2])}, "list_iterator has no length"),
+    ],
+)
+def test_what_divides_by_itself_is_refused_with_what_to_use(options: dict, said: str) -> None:
     run, _, _ = session(steps=1)
-    with pytest.raises(UsageError, match=f"cannot follow a {name} of yours") as refused:
-        run.shard(data(), batch_size=4, **{name: [0, 1]})
+    with pytest.raises(UsageError, match=said) as refused:
+        run.shard(data(), batch_size=4, **options)
     assert refused.value.fix
 
 

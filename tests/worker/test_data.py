@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 from paramserver.common.errors import ParamServerError
 from paramserver.worker.training.data import Shares, sharded_batches, to_device
@@ -36,13 +36,6 @@ class Slow(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.loaded.append(index)
         return self._inner[index]
-
-
-class Endless(IterableDataset):
-    """Samples that come, and nobody knows how many."""
-
-    def __iter__(self) -> Any:
-        return iter([torch.zeros(1)])
 
 
 def batches(
@@ -128,11 +121,6 @@ def test_a_last_batch_that_is_not_full_is_left_out_for_all_or_none() -> None:
 def test_too_few_samples_for_the_workers_are_a_sentence(num_samples: int, options: dict, said: str) -> None:
     with pytest.raises(ParamServerError, match=said):
         batches(tensors_of(num_samples), 1, workers=2, **options)
-
-
-def test_what_has_no_length_cannot_be_divided() -> None:
-    with pytest.raises(ParamServerError, match="Endless has no length"):
-        batches(Endless(), 1)
 
 
 def test_each_epoch_has_its_own_order() -> None:

@@ -28,7 +28,9 @@ class Task(Protocol):
         """A new model. torch is seeded before the call, so equal seeds give equal weights."""
 
     def train_data(self) -> Dataset[Any]:
-        """A map-style data set; it is sharded by rank. A TensorDataset is indexed a batch at a time."""
+        """A data set; it is sharded by rank. A TensorDataset is indexed a batch at a time; of an IterableDataset every
+        rank reads all, and keeps its part. A method `sampler(dataset)`, if there is one, gives the order of the samples
+        of all ranks (torch's Sampler)."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Scalar mean loss of `batch`, which is what a DataLoader yields, on the model's device."""

@@ -12,6 +12,7 @@ import torch
 from ...common.errors import UsageError
 from ..session import Progress
 from .data import Shares, epoch_batches, sharded_batches, step_seed
+from .place.stream import check_stream
 from .place.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor
@@ -36,10 +37,18 @@ class Batches:
         self.hand = Hand()
         self._is_of: tuple[int, int | None] | None = None  # moves and epoch that `_batches` is of
         self._batches: Iterator[tuple[Any, int]] = iter(())
+        self._check()
         taken.epoch_batches = self._epoch_length  # says at once what cannot be
         self._end = self._end_of_loop()
         taken.add(self)
-        taken.num_samples = len(shares.dataset)  # type: ignore[arg-type]
+        taken.num_samples = shares.num_samples
+
+    def _check(self) -> None:
+        """UsageError for what cannot be had of a data set without a length."""
+        if self._shares.is_stream:
+            has_steps = self._progress().total_steps is not None or self._taken.length.default is not None
+            asked = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
+            check_stream(self._shares.dataset, has_steps and self._taken.epoch is None and not self._epochs, asked)
 
     def __iter__(self) -> Batches:
         if self._end is not None and self._at >= self._end:
@@ -118,6 +127,7 @@ class Batches:
     def _begin(self) -> None:
         """From this rank's place on."""
         taken = self._taken
+        self._check()
         if self._is_of is None or self._is_of[0] != taken.moves:
             self.hand.drop()
         self._is_of = taken.moves, taken.epoch
@@ -163,11 +173,9 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those for the loader. UsageError for those that `session.shard()` cannot keep to."""
-    instead = {
-        "sampler": "give session.shard() a torch.utils.data.Subset of the samples you want, or weigh them in the loss",
-        "batch_sampler": "give session.shard() batch_size=, shuffle= and drop_last=",
-    }
-    for name, fix in instead.items():
-        if options.get(name) is not None:
-            raise UsageError(f"session.shard() divides the data itself and cannot follow a {name} of yours", fix=fix)
-    return {name: value for name, value in options.items() if name not in instead}
+    if options.get("batch_sampler") is not None:
+        raise UsageError(
+            "session.shard() divides the data itself and cannot follow a batch_sampler of yours",
+            fix="give session.shard() batch_size=, drop_last= and sampler=",
+        )
+    return {name: value for name, value in options.items() if name != "batch_sampler"}

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
+from .place.stream import is_stream, share_of_few, streamed_batches
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
@@ -50,6 +52,8 @@ class Shares:
 
     `pads`: the last batches are filled up with samples from the beginning of the order, as DistributedSampler does.
     `drop_last`: a last union batch that is not full is left out.
+    `sampler`: its order instead of that permutation, drawn alike on all ranks (`draw`).
+    A data set without a length (`is_stream`) comes in its own order: every rank reads all of it and keeps its share.
     """
 
     dataset: Dataset[Any]
@@ -58,16 +62,38 @@ class Shares:
     shuffle: bool = True
     pads: bool = False
     drop_last: bool = False
+    sampler: Any = None
 
-    def num_batches(self, num_workers: int) -> int:
-        """Of every rank in an epoch. UsageError when the data set cannot be divided so."""
+    def __post_init__(self) -> None:
+        if isinstance(self.sampler, DistributedSampler):
+            raise UsageError(
+                "session.shard() divides the data itself, and so does a DistributedSampler",
+                fix="leave the sampler out, or give session.shard() the one that draws for all ranks",
+            )
+
+    @property
+    def is_stream(self) -> bool:
+        return is_stream(self.dataset)
+
+    @property
+    def num_samples(self) -> int:
+        """In an epoch; 0: nobody knows. UsageError for a sampler that does not say."""
+        if self.is_stream:
+            return 0
+        what: Any = self.dataset if self.sampler is None else self.sampler
         try:
-            num_samples = len(self.dataset)  # type: ignore[arg-type]
+            return len(what)
         except TypeError:
             raise UsageError(
-                f"{type(self.dataset).__name__} has no length, so it cannot be divided among workers",
-                fix="give session.shard() a data set with __len__ and __getitem__",
+                f"{type(what).__name__} has no length, so it cannot be divided among workers",
+                fix="give session.shard() one with __len__",
             ) from None
+
+    def num_batches(self, num_workers: int) -> int:
+        """Of every rank in an epoch; 0: nobody knows. UsageError when the data set cannot be divided so."""
+        num_samples = self.num_samples
+        if self.is_stream:
+            return 0
         union = num_workers * self.batch_size
         least = union if self.drop_last else 1 if self.pads else num_workers
         if num_samples < least:
@@ -85,19 +111,34 @@ class Shares:
         found = [(rows, len(rows)) for rows in order[index::num_workers].split(self.batch_size)][:num_batches]
         num_left = len(order) % union  # for the last step
         if num_left < num_workers and num_left and not self.drop_last:
-            # Worker i has the (i mod num_left)-th of them. Some samples are with `more`, the others with one less.
-            at_least, num_more = divmod(num_workers, num_left)
-            is_more = index % num_left < num_more
-            weight = 1 if not num_more else at_least if is_more else at_least + 1
-            place = len(order) - num_left + index % num_left
+            which, weight = share_of_few(index, num_workers, num_left)
+            place = len(order) - num_left + which
             found[num_batches - 1 :] = [(order[place : place + 1], weight)]
         return found
 
     def _order(self, epoch: int) -> torch.Tensor:
-        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        num_samples = self.num_samples
+        if self.sampler is not None:
+            order = draw(self.sampler, self.seed, epoch)
+            if len(order) != num_samples:
+                told = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {len(order)}"
+                raise UsageError(told, fix="let its __len__ be what its __iter__ gives")
+            return torch.tensor(order, dtype=torch.int64)
         if not self.shuffle:
             return torch.arange(num_samples)
         return torch.randperm(num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+
+def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
+    """What a sampler gives in an epoch: the same on all ranks, whatever each has seeded and drawn before, as long as it
+    draws from torch's generator or from one of its own that is its attribute `generator`."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+        generator.manual_seed(seed + epoch)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + epoch)
+        return [int(index) for index in sampler]
 
 
 def sharded_batches(
@@ -108,6 +149,9 @@ def sharded_batches(
     The division is asked for again at each epoch. `first` batches are skipped without being loaded, so that a worker
     that comes back goes on where its rank was.
     """
+    if shares.is_stream:
+        told = (shares.dataset, shares.batch_size, shares.seed, shares.drop_last)
+        yield from streamed_batches(*told, division, first, loader_options)
     for epoch in itertools.count():
         num_workers, index = division()
         num_batches = shares.num_batches(num_workers)

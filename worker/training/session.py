@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,6 +109,7 @@ class Session:
         pad: bool = False,
         drop_last: bool = False,
         epochs: int | None = None,
+        sampler: Iterable[int] | None = None,
         **loader_options: Any,
     ) -> Batches:
         """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
@@ -123,6 +124,11 @@ class Session:
         train on, also where the data does not divide; `pad` repeats samples instead, so that all batches are of
         one size. `loader_options` are DataLoader's. UsageError for what cannot be divided.
 
+        `sampler` gives the order of the samples of all ranks instead of `shuffle` (a WeightedRandomSampler, say). It is
+        drawn from on each rank, with torch's generator seeded alike, and told the epoch where it has `set_epoch`. A
+        data set without a length (IterableDataset) is read whole by each rank, which keeps every num_workers-th sample,
+        and read again from its beginning up to where the rank was after a resume; the run must have a number of steps.
+
         Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
         drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
@@ -130,7 +136,8 @@ class Session:
         self._say_length(progress())
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
-        shares = Shares(dataset, batch_size or self.settings.batch_size, self.settings.seed, shuffle, pad, drop_last)
+        size, seed = batch_size or self.settings.batch_size, self.settings.seed
+        shares = Shares(dataset, size, seed, shuffle, pad, drop_last, sampler)
         return Batches(shares, taken, progress, self._is_over, read_options(loader_options), epochs)
 
     def expect(self, steps: int) -> None:

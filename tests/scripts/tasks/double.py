@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 NUM_SAMPLES = 50
 
@@ -41,3 +41,21 @@ class Double:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {"loss": float(self.loss(model, data().tensors))}
+
+
+class Lines(IterableDataset):
+    """As a file of lines: one after another, each epoch in another order."""
+
+    def __iter__(self) -> Any:
+        inner = data()
+        return (inner[index] for index in torch.randperm(len(inner)).tolist())
+
+
+class Streamed(Double):
+    def train_data(self) -> Dataset:
+        return Lines()
+
+
+class Weighted(Double):
+    def sampler(self, dataset: Dataset) -> Sampler:
+        return WeightedRandomSampler(torch.arange(1.0, NUM_SAMPLES + 1), NUM_SAMPLES)

@@ -1,0 +1,132 @@
+"""A data set that only gives its samples one after another, divided among workers: every rank reads all of it, and
+keeps every W-th sample."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from ....common.errors import UsageError
+
+
+def is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]:
+    """Fewer samples are left than workers: (which of them worker `index` computes, what it weighs). Worker i has the
+    (i mod num_left)-th; some samples are then with one worker more, and weighted so that each counts once."""
+    at_least, num_more = divmod(num_workers, num_left)
+    is_more = index % num_left < num_more
+    return index % num_left, 1 if not num_more else at_least if is_more else at_least + 1
+
+
+@dataclass(frozen=True)
+class _Pass(IterableDataset[Any]):
+    """Once through a stream: batches of one rank with what each weighs, without the `first` ones, and at the end
+    (None, minus the number of batches). What the stream draws from torch's generator is the same on all ranks."""
+
+    stream: Iterable[Any]
+    seed: int
+    batch_size: int
+    num_workers: int
+    index: int
+    first: int
+    drop_last: bool
+    collate: Callable[[list[Any]], Any]
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        union, count = self.num_workers * self.batch_size, 0
+        for rows in self._unions(union):
+            if len(rows) < union and self.drop_last:
+                break
+            if count >= self.first:
+                weight, mine = 0, rows[self.index :: self.num_workers]
+                if len(rows) < self.num_workers:
+                    place, weight = share_of_few(self.index, self.num_workers, len(rows))
+                    mine = [rows[place]]
+                yield self.collate(mine), weight or len(mine)
+            count += 1
+        yield None, -count
+
+    def _unions(self, size: int) -> Iterator[list[Any]]:
+        """The samples of all workers at a step, drawn with a generator of the stream's own."""
+        own = torch.Generator().manual_seed(self.seed).get_state()
+        samples: Iterator[Any] | None = None
+        while True:
+            others = torch.get_rng_state()
+            torch.set_rng_state(own)
+            try:
+                samples = iter(self.stream) if samples is None else samples
+                rows = list(islice(samples, size))
+            finally:
+                own = torch.get_rng_state()
+                torch.set_rng_state(others)
+            if rows:
+                yield rows
+            if len(rows) < size:
+                return
+
+
+def streamed_batches(
+    stream: Any,
+    batch_size: int,
+    seed: int,
+    drop_last: bool,
+    division: Callable[[], tuple[int, int]],
+    first: int,
+    options: dict[str, Any],
+) -> Iterator[tuple[Any, int]]:
+    """As `sharded_batches`. The `first` batches are read and thrown away: nobody knows how many there are."""
+    collate = options.pop("collate_fn", None) or default_collate
+    for epoch in itertools.count():
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(epoch)
+        once = _Pass(stream, seed + epoch, batch_size, *division(), first, drop_last, collate)
+        num_batches = 0
+        generator = torch.Generator().manual_seed(seed + epoch)
+        for batch, weight in DataLoader(
+            once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
+        ):
+            if weight > 0:
+                yield batch, weight
+            else:
+                num_batches = -weight
+        if not num_batches:
+            what = "less than a batch for all workers" if drop_last else "no sample"
+            raise UsageError(
+                f"{type(stream).__name__} gave {what} in epoch {epoch} of it (from 0)",
+                fix="let each iter() of it begin anew, with enough for all workers",
+            )
+        first = max(0, first - num_batches)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def check_stream(stream: Any, has_steps: bool, options: dict[str, Any]) -> None:
+    """UsageError for what a data set without a length cannot be asked for."""
+    name = type(stream).__name__
+    if not has_steps:
+        raise UsageError(
+            f"{name} has no length: a run with it needs a number of training steps, and has none or counts epochs",
+            fix="--steps N, and one loop over session.shard(...)",
+        )
+    for option in ("pads", "sampler"):
+        if options.get(option):
+            word = {"pads": "pad"}.get(option, option)
+            raise UsageError(f"{name} has no length, and session.shard({word}=...) needs one", fix="leave it out")
+    if (options.get("num_workers") or 0) > 1:
+        raise UsageError(
+            f"{name} has no length, and {options['num_workers']} loader processes would each read all of it",
+            fix="num_workers=1 (--loader-workers 1)",
+        )
