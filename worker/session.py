@@ -52,6 +52,7 @@ class Progress:
     has_spare: bool = False  # a process that does not train evaluates
     total_steps: int | None = None  # of each worker in the run; None: its loop decides, or it is not known yet
     batches: int = 0  # of this rank's data that were behind it when it was told where to start
+    in_step: int = 0  # contributions of the training step it begins with there that count already
     is_done: bool = False
     pull_every: int = 1
     server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
@@ -118,6 +119,11 @@ class Progress:
     @property
     def is_replaying(self) -> bool:
         return self.after_replay is not None
+
+    @property
+    def is_last(self) -> bool:
+        """No other training step begins after this one."""
+        return self.is_done if self.after_replay is None else self.after_replay[2]
 
     def become(self, other: Progress) -> None:
         """Take over everything another one says; whoever holds this one sees it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -262,13 +263,14 @@ def build_optimizer(
     return cls(groups, **arguments)
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-    """The spec of a torch optimizer; `names` maps id(parameter) to its name in the model.
+def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> OptimizerSpec:
+    """The spec of torch optimizers as one with the groups of all; `names` maps id(parameter) to its name in the model.
+    Of several classes it has a name that no class has.
 
-    Raises UsageError when it optimizes tensors that are not trained parameters of the model.
+    Raises UsageError when they optimize tensors that are not trained parameters of the model, or one that another does.
     """
-    groups = []
-    for group in optimizer.param_groups:
+    groups: list[GroupSpec] = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise UsageError(
@@ -277,7 +279,18 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
                 fix="build it from model.parameters() of the model you pass to session.optimizer()",
             )
         groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
-    return OptimizerSpec(type(optimizer).__name__, tuple(groups))
+    twice = [name for name, count in Counter(name for group in groups for name in group.tensors).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"parameter '{twice[0]}' is in two parameter groups; its steps and moments would be two",
+            fix="give every parameter to one group of one optimizer",
+        )
+    return OptimizerSpec("+".join(dict.fromkeys(type(one).__name__ for one in optimizers)), tuple(groups))
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """The same of one."""
+    return describe_optimizers([optimizer], names)
 
 
 def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:

@@ -33,7 +33,7 @@ class Held:
     identity: Identity
     hyperparameters: tuple[dict[str, Any], ...] | None
     num_batches: int  # drawn for it
-    num_steps: int
+    num_steps: int  # training steps in it
     num_contributed: int  # by its process: how far the schedule is that they come from
     is_folded: bool  # False: it counts as an empty one
     scale: float
@@ -76,7 +76,7 @@ class Contributions:
             stats.loss = event.loss
         if event.data is not None and not worker.num_contributed:
             yield from self._data.told(rank, event.base_version, *event.data)
-        contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps)
+        contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps, event.part)
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.num_counted[rank], policy.version
         decisions = policy.contributed(rank, contribution, event.at)
@@ -212,12 +212,13 @@ class Contributions:
             self._started_at = at
             yield Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode})
         num_workers, index = self._division(rank)
+        in_step = policy.in_step_of(rank) if name == "START" else 0
         yield effects.Answer(
             rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0), policy.version,
             has_weights=worker.wants_weights or name != "APPLIED",
             next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
             staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
-            num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None,
+            num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None, in_step=in_step,
             steps=policy.training_steps, has_spare=bool(self._roster.spares), is_evaluated=worker.evaluates,
         )  # fmt: skip
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False

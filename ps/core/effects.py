@@ -176,6 +176,7 @@ class Answer(Fact):
     steps: int | None = None  # training steps of the run, where it has a length
     has_spare: bool = False  # a process that does not train evaluates
     is_evaluated: bool = False  # by this worker
+    in_step: int = 0  # with START: contributions that count of the training step it goes on with
 
 
 @dataclass(slots=True)

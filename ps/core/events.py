@@ -177,6 +177,7 @@ class Contributed(OfAWorker):
     data: tuple[int, int] | None = None  # of a process's first: samples of the data set, digest; 0: not known
     evaluates: bool = False  # its worker evaluates the weights of the answer
     steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
+    part: int = 0  # of a model that is stepped in parts, from 1
 
     @property
     def identity(self) -> Identity:

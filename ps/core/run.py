@@ -349,7 +349,7 @@ class Run:
             return
         was_member = rank in self.policy.members
         yield from self._perform(self.policy.left(rank, at), at)
-        if was_member and not is_goodbye and self.policy.next_local_steps(rank):
+        if was_member and not is_goodbye and not self.policy.is_through(rank):
             self._lost_at[rank] = at
         yield from self._end_if_over(at)
 
@@ -375,7 +375,7 @@ class Run:
         worker.is_finished, worker.can_evaluate = True, event.can_evaluate
         worker.waiting_since = None
         yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
-        if rank in policy.members and not self.is_closed and (policy.is_stopping or policy.next_local_steps(rank)):
+        if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self._perform(policy.finished(rank, event.at), event.at)
         if self.is_done:  # it lost its connection when it was told
@@ -471,7 +471,7 @@ class Run:
     @property
     def is_any_rank_through(self) -> bool:
         """Some rank has taken all its training steps: a script may leave then without a word."""
-        return any(self.policy.next_local_steps(rank) == 0 for rank in self.policy.num_counted)
+        return any(map(self.policy.is_through, self.policy.num_counted))
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
         """Nothing is decided any more: a round that everyone leaves is not to be closed with those who leave last."""
@@ -528,6 +528,7 @@ class Run:
                 "curve": self.curve.saved(),
                 "length": None if self.length_by is None else [self.policy.training_steps, self.options.epochs],
                 "batches": self.contributions.drawn.saved(),
+                "in_step": {str(rank): number for rank, number in self.policy.in_step.items()},
                 "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
             },
         }
@@ -541,8 +542,9 @@ class Run:
         self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
             self.policy.restore(version, saved["steps"], saved["policy"])
-            if (steps := _steps_done(saved["training"])) is not None:
+            if (steps := _by_rank(saved["training"], "steps_done")) is not None:
                 self.policy.count_from(steps)
+            self.policy.in_step = _by_rank(saved["training"], "in_step") or {}
         except Exception as error:
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
@@ -562,7 +564,7 @@ class Run:
         """It goes on from a snapshot of its end: every rank it needs has taken all its training steps."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
-        return is_complete and not any(self.policy.next_local_steps(rank) for rank in counted.keys() - self.policy.out)
+        return is_complete and all(map(self.policy.is_through, counted.keys() - self.policy.out))
 
     @property
     def is_over(self) -> bool:
@@ -587,12 +589,12 @@ class Run:
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
 
 
-def _steps_done(training: dict[str, Any]) -> dict[int, int] | None:
-    """Training steps of each rank, as `Run.saved` keeps them; None where they are not, as in older snapshots."""
-    saved = training.get("steps_done")
-    if not isinstance(saved, dict) or not all(type(steps) is int and steps >= 0 for steps in saved.values()):
+def _by_rank(training: dict[str, Any], name: str) -> dict[int, int] | None:
+    """Counts of each rank, as `Run.saved` keeps them; None where they are not, as in older snapshots."""
+    saved = training.get(name)
+    if not isinstance(saved, dict) or not all(type(count) is int and count >= 0 for count in saved.values()):
         return None
-    return {int(rank): steps for rank, steps in saved.items() if rank.isdecimal()}
+    return {int(rank): count for rank, count in saved.items() if rank.removeprefix("-").isdecimal()}
 
 
 def _stopping() -> ParamServerError:

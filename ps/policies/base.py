@@ -49,6 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 _NUM_NAMED = 8  # ranks in a sentence
+ROUNDS = -1  # in the place of a rank, where all are counted together
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Policy(ABC):
         self._offsets: dict[int, int] = {}
         self._offset = 0  # of a rank that is new
         self._too_many: dict[int, int] = {}  # training steps that a rank's open contribution does not have
+        # Of a model that is stepped in parts: contributions of each rank's newest training step; of rounds, one count.
+        self.in_step: dict[int, int] = {}
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting: set[int] = set()  # ranks with an answer pending that would reach them
         self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
@@ -159,9 +162,11 @@ class Policy(ABC):
             return
         fewest = min(self.num_counted, key=lambda rank: self.num_counted[rank])
         least = min(steps.get(rank, 0) for rank in (self.num_counted.keys() - self.out or self.num_counted))
+        if self.has_rounds:
+            self._offset = least - self.version * self.local_steps
+            return
         for rank in self.num_counted:
-            done = least if self.has_rounds else steps.get(rank, least)
-            self._offsets[rank] = done - self._rounds_done(rank) * self.local_steps
+            self._offsets[rank] = steps.get(rank, least) - self.num_counted[rank] * self.local_steps
         self._offset = self._offsets[fewest]
 
     def full_state(self) -> dict[str, Any]:
@@ -177,6 +182,8 @@ class Policy(ABC):
         new to a running job starts at the slowest live one's, so that it neither stalls the others nor
         repeats what they have done. A live rank's older process has left."""
         decisions = self.left(rank, now)
+        if rank not in self.num_counted and self.in_step and not self.has_rounds:
+            self._offsets[rank] = self.min_steps_done - self.slowest  # contributions are no training steps
         number = self.num_counted.setdefault(rank, self.slowest)
         self.members[rank] = member = Member(rank)
         self.out.discard(rank)
@@ -217,11 +224,16 @@ class Policy(ABC):
             return [Discard(rank), *self._settle(now)]
         if (refusal := self._refusal(rank, contribution.number)) is not None:
             return [Discard(rank), refusal]
-        member = self.members[rank]
-        too_many = 0 if contribution.num_steps is None else self.local_steps - contribution.num_steps
-        self._too_many[rank] = max(0, too_many)
+        if contribution.part and self.answers_before_commit:
+            told = "this mode answers contributions before they are in a version, and cannot step a model in parts"
+            return [Discard(rank), Refuse(rank, "BAD_REQUEST", told)]
+        member, counted = self.members[rank], self.num_counted[rank]
+        num_steps = None if contribution.continues else contribution.num_steps
+        self._too_many[rank] = 0 if num_steps is None else max(0, self.local_steps - num_steps)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
+        if contribution.part and not self.has_rounds and self.num_counted[rank] > counted:
+            self._stepped_part(rank, contribution.continues)
         return decisions + self._settle(now)
 
     def rejected(self, rank: int, now: float) -> list[Decision]:
@@ -261,12 +273,20 @@ class Policy(ABC):
         before = self._offsets.get(rank, self._offset)
         return self._at_most(before + self._rounds_done(rank) * self.local_steps)
 
+    def in_step_of(self, rank: int) -> int:
+        """Contributions that count of the rank's newest training step, where a step has several (a model in parts)."""
+        return self.in_step.get(ROUNDS if self.has_rounds else rank, 0)
+
+    def is_through(self, rank: int) -> bool:
+        """It has taken all its training steps. Whether the last one has more parts, only the worker knows."""
+        return not (self.next_local_steps(rank) or self.in_step_of(rank))
+
     @property
     def min_steps_done(self) -> int:
         """Training steps of the slowest live rank; when nobody is live, of the slowest there was. Asked at every
-        event: takes the same time however many are live."""
-        if not self.members:
-            return min(map(self.steps_done, self.num_counted), default=0)
+        event: takes the same time however many are live, but for a model in parts."""
+        if not self.members or (self.in_step and not self.has_rounds):
+            return min(map(self.steps_done, self.members or self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
         return self._at_most(self._offset + rounds * self.local_steps)
 
@@ -344,6 +364,17 @@ class Policy(ABC):
         self._num_open[member.rank] += 1
         self._standing.advance(member.rank, number)
         self._owe(member, Outcome.APPLIED)
+
+    def _stepped_part(self, key: int, continues: bool) -> None:
+        """A contribution of a part counts, or a round of them: one that goes on with a training step is none itself."""
+        self.in_step[key] = self.in_step.get(key, 0) + 1 if continues else 1
+        if not continues:
+            return
+        if key == ROUNDS:
+            self._offset -= self.local_steps
+            self._offsets = {rank: offset - self.local_steps for rank, offset in self._offsets.items()}
+        else:
+            self._offsets[key] = self._offsets.get(key, self._offset) - self.local_steps
 
     def _owe(self, member: Member, outcome: Outcome) -> None:
         """The member is to be answered so, as soon as it may go on."""

@@ -16,7 +16,7 @@ class Outcome(Enum):
     START = "start from these weights"
     APPLIED = "applied"
     REPEATED = "repeated: nothing folded"
-    DROPPED = "came after its round had closed: nothing folded"
+    DROPPED = "not of the open round: nothing folded"
     REJECTED = "rejected: nothing folded"
 
 
@@ -28,6 +28,12 @@ class Contribution:
     base_version: int
     num_samples: int = 1
     num_steps: int | None = None  # training steps in it; None: as many as its worker was told
+    part: int = 0  # of a model that is stepped in parts, from 1
+
+    @property
+    def continues(self) -> bool:
+        """It belongs to the training step of the rank's contribution before, which was of another part."""
+        return self.part > 0 and self.num_steps == 0
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refuse:
-    """End this worker's call: `kind` is NOT_JOINED or STEP_GAP."""
+    """End this worker's call: `kind` is a Reason of the proto."""
 
     rank: int
-    kind: Literal["NOT_JOINED", "STEP_GAP"]
+    kind: Literal["NOT_JOINED", "STEP_GAP", "BAD_REQUEST"]
     reason: str
 
 

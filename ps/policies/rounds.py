@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from pydantic import Field
 
 from ...common.config.option import Section
-from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .base import ROUNDS, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
 from .rules import RoundRule
 
 
@@ -44,12 +44,18 @@ class RoundPolicy(Policy):
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
+        self._part, self._continues = 0, False  # of the model, that its contributions are of; of a training step
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        if contribution.base_version != self.version:
+        is_of_round = contribution.base_version == self.version and contribution.part == (
+            self._part if self._weights else contribution.part
+        )
+        if not is_of_round:
             self._owe(member, Outcome.DROPPED)  # answered by _settle, so not while training holds
             return [Discard(member.rank)]
         self._count(member)
+        self._continues = contribution.continues and (self._continues or not self._weights)
+        self._part = contribution.part
         self._weights[member.rank] = self._weight(contribution)
         self._is_missing_no_more(member.rank)
         if self._opened_at is None:
@@ -116,6 +122,8 @@ class RoundPolicy(Policy):
         if reason is None:
             return []
         commit = self._commit(tuple(rank for rank in self._order if rank in self._weights), reason)
+        if self._part:
+            self._stepped_part(ROUNDS, self._continues)
         self._order, self._missing = sorted(self.members), sorted(self.members)
         self._num_sorted, self._num_folded = len(self._order), 0
         self._weights, self._opened_at = {}, None

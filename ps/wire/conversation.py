@@ -168,6 +168,7 @@ class Delivery:
                 steps=said.steps or 0,
                 began=pb.Place(**kept.place) if kept is not None else None,
                 spare=said.has_spare,
+                in_step=said.in_step,
             )
             return pb.ServerMessage(answer=answer)
 

@@ -217,6 +217,7 @@ class Intake:
             (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
             evaluates=header.evaluates,
             steps=header.data.steps,
+            part=header.part,
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}

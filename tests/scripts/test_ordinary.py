@@ -23,13 +23,13 @@ STEPS = {"epochs": 48, "language_model": 12, "fine_tuning": 15, "sparse": 10, "c
 FIRST = ("language_model",)
 
 
-def plain(script: str, folder: Path, **more: str) -> dict[str, torch.Tensor]:
+def plain(script: str, folder: Path, here: Path = HERE, **more: str) -> dict[str, torch.Tensor]:
     """By one process, without a server, of the union batch."""
     out = folder / "plain.pt"
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
     environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "OMP_NUM_THREADS": "1", **more}
     done = subprocess.run(
-        [sys.executable, str(HERE / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, str(here / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return torch.load(out)

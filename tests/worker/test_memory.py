@@ -18,10 +18,13 @@ from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig, SlowdownConfig
 from paramserver.common.errors import UsageError
-from paramserver.worker.session import Place, Progress
+from paramserver.worker.session import Length, Place, Progress
 from paramserver.worker.tensors.packed import pack, unpack
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.place.memory import Memory
+from paramserver.worker.training.place.steps import Steps
+from paramserver.worker.training.place.taken import Taken
 from paramserver.worker.training.session import Session
 from paramserver.worker.training.slowdown import Slowdown
 
@@ -83,11 +86,13 @@ class OneSession(Session):
         self.settings = SimpleNamespace(batch_size=4, seed=0)  # type: ignore[assignment]
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
         self.strategy = strategy
-        self.opt = ExchangeOptimizer(inner, strategy, Slowdown(SlowdownConfig(), 0, 0))  # type: ignore[arg-type]
-        self._memory = self.opt.memory
+        self.taken = Taken(lambda: strategy.progress, [inner], Length())
+        self._memory = Memory(strategy, self.taken, [inner])  # type: ignore[arg-type]
+        slowdown = Slowdown(SlowdownConfig(), 0, 0)
+        self.opt = ExchangeOptimizer(inner, Steps(strategy, slowdown, self.taken, self._memory))  # type: ignore[arg-type]
 
     def _place(self) -> Any:
-        return lambda: self.strategy.progress, self.opt.taken
+        return lambda: self.strategy.progress, self.taken
 
     @property
     def step(self) -> int:

@@ -11,8 +11,11 @@ from torch import nn
 
 from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.errors import UsageError
-from paramserver.worker.session import Progress
+from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.place.memory import Memory
+from paramserver.worker.training.place.steps import Steps
+from paramserver.worker.training.place.taken import Taken
 from paramserver.worker.training.slowdown import Slowdown
 
 
@@ -33,7 +36,11 @@ class Run:
 
 def optimizer_of(model: nn.Module, source: str = "weights") -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    return ExchangeOptimizer(inner, Run(source), Slowdown(SlowdownConfig(), 0, 0)), inner  # type: ignore[arg-type]
+    run = Run(source)
+    taken = Taken(lambda: run.progress, [inner], Length())
+    slowdown = Slowdown(SlowdownConfig(), 0, 0)
+    steps = Steps(run, slowdown, taken, Memory(run, taken, [inner]))  # type: ignore[arg-type]
+    return ExchangeOptimizer(inner, steps), inner
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

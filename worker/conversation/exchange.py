@@ -145,6 +145,7 @@ class Exchange:
         answer = self._took(self._crew.all(self._shards, Shard.begin))
         self.progress.num_starts += 1
         self.progress.batches = answer.batches if answer.HasField("batches") else answer.training_steps
+        self.progress.in_step = answer.in_step
         self._history.write(
             "start",
             run=self.progress.run,

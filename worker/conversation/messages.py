@@ -80,6 +80,8 @@ class Work(NamedTuple):
     data: tuple[int, int, int] | None = None
     began: Begun | None = None  # of a script that remembers something
     rows: tuple[RowGradients, ...] = ()
+    part: int = 0  # of several that the model is stepped in, from 1
+    continues: bool = False  # the training step of the contribution before
 
 
 class Goodbye(NamedTuple):
@@ -158,7 +160,8 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         in_segment=in_segment,
         batches=work.num_batches,
         without_gradient=work.without_gradient,
-        training_steps=progress.local_steps if progress.is_cut_short else None,
+        training_steps=0 if work.continues else progress.local_steps if progress.is_cut_short else None,
+        part=work.part,
     )
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data

@@ -31,8 +31,10 @@ class Direct:
         self._early: EarlySender | None = None
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
 
-    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
-        """Offer the model; it has the run's weights when this returns."""
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
+        """Offer the model; it has the run's weights when this returns. `is_parted`: it has several optimizers, and a
+        backward pass for one of them fills gradients of others too."""
+        self._may_send_early &= not is_parted
         self._model = model
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
@@ -66,21 +68,23 @@ class Direct:
     def replayed(self) -> int:
         """The contribution has been computed once more. Returns training steps that the run took without this rank."""
         self._look()
-        with torch.no_grad():
-            for index, tensor in self._undone.items():
-                self._model.tensors[index].copy_(tensor)
+        for index, tensor in self._undone.items():
+            self._model.tensors[index].data.copy_(tensor)  # as an answer does: a graph may hold them
         self._undone = {}
         if self._early is not None:
             self._early.is_paused = False
         return self.progress.replayed()
 
-    def contribute(self, work: Work) -> None:
-        """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from.
+    def contribute(self, work: Work, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from. Where
+        several optimizers step, `parameters` are those of the one that does.
 
         UsageError when what is around the loop has made another model of it, or put other weights into it; one that
         was moved is found again.
         """
         self._look()
+        if parameters is not None:
+            self._model.step_only(parameters)
         self._contribute(self._described(work))
         if self._watch is not None:
             self._watch.note()

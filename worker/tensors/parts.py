@@ -24,6 +24,10 @@ class PartTensors(ModelTensors):
         with torch.no_grad():
             self.tensors = [part.of(whole.tensors[index]) for part, index in self._parts]
 
+    @property
+    def may_lend(self) -> bool:
+        return self._whole.may_lend
+
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
         for position in indices if indices is not None else range(self.num_exchanged):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -34,16 +34,30 @@ Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers themselves (tied ones are one), with their names in the bare model: whatever it is
     wrapped in, what is saved loads into it."""
-    bare: Any = model
-    while isinstance(bare, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(bare, "_orig_mod"):
-        bare = bare._orig_mod if hasattr(bare, "_orig_mod") else bare.module
-    found = bare.state_dict(keep_vars=True).items()
+    found = bare(model).state_dict(keep_vars=True).items()
     # torch.compile of a part; what is no tensor is of get_extra_state().
     return {name.replace("_orig_mod.", ""): value for name, value in found if isinstance(value, torch.Tensor)}
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The module itself, whatever it is wrapped in as a whole."""
+    found: Any = model
+    while isinstance(found, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(found, "_orig_mod"):
+        found = found._orig_mod if hasattr(found, "_orig_mod") else found.module
+    return found
+
+
+def together(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """One module of several; names in it begin with theirs."""
+    whole = nn.Module()
+    whole._modules.update({name: bare(module) for name, module in modules.items()})  # also names that nn.Module has
+    return whole
+
+
 class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
+
+    _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
 
     def __init__(self, model: nn.Module) -> None:
         found: dict[int, TensorSpec] = {}
@@ -93,6 +107,11 @@ class ModelTensors:
         self.places = places
         return True
 
+    @property
+    def may_lend(self) -> bool:
+        """Gradients may lie where they are sent from: the next contribution does not overwrite them."""
+        return self._stepped is None
+
     @cached_property
     def num_exchanged(self) -> int:
         """Tensors that travel with contributions; the frozen ones come after them."""
@@ -105,9 +124,18 @@ class ModelTensors:
         entries = enumerate(self.layout.entries)
         return [(places[one.spec.name], index) for index, one in entries if one.spec.kind is Kind.PARAMETER]
 
+    def step_only(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients are those of these parameters from now on: the others' belong to another part's step."""
+        ours = {id(parameter) for parameter in parameters}
+        self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in ours)
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """What is to be sent of it."""
+        return self.tensors[index].grad if self._stepped is None or index in self._stepped else None
+
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of the parameters that have no gradient now: torch would not step them."""
-        return tuple(place for place, index in self._trained if self.tensors[index].grad is None)
+        return tuple(place for place, index in self._trained if self.gradient(index) is None)
 
     def views(self, body: torch.Tensor) -> list[torch.Tensor]:
         """The exchanged tensors in `body`, uint8 [exchange_bytes]; shares memory.
@@ -145,7 +173,7 @@ class ModelTensors:
         for index in indices if indices is not None else range(self.num_exchanged):
             tensor = self.tensors[index]
             if source == "gradient" and self.layout.entries[index].spec.kind is Kind.PARAMETER:
-                gradient = tensor.grad
+                gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
             else:
                 found.append(tensor)
@@ -266,7 +294,7 @@ class DirectTransfer:
                 copy_bytes(as_bytes(place), as_bytes(tensor))
             else:
                 place.copy_(tensor.detach())
-            if tensor is owner.grad and not tensor.requires_grad:
+            if tensor is owner.grad and not tensor.requires_grad and self._model.may_lend:
                 owner.grad = self._lent[index]
         return True
 

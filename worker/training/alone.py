@@ -22,12 +22,13 @@ from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import Table
 from ..conversation.messages import Settings
 from ..session import Length, Progress
-from ..tensors.transfer import named_tensors
+from ..tensors.transfer import named_tensors, together
 from .ending import one_line
 from .evaluation import Evaluation
+from .place.steps import Turns
 from .place.taken import Taken
 from .rows import Pull
-from .session import Session, too_early
+from .session import Part, Session, check_parts, second_optimizer, too_early
 
 log = get_logger()
 
@@ -83,14 +84,24 @@ class AloneSession(Session):
         self.ended_by = f"stopped: {one_line(reason)}"
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return self._begin(model, [optimizer])[0]
+
+    def optimizers(self, **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+        inner = check_parts(parts, self.settings, bool(self._tables))
+        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner)
+
+    def _begin(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...]:
+        if self._taken is not None:
+            raise second_optimizer()
         self.started_at = time.perf_counter()
-        if self._taken is None:
-            self._taken = Taken(lambda: self._progress, optimizer, self.length)
-            optimizer.register_step_post_hook(self._stepped)
+        self._taken = Taken(lambda: self._progress, optimizers, self.length)
+        turns = Turns(self._taken)
+        for one in optimizers:
+            one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
             if self._tables:
-                optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
-            self.evaluation.run = lambda: self._evaluate(model)
-        return optimizer
+                one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
+        self.evaluation.run = lambda: self._evaluate(model)
+        return tuple(optimizers)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         self._here.append(table := Table(spec, self.settings.seed))
@@ -101,7 +112,7 @@ class AloneSession(Session):
             raise too_early()
         return lambda: self._progress, self._taken
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         for table, rows in zip(self._here, self._tables, strict=True):
             if (taken := rows.take()) is not None:
                 table.step(*taken)

@@ -14,19 +14,21 @@ from torch import nn
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import TableSpec, describe_optimizer
+from ...common.tensors.optimizers import TableSpec, describe_optimizers
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
 from ..session import Length, Progress
 from ..strategies.pipelined import make_strategy
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
+from .place.memory import Memory
+from .place.steps import Steps
 from .place.taken import Taken
 from .rows import Pull
-from .session import Session, too_early
+from .session import Part, Session, check_parts, second_optimizer, too_early
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -40,7 +42,8 @@ class RemoteSession(Session):
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
-        self._optimizer: ExchangeOptimizer | None = None
+        self._steps: Steps | None = None
+        self._names: tuple[str, ...] = ()  # of the parts, where there are several
         self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw")
         self._final: Final | None = None
         self._is_closed = self._was_before = False
@@ -75,22 +78,29 @@ class RemoteSession(Session):
         return self._strategy.progress
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
-        if self._optimizer is not None:
-            raise UsageError(
-                "a second session.optimizer(): a run has one model and one optimizer",
-                fix="put the models into one torch.nn.ModuleDict and their parameters into groups of one optimizer",
-            )
+        return self._join(model, [optimizer])[0]
+
+    def optimizers(self, **parts: Part) -> tuple[ExchangeOptimizer, ...]:
+        inner = check_parts(parts, self.settings, bool(self._tables))
+        found = self._join(together({name: model for name, (model, _) in parts.items()}), inner)
+        self._names = tuple(parts)
+        return found
+
+    def _join(self, model: nn.Module, inner: list[torch.optim.Optimizer]) -> tuple[ExchangeOptimizer, ...]:
+        if self._steps is not None:
+            raise second_optimizer()
         tensors = ModelTensors(model)
-        described = describe_optimizer(optimizer, tensors.names)
-        self._strategy.start(tensors, replace(described, tables=tuple(table.spec for table in self._tables)))
+        described = replace(
+            describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
+        )
+        self._strategy.start(tensors, described, is_parted=len(inner) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
-        self._optimizer = ExchangeOptimizer(
-            optimizer, self._strategy, slowdown, self.length, self._tables, self.evaluation
-        )
+        taken = Taken(lambda: self._progress, inner, self.length)
+        self._memory = Memory(self._strategy, taken, inner)
+        self._steps = Steps(self._strategy, slowdown, taken, self._memory, self._tables, self.evaluation)
         self.evaluation.run = lambda: self._evaluate(model)
-        self._memory = self._optimizer.memory
-        return self._optimizer
+        return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self.settings.source == "weights":
@@ -98,12 +108,12 @@ class RemoteSession(Session):
                 f"session.rows() in mode {self.settings.mode}: its workers send weights, and rows need gradients",
                 fix="use --mode sync, async or ssp, or an nn.Embedding of the model's own",
             )
-        if self._optimizer is not None:
+        if self._steps is not None:
             raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() before")
         return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
 
     def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
-        if self._optimizer is None:
+        if self._steps is None:
             raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
         return self._exchange.pull_rows(number, ids)
 
@@ -121,13 +131,13 @@ class RemoteSession(Session):
             raise
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
-        inner = self._optimizer.inner if self._optimizer is not None else None
-        super().state(rng=rng, **{name: inner if one is self._optimizer else one for name, one in objects.items()})
+        inner = {name: one.inner if isinstance(one, ExchangeOptimizer) else one for name, one in objects.items()}
+        super().state(rng=rng, **inner)
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
-        if self._optimizer is None:
+        if self._steps is None:
             raise too_early()
-        return lambda: self._progress, self._optimizer.taken
+        return lambda: self._progress, self._steps.taken
 
     def _is_over(self) -> bool:
         """All steps are taken, everyone else's too, and the model has the final weights."""
@@ -138,15 +148,15 @@ class RemoteSession(Session):
 
     def _wait_for_final(self) -> Final | None:
         if self._final is None:
-            if self._optimizer is not None:
-                self._optimizer.finish()
+            if self._steps is not None:
+                self._steps.finish()
             self._final = self._strategy.finish(can_evaluate=True)
         return self._final
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
-        if self._optimizer is None:
+        if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
-        self._optimizer.record(num_samples, loss)
+        self._steps.record(num_samples, loss)
 
     def stop(self, reason: str) -> None:
         self._strategy.stop(one_line(reason))
@@ -165,10 +175,11 @@ class RemoteSession(Session):
             )
         return final.evaluate
 
-    def averaged(self, model: nn.Module) -> bool:
+    def averaged(self, *models: nn.Module) -> bool:
         if not self.settings.polyak:
             return False
-        self._exchange.pull_averaged(ModelTensors(model))
+        whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
+        self._exchange.pull_averaged(ModelTensors(whole))
         return True
 
     def close(self) -> None:
@@ -182,9 +193,9 @@ class RemoteSession(Session):
         if ending.failure and not is_through:
             self._strategy.drop()  # as a process that was killed: another one may take its place
             return
-        finished = self._optimizer is not None and not is_through and not ending.is_interrupted
-        if finished and self._optimizer is not None:
-            self._optimizer.finish()
+        finished = self._steps is not None and not is_through and not ending.is_interrupted
+        if finished and self._steps is not None:
+            self._steps.finish()
         goodbye = Goodbye(self.figures, finished, ending.failure, ending.exit_code)
         self._strategy.leave(goodbye, ending.is_interrupted)
 

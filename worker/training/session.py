@@ -25,6 +25,8 @@ from .rows import Pull, Rows
 
 log = get_logger()
 
+Part = tuple[nn.Module, torch.optim.Optimizer]
+
 
 class Session:
     """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
@@ -71,6 +73,19 @@ class Session:
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+        raise NotImplementedError
+
+    def optimizers(self, **parts: Part) -> tuple[Any, ...]:
+        """The optimizers to step, of a run that trains several models, or one with several optimizers, by turns:
+
+            g_optimizer, d_optimizer = session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))
+
+        All weights become the run's; in what is saved their names begin with these. A training step is a batch,
+        whichever of the optimizers step on it: of a loop over `shard` the first step() after a batch was asked for
+        begins one, elsewhere each step() of the optimizer that is stepped first. Each parameter has one optimizer.
+
+        UsageError for what a run cannot step so.
+        """
         raise NotImplementedError
 
     def rows(
@@ -226,8 +241,9 @@ class Session:
         """
         self.evaluation.set(fn, every)
 
-    def averaged(self, model: nn.Module) -> bool:
-        """Write the run's Polyak average into `model`; False when the run keeps none."""
+    def averaged(self, *models: nn.Module) -> bool:
+        """Write the run's Polyak average into the model, or into the models of all parts in their order; False when the
+        run keeps none."""
         return False
 
     def report(self, **figures: float) -> None:
@@ -248,3 +264,32 @@ class Session:
 def too_early() -> UsageError:
     fix = "call session.optimizer(model, ...) first: it says where this rank goes on"
     return UsageError("session.shard() before session.optimizer(), or epochs(), or state()", fix=fix)
+
+
+def second_optimizer() -> UsageError:
+    return UsageError(
+        "a second session.optimizer(): what a run trains is said once",
+        fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
+    )
+
+
+def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:
+    """The optimizers. UsageError for parts that a run of these settings cannot step by turns."""
+    if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
+        raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
+    found = [optimizer for _, optimizer in parts.values()]
+    kinds = [type(optimizer).__name__ for optimizer in found]
+    if settings.source == "gradient" and len(set(kinds)) > 1 and settings.mode != "single":
+        told = ", ".join(f"{name} {kind}" for name, kind in zip(parts, kinds, strict=True))
+        raise UsageError(
+            f"optimizers of several classes ({told}): in mode {settings.mode} the server runs one for all",
+            fix="use one class, with hyperparameters for each part; or --mode localsgd, where each runs in the workers",
+        )
+    if has_tables and len(found) > 1:
+        raise UsageError("session.rows() with several optimizers: which of them steps a table's rows nobody says")
+    if settings.pipelined and len(found) > 1:
+        raise UsageError(
+            "policy.pipelined with several optimizers: each would step along gradients from before the other's step",
+            fix="leave --pipelined out",
+        )
+    return found

@@ -31,8 +31,13 @@ with paramserver.connect() as session:
     wrong("shard", lambda: next(iter(session.shard(TensorDataset(torch.zeros(8, 4))))))
     wrong("no parameters", lambda: session.optimizer(torch.nn.ReLU(), inner))
     wrong("frozen", lambda: session.optimizer(torch.nn.Linear(4, 3).requires_grad_(False), inner))
+    body = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    wrong("classes", lambda: session.optimizers(head=(model[1], inner), body=(model[0], body)))
+    wrong("shared", lambda: session.optimizers(a=(model, inner), b=(model, torch.optim.Adam(model.parameters()))))
+    wrong("parts", lambda: session.optimizers(a=model))
     optimizer = session.optimizer(model, inner)
     wrong("second", lambda: session.optimizer(model, inner))
+    wrong("second of parts", lambda: session.optimizers(head=(model[1], inner)))
     wrong("inner", inner.step)
     wrong("group", lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}))
     for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8)):

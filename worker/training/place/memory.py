@@ -9,7 +9,7 @@ wherever the process before was killed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ _SHOWN = 200  # characters of an error of somebody else's
 class Memory:
     """Of one rank's script; `strategy` says how this process is to begin."""
 
-    def __init__(self, strategy: Direct, taken: Taken, optimizer: torch.optim.Optimizer) -> None:
-        self._strategy, self._taken, self._optimizer = strategy, taken, optimizer
+    def __init__(self, strategy: Direct, taken: Taken, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._strategy, self._taken, self._optimizers = strategy, taken, optimizers
         self._objects: dict[str, Any] = {}
         self._first = b""  # all of it, before the first batch
         self._noted: Begun | None = None  # when the contribution under way began
@@ -53,8 +53,15 @@ class Memory:
         if self.is_used or self.has_begun:
             return
         self.is_used = True
+        if (place := self._beginning()) is not None:
+            self._go_back(place)
+
+    def _beginning(self) -> Place | None:
+        """Where to go back to. A rank that is new may come into the middle of a training step of several parts."""
         if (begun := self._strategy.begun()) is not None:
-            self._go_back(begun.place)
+            return begun.place
+        progress = self._progress
+        return Place(progress.training_steps - 1, 1, max(0, progress.batches - 1)) if progress.in_step else None
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """These travel from here on, and have been loaded if there was anything of them. UsageError."""
@@ -72,11 +79,14 @@ class Memory:
         else:
             self._first = body
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
     def _pack(self) -> bytes:
         if not self._objects:
             return pack({})
-        groups = self._optimizer.param_groups
-        told = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        told = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         return pack({name: one.state_dict() for name, one in self._objects.items()} | {_GROUPS: told})
 
     def _load(self, body: bytes, names: list[str]) -> None:
@@ -85,7 +95,7 @@ class Memory:
             if name not in found:
                 log.warning("state_not_there", name=name, meaning="the rank had no such state: it begins anew")
             elif name == _GROUPS:
-                for group, saved in zip(self._optimizer.param_groups, found[name], strict=False):
+                for group, saved in zip(self._groups, found[name], strict=False):
                     _fill(group, saved)
             else:
                 self._load_one(name, found[name])
@@ -120,7 +130,7 @@ class Memory:
     def after_step(self) -> None:
         """Of a loop that says nothing of its batches: it goes on with what it has in hand."""
         if self.has_moved and not (self._taken.is_used or self.is_marked):
-            self.move(may_replay=False)
+            self.move(may_replay=self._taken.is_parted)
 
     def take(self) -> Begun | None:
         """That of the contribution which is complete."""
@@ -139,11 +149,12 @@ class Memory:
         names = [*self._objects, _GROUPS] if self._objects else []
         if begun is not None:
             self._load(begun.body, names)
-            if may_replay:
-                self._go_back(begun.place)
-        else:
-            if self._first:
-                self._load(self._first, names)
+        elif self._first:
+            self._load(self._first, names)
+        place = self._beginning()
+        if place is not None and may_replay:
+            self._go_back(place)
+        elif begun is None:
             self._taken.begin_anew()
 
     def _go_back(self, place: Place) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -48,11 +48,11 @@ class Hand:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def computed(self) -> None:
-        """A backward pass is done."""
+    def computed(self, is_parted: bool = False) -> None:
+        """A backward pass is done; of several optimizers each has some for one batch."""
         if self.is_ahead is None and self.weights:
             self.is_ahead = len(self.weights) > 1
-        self.num_computed += 1
+        self.num_computed = 1 if is_parted else self.num_computed + 1
 
     def drop(self) -> bool:
         had_any = bool(self.weights)
@@ -70,8 +70,10 @@ class Hand:
 class Taken:
     """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
 
-    def __init__(self, progress: Callable[[], Progress], optimizer: torch.optim.Optimizer, length: Length) -> None:
-        self._progress, self._optimizer, self.length = progress, optimizer, length
+    def __init__(
+        self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
+    ) -> None:
+        self._progress, self._optimizers, self.length = progress, optimizers, length
         self.epoch_batches = 0  # of this rank
         self.run_steps = 0  # of the run, where this worker has found them out
         self._has_compared = False
@@ -184,16 +186,35 @@ class Taken:
 
     def add(self, loop: Loop) -> None:
         if not self.is_used:
-            parameters = [one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
-            parameters[-1].register_post_accumulate_grad_hook(self._computed)
+            for optimizer in self._optimizers:
+                parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+                parameters[-1].register_post_accumulate_grad_hook(self._computed)
         self.is_used = True
         self._loops.add(loop)
 
+    @property
+    def _hands(self) -> Iterator[Hand]:
+        yield from self._left
+        yield from (loop.hand for loop in self._loops)
+
+    @property
+    def is_parted(self) -> bool:
+        """Several optimizers step by turns."""
+        return len(self._optimizers) > 1
+
+    @property
+    def tells_steps(self) -> bool:
+        """Batches come from here, and one that was asked for goes into the next step()."""
+        return self.is_used and not any(hand.is_ahead for hand in self._hands)
+
+    @property
+    def has_drawn(self) -> bool:
+        """A batch was asked for since the last training step."""
+        return any(map(len, self._hands))
+
     def _computed(self, _: torch.Tensor) -> None:
-        for loop in self._loops:
-            loop.hand.computed()
-        for hand in self._left:
-            hand.computed()
+        for hand in self._hands:
+            hand.computed(self.is_parted)
 
     def step(self) -> tuple[int, int]:
         """A training step is done: (batches, what they weigh) that it was made of; zeros when none came from here."""
@@ -236,5 +257,4 @@ class Taken:
 
     def drop(self) -> bool:
         """Forget what was asked for before the run was known to end; False when that is nothing."""
-        hands = [*self._left, *(loop.hand for loop in self._loops)]
-        return sum(hand.drop() for hand in hands) > 0  # each of them drops
+        return sum(hand.drop() for hand in self._hands) > 0  # each of them drops

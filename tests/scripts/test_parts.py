@@ -1,0 +1,114 @@
+"""Several models and optimizers in one session: a GAN, an actor and its critic."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.scripts.test_ordinary import BATCH, plain
+
+HERE = Path(__file__).parent / "parts"
+slow = pytest.mark.slow
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "flags"),
+    [
+        pytest.param("gan", {}, (), marks=slow),
+        pytest.param("gan", {"EVERY": "3"}, ("--set", "server.shared_memory=false"), marks=slow),
+        pytest.param("actor_critic", {}, (), id="actor_critic"),
+    ],
+)
+def test_two_workers_in_sync_are_one_process_with_the_union_batch(
+    cluster: Cluster, tmp_path: Path, script: str, more: dict[str, str], flags: tuple[str, ...]
+):
+    wanted = plain(script, tmp_path, HERE, PS_RUN__STEPS="12", **more)
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--save", "w.safetensors", *flags)
+    out = tmp_path / "together.pt"
+    scripts = [cluster.script(rank, HERE / f"{script}.py", BATCH=str(BATCH), OUT=str(out), **more) for rank in range(2)]
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    assert_same(torch.load(out), wanted)
+    summary = server.event("summary")
+    assert summary["ended_by"] == ""
+
+
+@pytest.mark.parametrize(
+    "place", ["critic 11", pytest.param("critic 7", marks=slow), pytest.param("generator 7", marks=slow)]
+)
+def test_a_run_that_is_killed_between_two_parts_of_a_step_ends_as_one_that_was_not(
+    cluster: Cluster, tmp_path: Path, place: str
+):
+    """BatchNorm counts its batches, and noise comes from torch's generator."""
+    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", NOISE="1", BATCH=str(BATCH))
+    flags = ("--mode", "sync", "--workers", "1", "--steps", "12", "--checkpoint-dir", "kept", "--checkpoint-every", "1")
+    out = tmp_path / "together.pt"
+    env = {"BATCH": str(BATCH), "OUT": str(out), "NOISE": "1", "GATE": str(tmp_path / "go"), "GATE_AT": place}
+    server = cluster.server(*flags)
+    script = cluster.script(0, HERE / "gan.py", **env)
+    script.until(lambda: "at the gate" in script.output, "gate")
+    version = 2 * int(place.split()[1]) + 1
+    server.until(lambda: any(one["version"] >= version for one in server.events("snapshot")), "snapshot")
+    for one in (server, script):
+        one.signal(signal.SIGKILL)
+        one.popen.wait()
+    server = cluster.server(*flags)
+    script = cluster.script(0, HERE / "gan.py", **env | {"GATE_AT": ""})
+    assert [script.wait(), server.wait()] == [0, 0], script.output + server.output
+    assert_same(torch.load(out), wanted)
+    assert server.event("resumed")["version"] >= version
+
+
+@slow
+@pytest.mark.parametrize("place", ["critic 7", "generator 7"])
+def test_a_worker_that_is_replaced_between_two_parts_of_a_step_goes_on_with_the_next(
+    cluster: Cluster, tmp_path: Path, place: str
+):
+    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12")
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--set", "policy.min_workers=2")
+    out = tmp_path / "together.pt"
+    env = {"BATCH": str(BATCH), "OUT": str(out), "GATE": str(tmp_path / "go")}
+    first = cluster.script(0, HERE / "gan.py", **env)
+    killed = cluster.script(1, HERE / "gan.py", **env, GATE_AT=place)
+    killed.until(lambda: "at the gate" in killed.output, "gate")
+    killed.signal(signal.SIGKILL)
+    killed.popen.wait()
+    second = cluster.script(1, HERE / "gan.py", **env)
+    assert [one.wait() for one in (first, second, server)] == [0, 0, 0], first.output + second.output
+    assert_same(torch.load(out), wanted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shards"),
+    [
+        pytest.param(("--mode", "localsgd", "--local-steps", "5"), 1, id="localsgd", marks=slow),
+        pytest.param(("--mode", "async"), 1, id="async", marks=slow),
+        pytest.param(("--mode", "ssp"), 1, id="ssp", marks=slow),
+        pytest.param(("--mode", "sync"), 2, id="shards", marks=slow),
+    ],
+)
+def test_one_worker_is_one_process_in_every_mode(cluster: Cluster, tmp_path: Path, flags: tuple[str, ...], shards: int):
+    """The generator is stepped every third batch, and last after the last training step began."""
+    env = {"EVERY": "3", "BATCH": str(BATCH)}
+    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="13", **env)
+    server = cluster.server(
+        *flags, "--workers", "1", "--steps", "13", "--shards", str(shards), "--save", "w.safetensors"
+    )
+    if shards > 1:
+        cluster.shard(1, shards)
+    out = tmp_path / "together.pt"
+    script = cluster.script(0, HERE / "gan.py", **env, OUT=str(out))
+    assert [script.wait(), server.wait()] == [0, 0], script.output + server.output
+    assert_same(torch.load(out), wanted)
+    assert_same(load_file(cluster.folder / "w.safetensors"), wanted)
+    assert "finished_early" not in script.output

@@ -1,0 +1,206 @@
+"""Training steps as a loop takes them, with one optimizer or several, and the contributions they make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ....common.errors import UsageError
+from ....common.tensors.optimizers import Hyperparameters
+from ...conversation.messages import Begun, RowGradients, Work
+from ...session import Progress
+from ...strategies.direct import Direct
+from ..batches import digest_of
+from ..evaluation import Evaluation
+from ..rows import Rows
+from ..slowdown import Slowdown
+from .memory import Memory
+from .taken import Taken
+
+
+class Part(Protocol):
+    """One of the optimizers."""
+
+    @property
+    def parameters(self) -> list[torch.Tensor]: ...
+
+    def hyperparameters(self) -> list[Hyperparameters]:
+        """Of each group."""
+
+
+class Turns:
+    """Which step() of several optimizers begins a training step, and which belongs to the one before.
+
+    A training step is a batch: of a loop over `session.shard()` the first step() after a batch was asked for begins
+    one. Where batches come from elsewhere, or are asked for ahead, it is each step() of the optimizer stepped first.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        self._taken = taken
+        self._first: object = None
+
+    def begins(self, part: object) -> bool:
+        if not self._taken.is_parted:
+            return True
+        self._first = self._first or part
+        if self._taken.tells_steps:
+            return self._taken.has_drawn
+        return part is self._first
+
+
+class Steps:
+    """Of all optimizers of a session; `parts` has them."""
+
+    def __init__(
+        self,
+        strategy: Direct,
+        slowdown: Slowdown,
+        taken: Taken,
+        memory: Memory,
+        tables: Sequence[Rows] = (),
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        self.strategy, self.taken, self._memory, self._slowdown = strategy, taken, memory, slowdown
+        self.tables, self._evaluation = tables, evaluation or Evaluation()
+        self.parts: list[Part] = []
+        self.num_steps = strategy.progress.training_steps
+        self._turns = Turns(taken)
+        self._begins = True  # the step() that is under way: a training step
+        self._newest: Part | None = None  # that began one
+        self._began: Begun | None = None  # its contribution
+        self._num_starts = -1
+        self._num_known = 0  # contributions that count already, of the training step that is computed once more
+        self._is_stale = False  # what is stepped belongs to a training step of before the run moved
+        self._num_batches = self._num_samples = 0
+        self._step_samples = 0  # of the newest training step
+        self._losses: list[float] = []
+        self._hyperparameters: list[Hyperparameters] = []
+        self._told_at = -1
+        self._resumed_at = time.perf_counter()
+        self._compute_s = 0.0
+        if taken.is_parted:  # a process that comes into the middle of a training step does the rest of it
+            memory.use()
+
+    @property
+    def progress(self) -> Progress:
+        return self.strategy.progress
+
+    def record(self, num_samples: int = 0, loss: float | None = None) -> None:
+        """Count samples, and a loss to show, towards the next contribution."""
+        self._num_samples += num_samples
+        if loss is not None:
+            self._losses.append(loss)
+
+    def may_step(self, part: Part) -> bool:
+        """Before a step(); False when there is nothing to do. UsageError after the end of the run."""
+        progress = self.progress
+        self._begins = self._turns.begins(part)
+        if self._num_starts != progress.num_starts:
+            self._num_starts, self._num_known = progress.num_starts, max(1, progress.in_step)
+            self._is_stale = progress.in_step > 0
+        self._is_stale &= not self._begins
+        if self._is_stale:
+            return False
+        if self._begins and progress.is_done:
+            if self.taken.drop():
+                return False
+            raise UsageError(
+                f"step() after the end of the run, which has {progress.total_steps} training steps (run.steps)",
+                fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
+                "as the loop takes (--steps)",
+            )
+        if self._begins:
+            self._memory.note()
+            self._evaluation.begin(progress, self.taken)
+        return True
+
+    def stepped(self, part: Part) -> None:
+        """What of a step() is done here is done: contribute when it is time to."""
+        if self._begins:
+            self._newest = part
+            self.num_steps += 1
+            num_batches, weight = self.taken.step()
+            self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
+        self._slow_down()
+        if self._is_due():
+            if not self.progress.is_replaying:
+                self._contribute(part)
+            else:
+                self._num_known -= 1
+                if not self._num_known:
+                    self._memory.replayed()
+                    self._evaluation.is_due(self.progress, self.taken)  # what was due then is over
+                self._begin_anew()
+        self._resumed_at = time.perf_counter()
+
+    def _is_due(self) -> bool:
+        if self._begins:
+            return self.progress.took_step()
+        # In localsgd other optimizers' steps go with the next training step; after the last one there is none.
+        return self.strategy.source == "gradient" or self.progress.is_last
+
+    def _contribute(self, part: Part) -> None:
+        mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
+        work = Work(num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
+        if self._begins:
+            self._began = self._memory.take()
+        drawn = self._num_batches if self.taken.is_used else None
+        is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
+        work = work._replace(num_batches=drawn, data=self._data(part), began=self._began, rows=self._rows())
+        work = work._replace(evaluates=is_due)
+        if self.taken.is_parted:
+            number = self.parts.index(part) + 1
+            self.strategy.contribute(work._replace(part=number, continues=not self._begins), part.parameters)
+        else:
+            self.strategy.contribute(work)
+        self._begin_anew()
+        self._memory.after_step()
+        if is_due and not self.progress.is_done:  # at the end the final weights are evaluated
+            self._evaluation.run()
+
+    def _rows(self) -> tuple[RowGradients, ...]:
+        """What the steps of this contribution have for the tables."""
+        found = [(number, table.take()) for number, table in enumerate(self.tables)]
+        return tuple(RowGradients(number, *taken) for number, taken in found if taken is not None)
+
+    def _begin_anew(self) -> None:
+        if self._begins:
+            self._step_samples = self._num_samples
+        self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
+        for table in self.tables:
+            table.drop()
+
+    def finish(self) -> None:
+        """No more training steps are to come: local ones that nobody has heard of are contributed."""
+        if self.progress.is_replaying:
+            self._memory.replayed()
+        if self._newest is not None and self.progress.cut_short():
+            self._begins = True
+            self._contribute(self._newest)
+
+    def _current_hyperparameters(self) -> list[Hyperparameters]:
+        """Of all groups; the same list while nothing has changed."""
+        found = [group for part in self.parts for group in part.hyperparameters()]
+        if found != self._hyperparameters:
+            self._hyperparameters = found
+        return self._hyperparameters
+
+    def _data(self, part: Part) -> tuple[int, int, int] | None:
+        """What the first contribution says of the data; again after each start, for a server that has forgotten it."""
+        if self._told_at == self.progress.num_starts:
+            return None
+        self._told_at = self.progress.num_starts
+        gradients = [one.grad for one in part.parameters if one.grad is not None]
+        sent = part.parameters if self.strategy.source == "weights" else gradients
+        return self.taken.num_samples, digest_of(sent), self.taken.run_steps
+
+    def _slow_down(self) -> None:
+        """Add the configured delay, and count the whole step as compute."""
+        delay_s = self._slowdown.delay_s(self.num_steps, time.perf_counter() - self._resumed_at)
+        if delay_s > 0:
+            time.sleep(delay_s)
+        self._compute_s += time.perf_counter() - self._resumed_at
