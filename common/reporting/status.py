@@ -54,7 +54,9 @@ class Status(BaseModel):
 
     def fields(self) -> dict[str, Any]:
         """For an event of the log."""
-        return self.model_dump(exclude={name for name in ("versions", "held_bytes") if not getattr(self, name)})
+        return self.model_dump(
+            exclude={name for name in ("versions", "held_bytes", "evaluated") if not getattr(self, name)}
+        )
 
     @property
     def loss(self) -> float | None:

@@ -395,8 +395,8 @@ class Run:
 
     def _told_figures(self, event: events.FiguresTold) -> Iterator[Effect]:
         """An evaluation during the run: its figures may be enough, and one that fails is the end."""
-        if self.is_closed or self.is_done:
-            return
+        if self.is_closed or self.is_done or event.version > self.policy.version:
+            return  # too late, or of a run that went back
         if event.failure:
             yield from self._evaluation_failed(event)
         elif all(point.version != event.version for point in self.curve.points):
@@ -579,7 +579,7 @@ class Run:
         }
         bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        end = [self.has_finished, self.evaluator, self.ended_by, self.length_by]
+        end = [self.has_finished, self.evaluator, self.ended_by, self.length_by, len(self.curve.points)]
         state = [self.policy.full_state(), seats, self.roster.num_joins, flags, end, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

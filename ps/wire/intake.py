@@ -32,6 +32,7 @@ from .stream import Stream
 
 _MAX_SAMPLES = 2**40
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
+_MAX_FIGURES = 64  # of an evaluation
 # What a worker may send before the facts of its contribution, and after them.
 _NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "figures", "taken", "state", "")
 _PIECE = ("taken", "")
@@ -245,7 +246,8 @@ class Intake:
 
 def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:
     """The event; `rank` None: of a process that does not train."""
-    figures = {name[:_MAX_NAME]: value for name, value in sorted(said.figures.items()) if math.isfinite(value)}
+    sound = sorted((name[:_MAX_NAME], value) for name, value in said.figures.items() if math.isfinite(value))
+    figures = dict(sound[:_MAX_FIGURES])
     exit_code = min(max(1, said.exit_code), 255)
     return events.FiguresTold(rank, said.version, said.step, figures, said.failure[:_MAX_SAID], exit_code)
 

@@ -1,0 +1,130 @@
+"""What workers say of the run's length and of its weights while it goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.ps.core import effects, events
+from paramserver.ps.core.run import Options, Run
+from paramserver.ps.engine.modes import policy_of
+
+
+def run_of(mode: str = "sync", steps: int | None = None, **options: object) -> Run:
+    told = {"training_steps": steps, "num_workers": 2, "local_steps": 4}
+    return Run(Options(mode=mode, num_workers=2, **options), policy_of(mode, told), "run")  # type: ignore[arg-type]
+
+
+def started(run: Run) -> Run:
+    for rank in range(2):
+        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
+        run.apply(events.Offered(rank, 1, "model", "sgd"))
+    run.apply(events.Brought(0, 1))
+    return run
+
+
+def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:
+    """One of each rank; `steps`: what they say of the length, in their order."""
+    version = run.policy.version
+    found = []
+    for rank in range(2):
+        said = steps[rank] if steps else 0
+        found += run.apply(events.Contributed(rank, 1, number, version, data=(40, rank + 1), steps=said))
+    return found
+
+
+def logged(found: list[effects.Effect], name: str) -> list[dict]:
+    return [effect.fields for effect in found if isinstance(effect, effects.Log) and effect.event == name]
+
+
+def answers(found: list[effects.Effect]) -> list[int]:
+    return [effect.next_local_steps for effect in found if isinstance(effect, effects.Answer)]
+
+
+def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
+    run = started(run_of())
+    for number in range(1, 20):
+        assert answers(contribute(run, number)) == [1, 1]
+    for rank in range(2):
+        found = run.apply(events.Finished(rank, 1, can_evaluate=True))
+    assert any(isinstance(effect, effects.TellDone) for effect in found)
+    assert run.policy.min_steps_done == 19
+
+
+@pytest.mark.parametrize(("mode", "lasts"), [("sync", [1, 1]), ("localsgd", [2, 2])])
+def test_the_first_word_on_the_length_counts_and_another_is_said(mode: str, lasts: list[int]) -> None:
+    run = started(run_of(mode))
+    found = contribute(run, 1, 6, 7)
+    assert logged(found, "length") == [{"rank": 0, "steps": 6}]
+    assert "has 6 training steps (rank 0), rank 1 would take 7" in logged(found, "lengths_differ")[0]["meaning"]
+    found = contribute(run, 2, 6, 7)
+    assert answers(found) == ([1, 1] if mode == "sync" else [0, 0])
+    assert run.policy.next_local_steps(0) == (4 and answers(found)[0])
+    for number in range(3, 7 if mode == "sync" else 3):
+        found = contribute(run, number)
+    assert answers(found) == [0, 0] and run.policy.min_steps_done == 6
+
+
+def test_the_length_survives_and_other_epochs_are_asked_for_again() -> None:
+    run = started(run_of(epochs=3))
+    contribute(run, 1, 6, 6)
+    saved = run.saved(1.0)
+    for epochs, steps, length in ((3, None, 6), (5, None, None), (None, 9, 9)):
+        again = run_of(steps=steps, epochs=epochs)
+        again.restore(1, ("model", "sgd"), saved)
+        assert again.policy.training_steps == length
+
+
+def figures(run: Run, version: int, loss: float, rank: int | None = 0, **more: object) -> list[effects.Effect]:
+    return run.apply(events.FiguresTold(rank, version, version, {"loss": loss}, **more))  # type: ignore[arg-type]
+
+
+def test_figures_of_a_version_count_once_and_the_best_is_said() -> None:
+    run = started(run_of())
+    for number in range(1, 4):
+        contribute(run, number)
+    told = [
+        fact
+        for version, loss in ((1, 2.0), (1, 1.0), (2, 3.0), (3, 1.5), (4, 0.0))
+        for fact in figures(run, version, loss)
+    ]
+    found = [(fact.version, fact.is_best) for fact in told if isinstance(fact, effects.Evaluated)]
+    assert found == [(1, True), (2, False), (3, True)], "version 4 there is not"
+    again = run_of()
+    again.restore(3, ("model", "sgd"), run.saved(1.0))
+    assert again.curve.points == run.curve.points and again.curve.best == run.curve.best
+
+
+def test_enough_stops_all_at_one_border() -> None:
+    run = started(run_of(stop_when="loss < 1"))
+    contribute(run, 1)
+    figures(run, 1, 0.5)
+    assert answers(contribute(run, 2)) == [0, 0]
+    assert run.ended_by == "stopped: loss < 1 (run.stop_when): 0.5 at step 1" and run.failure is None
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the spare evaluator")])
+def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int | None, who: str) -> None:
+    run = started(run_of())
+    contribute(run, 1)
+    found = figures(run, 1, 0.5, rank, failure="ValueError: no", exit_code=3)
+    assert logged(found, "run_failed")[0]["exit_code"] == 3
+    assert answers(contribute(run, 2)) == [0, 0]
+    for one in range(2):
+        found = run.apply(events.Finished(one, 1, can_evaluate=True))
+    assert [effect.evaluator for effect in found if isinstance(effect, effects.TellDone)] == [None]
+    assert (run.failure.message, run.failure.exit_code) == (
+        f"{who} failed in the evaluation at step 1: ValueError: no",
+        3,
+    )
+
+
+def test_while_a_spare_is_there_workers_are_told() -> None:
+    run = started(run_of())
+
+    def spares(number: int) -> set[bool]:
+        return {effect.has_spare for effect in contribute(run, number) if isinstance(effect, effects.Answer)}
+
+    run.apply(events.HeartBegan("spare", evaluates=True))
+    assert spares(1) == {True}
+    run.apply(events.HeartStopped("spare"))
+    assert spares(2) == {False}
