@@ -78,6 +78,8 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
     for key in hyperparameters:
         if key not in accepted:
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
+    if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+        torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; torch's own steps would warn of it
     start = torch.linspace(-1, 1, 12).view(4, 3)
     table, ids = torch.nn.Parameter(start.clone()), torch.tensor([1, 3])
     try:
@@ -122,8 +124,6 @@ class Table:
 
     def __init__(self, spec: TableSpec, seed: int | None) -> None:
         self.spec = spec
-        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
-            torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; without a word about it
         weight = torch.empty(spec.end - spec.first, spec.dim, dtype=DTYPES[spec.dtype])
         if seed is not None:
             _fill(weight, spec, seed)

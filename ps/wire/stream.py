@@ -100,7 +100,7 @@ class Stream:
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a body'}, expected {expected}")
         if received.header is not None:
             self._take_header(received.header)
-        if self._owed:
+        if self._owed and received.kind != "rows":
             self._take_piece(len(received.data) + (received.placed if self._direct is None else 0))
         return received
 

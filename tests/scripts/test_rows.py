@@ -3,7 +3,9 @@ sparse embeddings and the union batch does; a row's gradient counts exactly as o
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +76,7 @@ def test_a_worker_and_then_the_server_are_killed_and_nothing_else_changes(
     ends_like(plain, tmp_path / "out.pt")
 
 
+CLICKS = Path(__file__).parents[2] / "examples" / "clicks.py"
 COUNTED = Path(__file__).parent / "rows" / "counted.py"
 
 
@@ -85,12 +88,16 @@ def counted(cluster: Cluster, steps: int, share: float = 1.0) -> None:
     assert torch.equal(common[4], torch.full((2,), -share * 2 * steps)) and not common[:4].any()
 
 
-@pytest.mark.parametrize("mode", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "ssp"))])
+@pytest.mark.parametrize(
+    "mode",
+    ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "ssp", "async --pipelined"))],
+)
 def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken(cluster: Cluster, mode: str):
-    flags = ("--mode", mode, "--workers", "2", "--steps", "20", *SNAPSHOTS)
+    flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS)
     server = cluster.server(*flags)
     gate = (str(cluster.folder / "go"), "12")
-    scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN="1:2") for rank in range(2)]
+    nan = "" if "pipelined" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
+    scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN=nan) for rank in range(2)]
     for one in scripts:
         one.until(lambda one=one: "at the gate" in one.output, "gate")
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
@@ -101,11 +108,11 @@ def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken
     assert [one.wait() for one in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
     counted(cluster, 20, 0.5 if mode == "sync" else 1.0)
     assert second.event("resumed")["version"] > 0
-    assert "rejected" in scripts[1].output
+    assert ("rejected" in scripts[1].output) == bool(nan)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["nobody", "a shard", "a worker"])
+@pytest.mark.parametrize("killed", ["a shard", "a worker"])
 def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     server = cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
     shard = cluster.shard(1, 2, *SNAPSHOTS)
@@ -118,7 +125,7 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
         shard.signal(signal.SIGKILL)
         shard.wait()
         server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
-    elif killed == "a worker":
+    else:
         scripts[1].signal(signal.SIGKILL)
         scripts[1].wait()
         scripts[1] = cluster.script(1, COUNTED, "20")
@@ -131,10 +138,8 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [2, 3])
-def test_in_sync_shards_and_pieces_change_nothing(
-    cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor], shards: int
-):
+def test_in_sync_shards_change_nothing(cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]):
+    shards = 3
     flags = ("--checkpoint-dir", "snapshots")
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), *flags)
     others = [cluster.shard(number, shards, *flags) for number in range(1, shards)]
@@ -143,6 +148,7 @@ def test_in_sync_shards_and_pieces_change_nothing(
     ends_like(plain, tmp_path / "out.pt")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_one_sentence(cluster: Cluster):
     """Another table than the first worker's, and settings that would see a part of the gradient only."""
     cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--set", "store.polyak=0.9")
@@ -155,3 +161,16 @@ def test_what_cannot_be_is_one_sentence(cluster: Cluster):
     cluster.script(0, COUNTED, "20").event("tensors")
     other = cluster.script(1, COUNTED, "20", DIM="4")
     assert other.wait() and "table 'seen': expected dim=3, got 4" in other.output and "Traceback" not in other.output
+
+
+@pytest.mark.slow
+def test_the_example_learns_and_sends_what_it_uses(cluster: Cluster):
+    """Four ids a sample: whoever sent the table would send 64 kB of it a step, each way."""
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "60", "--summary", "s.json")
+    scripts = [cluster.script(rank, CLICKS, ROWS="1000") for rank in range(2)]
+    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["final"]["auc"] > 0.75
+    said = "".join(one.output for one in scripts)
+    sent = float(re.search(r"a step sent ([0-9.]+) MB", said)[1])
+    assert 0 < sent < 0.08 and re.search("log loss 0.6[0-9]+ in the first batch, 0.[345]", said), said
