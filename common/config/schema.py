@@ -249,9 +249,9 @@ _LR_GAMMA = 0.1  # torch's
 class TrainConfig(Section):
     """How a task is trained; a script decides that itself. The server's word counts for all workers."""
 
-    lr_schedule: Annotated[
-        Literal["constant", "cosine", "linear", "step"], Flag(Panel.OPTIMIZER, metavar="constant|cosine|linear|step")
-    ] = Field("constant", description="the learning rate over the training steps, as torch's schedulers of that name")
+    lr_schedule: Annotated[Literal["constant", "cosine", "linear", "step"], Flag(Panel.OPTIMIZER, metavar="NAME")] = (
+        Field("constant", description="of the learning rate: constant, cosine, linear or step, as in torch")
+    )
     warmup: Annotated[int, Flag(Panel.OPTIMIZER, metavar="STEPS")] = Field(
         0, ge=0, description="training steps in which the rate first rises to --lr, in equal parts"
     )

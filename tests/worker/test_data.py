@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -229,3 +230,19 @@ def test_every_tensor_goes_to_the_device_and_the_form_stays() -> None:
     assert batch["x"][0].device.type == "cpu", "the batch itself is not changed"
     same = torch.zeros(2)
     assert to_device(same, torch.device("cpu")) is same
+
+
+class Numbered(Slow):
+    """Says which process loads a sample."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([os.getpid()]), torch.tensor(index)
+
+
+@pytest.mark.parametrize(("stay", "num_processes"), [(True, 1), (False, 3)])
+def test_loader_processes_stay_from_epoch_to_epoch_when_asked_to(stay: bool, num_processes: int) -> None:
+    shares = Shares(Numbered(8), 4, 0)
+    loaded = sharded_batches(shares, lambda: (1, 0), 0, num_workers=1, persistent_workers=stay)
+    found = [batch for batch, _ in itertools.islice(loaded, 6)]
+    assert len({int(pid) for pids, _ in found for pid in pids}) == num_processes
+    assert numbers(found) == numbers(batches(Slow(8), 6))

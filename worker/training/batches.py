@@ -11,7 +11,7 @@ import torch
 
 from ...common.errors import UsageError
 from ..session import Progress
-from .data import Shares, epoch_batches, sharded_batches, step_seed
+from .data import Loader, Shares, epoch_batches, sharded_batches, step_seed
 from .place.stream import check_stream
 from .place.taken import Hand, Taken
 
@@ -37,6 +37,7 @@ class Batches:
         self.hand = Hand()
         self._is_of: tuple[int, int | None] | None = None  # moves and epoch that `_batches` is of
         self._batches: Iterator[tuple[Any, int]] = iter(())
+        self._loader = Loader(shares.dataset, options)
         self._check()
         taken.epoch_batches = self._epoch_length  # says at once what cannot be
         self._end = self._end_of_loop()
@@ -135,7 +136,7 @@ class Batches:
             self._batches = sharded_batches(self._shares, lambda: self._division, taken.place, **self._options)
             return
         taken.epoch_length = max(taken.epoch_length, self._epoch_length)
-        self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.asked, **self._options)
+        self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.asked, self._loader)
 
     def end(self) -> None:
         """Of the epoch."""
