@@ -46,14 +46,18 @@ class RankSampler(Sampler[int]):
         """Trainers say which one comes."""
         self.epoch = epoch
 
-    def go_to(self, step: int, own_step: int, num_batches: int, batch_size: int, accumulate: int) -> None:
+    def go_to(
+        self, step: int, own_step: int, num_batches: int, batch_size: int, accumulate: int, is_first: bool = True
+    ) -> None:
         """This rank is at training step `step` of the run, and the trainer counts `own_step`: the next epoch is the one
-        that this rank was in. The next one after it where that would end between two steps."""
+        that this rank was in. The next one after it where that would end between two steps. `is_first`: none has
+        gone by since."""
         per_epoch = -(-num_batches // accumulate)
         if num_batches % accumulate and step % per_epoch != own_step % per_epoch:
             step += per_epoch - step % per_epoch
         self._first_epoch = step // per_epoch - own_step // per_epoch
-        self._num_behind = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
+        if is_first:
+            self._num_behind = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
 
     def __iter__(self) -> Iterator[int]:
         if self._session._is_over():
@@ -99,6 +103,16 @@ def step_of_trainer(session: Session, own_step: int, saved: dict[str, Any] | Non
     it was written in."""
     is_same = saved is not None and saved["run"] == place_in(session)["run"]
     return own_step + session.step - (saved["steps"] if saved is not None and is_same else 0)
+
+
+def say_lost(session: Session, num_steps: int) -> None:
+    """At the end of a trainer that has taken so many of the run's steps, by its own count."""
+    if (lost := num_steps - session.step) > 0:
+        log.warning(
+            "steps_not_in_the_weights",
+            num=lost,
+            meaning="the server went back to a snapshot while the trainer counted on, or a scaler skipped them",
+        )
 
 
 def catch_up(scheduler: Any, num_steps: int) -> None:

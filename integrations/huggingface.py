@@ -10,7 +10,7 @@ from typing import Any
 
 from ..worker.api import connect
 from . import lacks
-from .data import PLACE, catch_up, divide, place_in, samples_of, say_clipping, step_of_trainer
+from .data import PLACE, catch_up, divide, place_in, samples_of, say_clipping, say_lost, step_of_trainer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,7 +26,7 @@ class ParameterServerCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, address: str | None = None, rank: int | None = None) -> None:
         self.session = connect(address, rank)
         take_place(self.session)
-        self._is_through = False
+        self._is_through, self._num_before = False, 0  # steps before the run's first
         make = trainer.get_train_dataloader
 
         def get_train_dataloader() -> Any:
@@ -57,6 +57,7 @@ class ParameterServerCallback(TrainerCallback):
             session.state(scheduler=lr_scheduler, **({"scaler": optimizer.scaler} if optimizer.scaler else {}))
         step = step_of_trainer(session, own_step, remembered.get(PLACE))
         catch_up(lr_scheduler, step)
+        self._num_before = step - session.step
         if step != own_step and (share := divide(train_dataloader, session)) is not None:
             accumulate, batch = args.gradient_accumulation_steps, samples_of(train_dataloader)
             share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
@@ -70,7 +71,7 @@ class ParameterServerCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         remembered: Any = state.stateful_callbacks
         remembered[PLACE] = place_in(self.session)
-        control.should_training_stop |= self.session.is_done
+        control.should_training_stop |= self.session._is_over()
         control.should_save &= self.session.rank == 0
         if control.should_training_stop:  # before the best checkpoint is loaded
             self._finish()
@@ -82,6 +83,7 @@ class ParameterServerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._finish()
+        say_lost(self.session, state.global_step - self._num_before)
 
     def _finish(self) -> None:
         if not self._is_through:

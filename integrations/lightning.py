@@ -14,7 +14,18 @@ from ..common.errors import UsageError
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import PLACE, RankSampler, catch_up, divide, num_ranks, place_in, samples_of, say_clipping, step_of_trainer
+from .data import (
+    PLACE,
+    RankSampler,
+    catch_up,
+    divide,
+    num_ranks,
+    place_in,
+    samples_of,
+    say_clipping,
+    say_lost,
+    step_of_trainer,
+)
 
 try:
     from lightning.pytorch import Trainer
@@ -34,6 +45,7 @@ class ParameterServerStrategy(ParallelStrategy):
         super().__init__(**options)
         self._place = address, rank
         self._batch_size = 1
+        self._begins: tuple[int, int, int] | None = None  # its step, that it goes on from, and that of the run
         self._saved: dict[str, Any] | None = None  # of the run, in the checkpoint
         self.session: Session | None = None
 
@@ -97,22 +109,29 @@ class ParameterServerStrategy(ParallelStrategy):
             share, self._batch_size = None, samples_of(dataloader)
             if self._trainer._accelerator_connector.use_distributed_sampler:
                 share = divide(dataloader, self.session)
-            self._trainer.should_stop |= self.session.is_done
-            if (step := step_of_trainer(self.session, own_step := self._trainer.global_step, self._saved)) != own_step:
-                self._go_to(step, share, len(dataloader))
+            self._begin(share, len(dataloader))
         return dataloader
 
-    def _go_to(self, step: int, share: RankSampler | None, num_batches: int) -> None:
+    def _begin(self, share: RankSampler | None, num_batches: int) -> None:
         """Be where the run is with this rank: another worker's place, or later than the checkpoint."""
-        own_step, accumulate = self._trainer.global_step, self._trainer.accumulate_grad_batches
-        loop = self._trainer.fit_loop.epoch_loop
-        loop._batches_that_stepped = loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-        if share is not None:
-            share.go_to(step, own_step, num_batches, self._batch_size, accumulate)
-        if self._trainer.ckpt_path:
-            for one in self.lr_scheduler_configs:
-                per = -(-num_batches // accumulate) if one.interval == "epoch" else one.frequency
-                catch_up(one.scheduler, step // per)
+        assert self.session is not None
+        trainer, accumulate = self._trainer, self._trainer.accumulate_grad_batches
+        if self._begins is None:  # which other loaders, and those loaded again, come after
+            own_step, trainer.should_stop = trainer.global_step, self.session.is_done
+            step = step_of_trainer(self.session, own_step, self._saved)
+            self._begins = own_step, step, self.session.step
+            loop = trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped = loop.automatic_optimization.optim_progress.optimizer.step.total.completed = (
+                step
+            )
+            if trainer.ckpt_path:
+                for one in self.lr_scheduler_configs:
+                    per = -(-num_batches // accumulate) if one.interval == "epoch" else one.frequency
+                    catch_up(one.scheduler, step // per)
+        own_step, step, step_of_run = self._begins
+        if share is not None and step != own_step:
+            is_first = self.session.step == step_of_run
+            share.go_to(step, own_step, num_batches, self._batch_size, accumulate, is_first)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None
@@ -121,9 +140,7 @@ class ParameterServerStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **options)
         assert self.session is not None
-        if self.session.is_done:
-            self.session.finish()
-            self._trainer.should_stop = True
+        self._trainer.should_stop |= self.session._is_over()
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -134,6 +151,9 @@ class ParameterServerStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         assert self.session is not None
         self.session.finish()
+        if self._begins is not None:
+            _, step, step_of_run = self._begins
+            say_lost(self.session, self._trainer.global_step - step + step_of_run)
 
     # ---- what a process group would do: each rank has its own word --------------------------
 

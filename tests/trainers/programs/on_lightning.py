@@ -30,6 +30,7 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
         strategy=ParameterServerStrategy(),
         max_steps=case.own_steps,
         accumulate_grad_batches=case.accumulate,
+        reload_dataloaders_every_n_epochs=case.accumulate - 1,
         gradient_clip_val=case.clip if mode != "sync" else None,
         precision="bf16-mixed" if case.bf16 else None,
         callbacks=[saving] if case.saves else [],
