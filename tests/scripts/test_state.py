@@ -32,10 +32,11 @@ class Job:
     ) -> None:
         self.cluster, self.name, self.script, self.env = cluster, name, script, env
         self.out = [cluster.folder / f"{name}{rank}.pt" for rank in range(workers)]
-        self.server = cluster.server(
+        self.flags = (
             "--mode", mode, "--workers", str(workers), "--set", f"policy.min_workers={workers}",
             "--steps", str(steps), "--checkpoint-dir", name, "--checkpoint-every", "5", *flags,
         )  # fmt: skip
+        self.server = cluster.server(*self.flags)
         self.ranks = [self.start(rank, **env) for rank in range(workers)]
 
     def start(self, rank: int, **env: str) -> Process:
@@ -87,19 +88,21 @@ def begun(process: Process) -> tuple[int, int]:
     return int(at[1]), int(at[2])
 
 
-def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster) -> None:
+@pytest.mark.parametrize("env", [{}, pytest.param({"SCALER": "1"}, marks=slow)], ids=["", "scaler"])
+def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str, str]) -> None:
     """Killed with its server in the middle of an epoch of 20 batches: the state at the snapshot's last step comes back,
     and that step is computed once more."""
-    whole = Job(cluster, "whole", EPOCHS, workers=1, steps=45)
+    whole = Job(cluster, "whole", EPOCHS, workers=1, steps=45, **env)
     whole.end()
-    killed = Job(cluster, "killed", EPOCHS, workers=1, steps=45, GATE=str(cluster.folder / "never"), GATE_AT="27")
+    gate = {"GATE": str(cluster.folder / "never"), "GATE_AT": "35" if env else "27"}
+    killed = Job(cluster, "killed", EPOCHS, workers=1, steps=45, **gate, **env)
     killed.at_the_gate()
     killed.has_snapshot(20)
     killed.kill()
-    resumed = Job(cluster, "killed", EPOCHS, workers=1, steps=45)
+    resumed = Job(cluster, "killed", EPOCHS, workers=1, steps=45, **env)
     resumed.end()
     step, epoch = begun(resumed.ranks[0])
-    assert step >= 19 and epoch == step // 20
+    assert step >= 19 and (env or epoch == step // 20)
     same(resumed.out[0], whole.out[0])
 
 
@@ -150,6 +153,30 @@ def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) 
     resumed.end()
     found, wanted = (load_file(cluster.folder / f"{name}.safetensors") for name in ("killed", "whole"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_live_script_goes_back_with_its_server(cluster: Cluster, shards: int) -> None:
+    """The server is killed alone, and a new one goes on from its snapshot: the loop over epochs goes back as well."""
+    flags = ("--shards", str(shards))
+    whole = Job(cluster, "whole", EPOCHS, *flags, steps=45)
+    if shards == 2:
+        cluster.shard(1, 2, "--checkpoint-dir", "whole")
+    whole.end()
+    gate = cluster.folder / "go"
+    killed = Job(cluster, "killed", EPOCHS, *flags, steps=45, GATE=str(gate), GATE_AT="22", GOES_BACK="1")
+    follower = cluster.shard(1, 2, "--checkpoint-dir", "killed") if shards == 2 else None
+    killed.at_the_gate()
+    killed.has_snapshot(10)
+    killed.kill(killed.server)
+    killed.server = cluster.server(*killed.flags, "--listen", cluster.address)
+    gate.touch()
+    killed.end()
+    assert follower is None or follower.wait() == 0, follower.output
+    assert killed.ranks[0].events("replaying") and killed.ranks[0].output.count("epoch 1 ") > 1
+    for rank in range(2):
+        same(killed.out[rank], whole.out[rank])
 
 
 @slow
