@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import UnreachableError
-from paramserver.worker.session import Progress, Retry
+from paramserver.worker.session import Place, Progress, Retry
 
 # ---- retry ----------------------------------------------------------------------------------------
 
@@ -151,3 +151,32 @@ def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> No
     assert progress.position == 8
     progress.took_step()
     assert progress.position == 9
+
+
+@given(
+    step=st.integers(0, 50), local=st.integers(1, 8), following=st.integers(0, 8), missed=st.integers(0, 5),
+    taken=st.integers(0, 8),
+)  # fmt: skip
+def test_a_contribution_that_is_computed_once_more_changes_nothing(step, local, following, missed, taken) -> None:
+    """However many of its steps were taken: afterwards the process is where the server said, and sends the next one."""
+    progress = Progress()
+    progress.answered(4, 9, following, True)
+    progress.divided(2, 1, step + local + missed)
+    wanted, number, is_done = progress.position, progress.next_number, progress.is_done
+    progress.replay(Place(step, local, batches=0))
+    assert progress.position == step and progress.is_replaying and not progress.is_done
+    for count in range(1, min(taken, local) + 1):
+        assert progress.took_step() == (count == local)
+        assert progress.position == step + count
+    assert progress.replayed() == missed
+    assert (progress.position, progress.next_number, progress.is_done) == (wanted, number, is_done)
+    assert progress.steps_left == progress.local_steps == following and not progress.is_replaying
+
+
+def test_a_start_ends_what_is_computed_once_more() -> None:
+    progress = Progress()
+    progress.answered(4, 9, 1, True)
+    progress.replay(Place(3, 1, 0))
+    progress.answered(2, 7, 1, True)
+    progress.divided(1, 0, 2)
+    assert not progress.is_replaying and progress.position == 2
