@@ -137,6 +137,10 @@ class Table:
         self.spec = spec
         self.torch.param_groups[0].update(as_arguments(spec.hyperparameters))
 
+    def set_lr(self, lr: float | None) -> None:
+        if lr is not None:
+            self.torch.param_groups[0]["lr"] = lr
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """A copy of these rows, [n, dim]."""
         return self.weight.detach().index_select(0, ids - self.spec.first)

@@ -157,6 +157,9 @@ class Model:
         for known, told in zip(self.optimizer.groups, groups, strict=False):
             if told and self._has_optimizer:
                 check_hyperparameters(self.optimizer.name, told, known.hyperparameters)
+        for table, told in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
+            if told and not (told.keys() == {"lr"} and isinstance(told["lr"], float) and 0 <= told["lr"] <= 1e9):
+                raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(told)[:80]} is no learning rate")
 
     def names_here(self, positions: Sequence[int]) -> frozenset[str]:
         """Of these tensors of the workers' model, by position in its specs, the parts on this server. Refuses

@@ -102,15 +102,17 @@ class Store:
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
-        `hyperparameters`, one per group, are those the contribution was computed under. Buffers move by the share of
-        the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when somebody
-        still reads the old one. `progress(n)` is told that the first n bytes are done. The learning rate of this one
-        step is multiplied by `lr_scale`. `norm` is that of the whole mean where this is a part, which was measured.
+        `hyperparameters`, one per group and table, are those the contribution was computed under. Buffers move by the
+        share of the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when
+        somebody still reads the old one. `progress(n)` is told that the first n bytes are done. The learning rate of
+        this step is times `lr_scale`. `norm` is that of the whole mean where this is a part, which was measured.
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator
         if self.tables is not None:
+            if self.optimizer is not None and hyperparameters:
+                self.tables.set_hyperparameters(hyperparameters[len(self.optimizer.torch.param_groups) :])
             self.tables.commit(lr_scale)
         old, new = self.weights, self.weights if target is None else target
         if self.optimizer is not None and hyperparameters:

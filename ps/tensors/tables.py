@@ -14,7 +14,7 @@ import torch
 
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import DTYPES
-from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.optimizers import Hyperparameters, TableSpec
 from ...common.tensors.tables import Table, summed
 
 _ID_BYTES = 8
@@ -89,6 +89,11 @@ class Tables:
             ]
             if parts:
                 table.step(*summed(parts), lr_scale)
+
+    def set_hyperparameters(self, told: Sequence[Hyperparameters]) -> None:
+        """The learning rate of each, where it is told."""
+        for table, values in zip(self._tables, told, strict=False):
+            table.set_lr(values.get("lr"))
 
     def change(self, specs: Sequence[TableSpec]) -> None:
         """The same tables, with other hyperparameters."""

@@ -78,7 +78,7 @@ def test_scaled_gradients_are_refused() -> None:
 
 def test_alone_the_table_is_here() -> None:
     session = AloneSession(Config())
-    rows = session.rows("items", 10, 2, optimizer="sgd", lr=0.5, init_std=0.0)
+    rows = session.rows("items", 10, 2, optimizer="sgd", lr=0.1, init_std=0.0)
     with pytest.raises(UsageError, match="a second table 'items'"):
         session.rows("items", 10, 2)
     model = torch.nn.Linear(2, 1)
@@ -86,6 +86,7 @@ def test_alone_the_table_is_here() -> None:
     rows(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
     rows(torch.tensor([2])).sum().backward()
+    rows.lr = 0.5
     optimizer.step()
     assert rows(torch.arange(4)).tolist() == [[0.0, 0.0], [0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
 

@@ -115,6 +115,7 @@ class AloneSession(Session):
     def _stepped(self) -> None:
         for table, rows in zip(self._here, self._tables, strict=True):
             if (taken := rows.take()) is not None:
+                table.set_lr(rows.lr)
                 table.step(*taken)
         assert self._taken is not None
         self.evaluation.begin(self._progress, self._taken)

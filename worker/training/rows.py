@@ -17,11 +17,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Rows:
-    """What `session.rows()` gives. `num_received` and `num_sent` count the bytes of rows, ids included."""
+    """What `session.rows()` gives. `lr` is its learning rate, None for its optimizer's own, and may be changed at any
+    time: it goes with the next contribution. `num_received` and `num_sent` count the bytes of rows, ids included."""
 
     def __init__(self, spec: TableSpec, pull: Pull) -> None:
         self.spec = spec
         self._pull = pull
+        self.lr: float | None = spec.hyperparameters.get("lr")
         self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids and rows that backward has reached
         self.num_received = self.num_sent = 0
 

@@ -9,10 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
-from paramserver.common.tensors.optimizers import OptimizerSpec
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.tables import make_spec
+from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.tables import Rows, Tables
+from paramserver.ps.tensors.thread import TensorThread
 
 NUM_ROWS, DIM = 12, 2
 SPEC = make_spec("items", NUM_ROWS, DIM, "float64", 0.1, "sgd", {"lr": 1.0})
@@ -115,3 +119,16 @@ def test_numbers_may_change_and_nothing_else() -> None:
     tables.fold([Rows(0, torch.tensor([3]), torch.ones(1, DIM, dtype=torch.float64))], 1)
     tables.commit()
     assert torch.allclose(before[3] - tables.state()["weight/items"][3], torch.tensor(0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "told", [{"lr": -1.0}, {"lr": "0.1"}, {"lr": 1e10}, {"momentum": 0.9}, {"lr": 0.1, "eps": 0.1}]
+)
+def test_what_is_no_learning_rate_of_a_table_is_refused(told: dict) -> None:
+    model = Model(Config(), TensorThread(lambda error: None), has_optimizer=True)
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
+    model.adopt(layout, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), (SPEC,)))
+    model.check_hyperparameters([{"lr": 0.2}, {"lr": 0.2}])
+    model.check_hyperparameters([{}, {}])
+    with pytest.raises(ParamServerError, match="is no learning rate"):
+        model.check_hyperparameters([{}, told])

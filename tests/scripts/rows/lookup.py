@@ -45,6 +45,11 @@ with paramserver.connect() as session:
             found[1] = torch.zeros_like(found[1])
         loss = F.cross_entropy(model(torch.cat(found, 1)), labels)
         optimizer.zero_grad()
+        lr = 0.1 if step < 6 else 0.05
+        for other in others:
+            other.param_groups[0]["lr"] = lr
+        for name in NAMES:
+            tables[name].lr = lr
         for other in others:
             other.zero_grad()
         loss.backward()

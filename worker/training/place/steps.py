@@ -183,8 +183,9 @@ class Steps:
             self._contribute(self._newest)
 
     def _current_hyperparameters(self) -> list[Hyperparameters]:
-        """Of all groups; the same list while nothing has changed."""
+        """Of all groups, then of all tables; the same list while nothing has changed."""
         found = [group for part in self.parts for group in part.hyperparameters()]
+        found += [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
         if found != self._hyperparameters:
             self._hyperparameters = found
         return self._hyperparameters
