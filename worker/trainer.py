@@ -52,6 +52,7 @@ def train(
         session.length.default = TASK_STEPS
     if settings.eval_every is not None or settings.ends_by_figures:
         session.evaluate(lambda model: _figures(task, model))
+        session.evaluation.is_final_too = False  # that is done below, with more figures
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)

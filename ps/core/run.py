@@ -239,7 +239,7 @@ class Run:
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Let a worker in; its answer comes when the mode allows it to start."""
         if self.policy.is_stopping:
-            yield from self._expel(worker, refusal(Reason.DRAINING, f"the run was {self.ended_by}"), at)
+            yield from self._expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)

@@ -130,9 +130,11 @@ class Fuzzer:
 
 
 def _stops(raw: bytes) -> bool:
-    """A member of the run may stop it: no hostility, and the end of the server that all these tests share."""
+    """A member of the run may stop it, or say that its evaluation failed: no hostility, and the end of the server that
+    all these tests share."""
     try:
-        return pb.WorkerMessage.FromString(raw).HasField("stop")
+        message = pb.WorkerMessage.FromString(raw)
+        return message.HasField("stop") or bool(message.figures.failure)
     except DecodeError:
         return False
 

@@ -63,6 +63,7 @@ class AloneSession(Session):
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
         self._output = config.output
         self._taken: Taken | None = None
+        self._model: nn.Module | None = None
         self.loss = float("nan")
         self.started_at = time.perf_counter()
         self.ended_by = ""  # why it was stopped
@@ -100,6 +101,7 @@ class AloneSession(Session):
             one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
             if self._tables:
                 one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
+        self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         return tuple(optimizers)
 
@@ -125,6 +127,12 @@ class AloneSession(Session):
         if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
             self.evaluation.run()
 
+    def finish(self) -> bool:
+        if self.evaluation.comes_last and self._model is not None and not self.figures:
+            self.report(**self.evaluation.figures(self._model))
+            self.measured(self.figures, named_tensors(self._model))
+        return True
+
     def _evaluate(self, model: nn.Module) -> None:
         self.measured(self.evaluation.figures(model), named_tensors(model))
         if (why := self.curve.why_enough) and not self.ended_by:
@@ -133,6 +141,8 @@ class AloneSession(Session):
 
     def measured(self, figures: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
         """The model was evaluated after the newest step; written down, and kept where it is the best."""
+        if self.curve.points and self.curve.points[-1].step == self.num_steps:
+            return
         step, elapsed_s = self.num_steps, round(time.perf_counter() - self.started_at, 3)
         is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, figures=figures))
         log.info("evaluated", step=step, best=is_best, **figures)

@@ -29,6 +29,7 @@ class Evaluation:
 
     def __init__(self, wanted: str | None = None, is_needed: bool = False) -> None:
         self.run: Callable[[], None] = lambda: None  # evaluates: the session's
+        self.is_final_too = True  # the final weights are evaluated so as well
         self._wanted = wanted
         self._measure: Measure | None = None
         self._every = Every(1, "epochs")
@@ -43,6 +44,11 @@ class Evaluation:
         except ValueError as error:
             raise UsageError(f"session.evaluate(): {error}", fix="every=100, every='30s' or every='1epoch'") from None
         self._measure = measure
+
+    @property
+    def comes_last(self) -> bool:
+        """The final weights are to be evaluated as those before."""
+        return self._measure is not None and self.is_final_too
 
     def begin(self, progress: Progress, taken: Taken) -> None:
         """Before a step: what is behind it is not due any more."""

@@ -99,6 +99,7 @@ class RemoteSession(Session):
         taken = Taken(lambda: self._progress, inner, self.length)
         self._memory = Memory(self._strategy, taken, inner)
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, self._tables, self.evaluation)
+        self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
 
@@ -173,6 +174,8 @@ class RemoteSession(Session):
                 f"the server was lost and went back to step {self._progress.training_steps}, and this loop had ended",
                 fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
             )
+        if final.evaluate and self.evaluation.comes_last and not self.figures:
+            self.report(**self.evaluation.figures(self._model))
         return final.evaluate
 
     def averaged(self, *models: nn.Module) -> bool:

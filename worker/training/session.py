@@ -235,7 +235,8 @@ class Session:
     def evaluate(self, fn: Measure, every: str | int | None = None) -> None:
         """While the run goes on `fn(model)`, a dict of figures, is asked for every so many training steps (100),
         seconds ("30s") or epochs ("1epoch", where nothing is said): of one worker, in `step()`, on the server's weights
-        of one version (in localsgd after the next average). The run's own run.eval_every overrules `every`.
+        of one version (in localsgd after the next average). The run's own run.eval_every overrules `every`. And of who
+        evaluates the final weights, in `finish()`, as if it had `report`ed the figures.
 
         The model is in evaluation mode meanwhile; its mode, buffers and the generators of torch, Python and NumPy are
         as they were afterwards. What `fn` raises ends the run, which has failed then. UsageError for no interval.
