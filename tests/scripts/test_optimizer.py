@@ -46,6 +46,8 @@ TOLD = {
     "classes": "optimizers of several classes (head Adam, body SGD): in mode async the server runs one for all",
     "shared": "parameter 'a.0.weight' is in two parameter groups",
     "parts": "takes NAME=(model, optimizer) for each part",
+    "max_norm": "embedding '1' has a max_norm",
+    "lazy": "'0.weight' of a lazy module has no shape yet",
     "second": "session.optimizers(generator=",
     "second of parts": "session.optimizers(generator=",
     "inner": "step the one it returned",

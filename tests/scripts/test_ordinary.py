@@ -19,7 +19,16 @@ from paramserver.tests.loopback.conftest import Cluster
 HERE = Path(__file__).parent / "ordinary"
 BATCH = 10
 # How often each steps its optimizer.
-STEPS = {"epochs": 48, "language_model": 12, "fine_tuning": 15, "sparse": 10, "closure": 12}
+STEPS = {
+    "unfreezing": 12,
+    "early_stopping": 400,
+    "mixed": 8,
+    "epochs": 48,
+    "language_model": 12,
+    "fine_tuning": 15,
+    "sparse": 10,
+    "closure": 12,
+}
 FIRST = ("language_model",)
 
 

@@ -45,7 +45,7 @@ class EarlySender:
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
             for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
-            if entry.spec.kind is Kind.PARAMETER
+            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
         ]
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:

@@ -59,22 +59,24 @@ class ModelTensors:
 
     _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stepped: Iterable[torch.Tensor] = ()) -> None:
+        """`stepped`: what optimizers hold, so that it is trained from when it requires a gradient on."""
+        held = {id(tensor) for tensor in stepped}
         found: dict[int, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
         homes = {
-            id(tensor): (held, key)
+            id(tensor): (kept, key)
             for module in model.modules()
-            for held in (module._parameters, module._buffers)
-            for key, tensor in held.items()
+            for kept in (module._parameters, module._buffers)
+            for key, tensor in kept.items()
         }
         for name, value in named_tensors(model).items():
             if (known := found.get(id(value))) is not None:
                 found[id(value)] = TensorSpec(known.name, known.kind, known.dtype, known.shape, (*known.aliases, name))
                 continue
-            found[id(value)] = _describe(name, value)
+            found[id(value)] = _describe(name, value, id(value) in held)
             tensors[name] = value
-        if all(spec.kind is not Kind.PARAMETER for spec in found.values()):
+        if not any(tensor.requires_grad for tensor in tensors.values()):
             have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
             raise UsageError(
                 f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
@@ -196,14 +198,19 @@ def _check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tenso
         )
 
 
-def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
+def _describe(name: str, tensor: torch.Tensor, is_stepped: bool = False) -> TensorSpec:
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        raise UsageError(
+            f"'{name}' of a lazy module has no shape yet",
+            fix="run one batch through the model before session.optimizer()",
+        )
     dtype = _NAME_OF_DTYPE.get(tensor.dtype)
     if dtype is None:
         raise UsageError(f"tensor '{name}' is {tensor.dtype}; these can be exchanged: {', '.join(DTYPES)}")
     if not isinstance(tensor, nn.Parameter):
         kind = Kind.BUFFER
     else:
-        kind = Kind.PARAMETER if tensor.requires_grad else Kind.FROZEN
+        kind = Kind.PARAMETER if tensor.requires_grad or is_stepped else Kind.FROZEN
     return TensorSpec(name, kind, dtype, tuple(tensor.shape))
 
 

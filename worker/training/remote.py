@@ -89,7 +89,9 @@ class RemoteSession(Session):
     def _join(self, model: nn.Module, inner: list[torch.optim.Optimizer]) -> tuple[ExchangeOptimizer, ...]:
         if self._steps is not None:
             raise second_optimizer()
-        tensors = ModelTensors(model)
+        if self._strategy.source == "gradient":
+            _check_forward(model)
+        tensors = ModelTensors(model, (one for part in inner for group in part.param_groups for one in group["params"]))
         described = replace(
             describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
         )
@@ -204,3 +206,14 @@ class RemoteSession(Session):
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         self._close(ending_of(error))
+
+
+def _check_forward(model: nn.Module) -> None:
+    """Where the server holds the weights, nothing of the model may change them while it computes."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"embedding '{name}' has a max_norm and changes its rows while it looks them up: the server, which "
+                "holds the weights, would never hear of it",
+                fix="leave max_norm out (weight decay bounds rows too), or --mode localsgd, where weights are sent",
+            )

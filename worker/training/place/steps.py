@@ -178,7 +178,7 @@ class Steps:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
         if self.progress.is_replaying:
             self._memory.replayed()
-        if self._newest is not None and self.progress.cut_short():
+        if self._newest is not None and self.strategy.source == "weights" and self.progress.cut_short():
             self._begins = True
             self._contribute(self._newest)
 
