@@ -121,7 +121,7 @@ def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
 
 def test_another_model_is_refused_with_the_first_differences(cluster):
     server = cluster.server("--mode", "async", "--steps", "200", "--task", "digits", "--workers", "1")
-    first = cluster.worker(0, "--set", "slowdown.base_s=0.02")
+    first = cluster.worker(0, "--set", "slowdown.base_s=0.2")  # long enough for another process to start
     server.event("training_started")
     other = cluster.worker(0, "--set", "task.args={hidden: 64}")
     assert other.wait() == 12

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.ps.core import events
+from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
-from paramserver.ps.core.replication import Gather, Tape
+from paramserver.ps.core.replication import Coordinator, Gather, Tape
+from paramserver.ps.core.run import Options, Run
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.shards.messages import LINES, Order, Report
 
 numbers = st.integers(0, 2**31)
@@ -86,6 +88,20 @@ def test_of_who_was_let_go_nothing_is_waited_for() -> None:
     gather.add(1, events.Contributed(3, 2, 1, 0))
     gather.withdraw(3, 1)  # an older one of that rank
     assert gather.add(0, events.Contributed(3, 2, 1, 0))
+
+
+def test_the_norm_of_a_mean_is_that_of_all_its_parts_and_its_step_waits_for_it() -> None:
+    happened: list[events.Event] = []
+    run = Run(Options(), policy_of("sync", {}), "run")
+    coordinator = Coordinator(3, happens=happened.append, now=lambda: 1.0, judge=lambda parts: SOUND, digest=run.digest)
+    coordinator.offer(events.Measured(7, 2.0))
+    coordinator.hear(2, 1, events.Measured(7, 6.0))
+    coordinator.hear(2, 2, events.Measured(8, 1.0))  # of a version that the others have not come to
+    assert happened == []
+    coordinator.hear(1, 1, events.Measured(7, 3.0))
+    assert happened == [events.Measured(7, 7.0, at=1.0)]
+    assert [event for _, event in coordinator.tapes[1].after(0)] == happened
+    assert run.apply(happened[0]) == [effects.Clip(7, 7.0)]
 
 
 def test_the_missing_are_named() -> None:
