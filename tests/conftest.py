@@ -2,4 +2,9 @@
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# How long an example takes is the machine's matter: two cores are shared by several tests.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

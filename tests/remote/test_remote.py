@@ -36,7 +36,7 @@ def test_a_run_on_two_hosts(remote, events) -> None:
 
 
 def test_each_worker_has_its_device_its_share_of_the_cores_and_the_hosts_variables(remote, tmp_path: Path) -> None:
-    names = ["RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LAB", "PS_TOKEN"]
+    names = ["PS_WORKER__RANK", "PS_RUN__WORKERS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LAB", "PS_TOKEN"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "tell.py").write_text(
         f"import os, time\nprint('told', *[os.environ.get(n, '-') for n in {names}], os.getcwd())\ntime.sleep(60)\n"
