@@ -139,6 +139,12 @@ class Model:
         self.share, self.optimizer = share, share.optimizer(optimizer)
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
+        if optimizer.tables and server.shard == 0:
+            rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
+            log.info("tables", rows=rows)
+            if self._config.checkpoint.dir is None:
+                meaning = "tables of rows are gone when the run has ended: --checkpoint-dir keeps them"
+                log.warning("tables_not_kept", meaning=meaning)
 
     def change(self, optimizer: OptimizerSpec) -> None:
         """The first worker of a run that goes on has said what its optimizer is from here on."""

@@ -49,6 +49,7 @@ def test_in_sync_tables_are_those_of_one_plain_process(
     scripts = start(cluster, tmp_path / "out.pt")
     assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
     ends_like(plain, tmp_path / "out.pt")
+    assert "--checkpoint-dir keeps them" in server.event("tables_not_kept")["meaning"]
 
 
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
