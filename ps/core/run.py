@@ -70,6 +70,8 @@ class Run:
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self._other_lengths: set[int] = set()  # ranks that said another
         self.length_by: int | None = None  # the rank that said how many training steps there are
+        self._asked = [policy.training_steps, options.epochs]  # how long it was to be, of its configuration
+        self._is_asked_anew = False  # it goes on from a snapshot of a run that was asked for something else
         self._lost_at: dict[int, float] = {}
 
     # ---- one event ------------------------------------------------------------------------
@@ -525,6 +527,7 @@ class Run:
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
                 "stats": stats,
                 "out": sorted(self.policy.out),
+                "asked": self._asked,
                 "curve": self.curve.saved(),
                 "length": None if self.length_by is None else [self.policy.training_steps, self.options.epochs],
                 "batches": self.contributions.drawn.saved(),
@@ -551,6 +554,7 @@ class Run:
                 f"raised {type(error).__name__}: {error}",
                 fix="mend the mode's restore, or begin anew with --resume never",
             ) from error
+        self._is_asked_anew = saved["training"].get("asked", self._asked) != self._asked
         match saved["training"].get("length"):
             case [int(length), epochs] if self.policy.training_steps is None and epochs == self.options.epochs:
                 self.policy.training_steps, self.length_by = length, min(self.policy.num_counted, default=0)
@@ -561,10 +565,12 @@ class Run:
 
     @property
     def was_over_before(self) -> bool:
-        """It goes on from a snapshot of its end: every rank it needs has taken all its training steps."""
+        """It goes on from a snapshot of its end: every rank it needs has taken all its training steps, or has ended of
+        its own accord; by another length than before that one is asked again."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
-        return is_complete and all(map(self.policy.is_through, counted.keys() - self.policy.out))
+        ranks = counted.keys() - (() if self._is_asked_anew else self.policy.out)
+        return is_complete and all(map(self.policy.is_through, ranks))
 
     @property
     def is_over(self) -> bool:

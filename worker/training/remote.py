@@ -168,7 +168,7 @@ class RemoteSession(Session):
         if self._progress.is_replaying and self._memory is not None:
             self._memory.replayed()
         if not self.is_done:
-            step, of = self._progress.training_steps, self._progress.total_steps
+            step, of = self._progress.position, self._progress.total_steps
             log.info("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)
         final = self._wait_for_final()
         if final is None:

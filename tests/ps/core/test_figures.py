@@ -73,6 +73,22 @@ def test_the_length_survives_and_other_epochs_are_asked_for_again() -> None:
         assert again.policy.training_steps == length
 
 
+@pytest.mark.parametrize(
+    ("steps", "epochs", "is_over"), [(None, None, True), (9, None, False), (None, 5, False), (3, None, True)]
+)
+def test_who_has_left_of_its_own_accord_is_asked_again_by_another_length(
+    steps: int | None, epochs: int | None, is_over: bool
+) -> None:
+    run = started(run_of())
+    for number in range(1, 4):
+        contribute(run, number)
+    for rank in range(2):
+        run.apply(events.Finished(rank, 1, can_evaluate=True))
+    again = run_of(steps=steps, epochs=epochs)
+    again.restore(3, ("model", "sgd"), run.saved(1.0))
+    assert again.was_over_before == is_over
+
+
 def figures(run: Run, version: int, loss: float, rank: int | None = 0, **more: object) -> list[effects.Effect]:
     return run.apply(events.FiguresTold(rank, version, version, {"loss": loss}, **more))  # type: ignore[arg-type]
 
