@@ -115,7 +115,7 @@ class TensorThread:
 
     def then(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on the loop after all work given before, whatever came of it."""
-        if self._num_pending == 0:
+        if self._num_pending == 0 and not self.is_held:
             callback()
         else:
             self.submit(lambda: None, lambda _: callback(), lambda _: callback())

@@ -30,7 +30,7 @@ def order_of(name: str, epoch: int) -> torch.Tensor:
     return torch.randperm(NUM_SAMPLES)
 
 
-def plain(union: int, accumulate: int, name: str = "Double") -> dict[str, torch.Tensor]:
+def plain(union: int, accumulate: int, name: str = "Double", clip: float = 1e9) -> dict[str, torch.Tensor]:
     """Steps over batches of `union` samples; the gradient of a step is that of the mean over all of its samples."""
     task, data = Double(), Double().train.tensors
     torch.manual_seed(SEED)
@@ -49,6 +49,7 @@ def plain(union: int, accumulate: int, name: str = "Double") -> dict[str, torch.
         rows = torch.cat([next(batches) for _ in range(accumulate)])
         optimizer.zero_grad()
         task.loss(model, [tensor[rows] for tensor in data]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         scheduler.step()
     return model.state_dict()
@@ -75,6 +76,14 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
     assert [one.wait() for one in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
     check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
+
+
+def test_the_mean_of_two_workers_is_clipped_over_two_shards_as_torch_clips_it(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--batch-size", "4", "--shards", "2", "--clip-norm", "0.3", "--save", "w.safetensors")
+    server = cluster.server(*flags, *RUN)
+    processes = [cluster.shard(1, 2), *(cluster.worker(rank, *TASK) for rank in range(2)), server]
+    assert [one.wait() for one in processes] == [0] * 4, processes[1].output + server.output
+    check(tmp_path / "w.safetensors", plain(8, 1, clip=0.3))
 
 
 @pytest.mark.slow

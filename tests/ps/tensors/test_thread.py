@@ -83,13 +83,16 @@ def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes
 
         for name in ("a", "b"):
             tensors.submit(lambda name=name: name, measured, holds=True)
+            tensors.then(lambda name=name: found.append(f"at once after {name}"))
             tensors.submit(lambda name=name: found.append(f"after {name}"))
             tensors.then(lambda name=name: found.append(f"then {name}"))
         await tensors.run(lambda: None)
         found = [one for one in found if one is not None]
-        assert found == [
-            "a is measured", "step a", "after a", "then a", "b is measured", "step b", "after b", "then b"
-        ]  # fmt: skip
+        work = [one for one in found if one.startswith(("step", "after"))]
+        assert work == ["step a", "after a", "step b", "after b"]
+        told = ["a is measured", "at once after a", "then a", "b is measured", "at once after b", "then b"]
+        assert [one for one in found if one not in work] == told
+        assert all(found.index(f"step {name}") < found.index(f"at once after {name}") for name in ("a", "b"))
         tensors.submit(fail, holds=True)
         with pytest.raises(TensorsBroken):
             await tensors.run(lambda: 7)
