@@ -96,3 +96,27 @@ def test_one_that_is_stopped_says_no_more() -> None:
     with capture_logs() as logs:
         assert epochs(session, stop_at=3) == [3, 0, 0]
     assert (logs, session.ended_by, session.is_done) == ([], "stopped: enough", True)
+
+
+def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
+    session, model = told(steps=2), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="a second session"):
+        session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.step()
+    with pytest.raises(UsageError, match="step\\(\\) after the end of the run, which has 2 training steps"):
+        optimizer.step()
+
+
+def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
+    session, model = told(steps=3), torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)})
+    g, d = session.optimizers(
+        g=(model["g"], torch.optim.SGD(model["g"].parameters(), lr=0.1)),
+        d=(model["d"], torch.optim.Adam(model["d"].parameters(), lr=0.1)),
+    )
+    for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2):
+        for optimizer in (d, d, g):
+            model["d"](model["g"](x)).sum().backward()
+            optimizer.step()
+    assert (session.num_steps, session.num_samples) == (3, 6)

@@ -25,7 +25,7 @@ from ..session import Length, Progress
 from ..tensors.transfer import named_tensors, together
 from .ending import one_line
 from .evaluation import Evaluation
-from .place.steps import Turns
+from .place.steps import Turns, after_the_end
 from .place.taken import Taken
 from .rows import Pull
 from .session import Part, Session, check_parts, second_optimizer, too_early
@@ -98,6 +98,7 @@ class AloneSession(Session):
         self._taken = Taken(lambda: self._progress, optimizers, self.length)
         turns = Turns(self._taken)
         for one in optimizers:
+            one.register_step_pre_hook(lambda part, *_: self._check_step() if turns.begins(part) else None)
             one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
             if self._tables:
                 one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
@@ -113,6 +114,12 @@ class AloneSession(Session):
         if self._taken is None:
             raise too_early()
         return lambda: self._progress, self._taken
+
+    def _check_step(self) -> None:
+        assert self._taken is not None
+        total = self._progress.total_steps
+        if total is not None and self.num_steps >= total and not self._taken.drop():
+            raise after_the_end(self._progress)
 
     def _stepped(self) -> None:
         for table, rows in zip(self._here, self._tables, strict=True):

@@ -51,6 +51,14 @@ class Turns:
         return part is self._first
 
 
+def after_the_end(progress: Progress) -> UsageError:
+    return UsageError(
+        f"step() after the end of the run, which has {progress.total_steps} training steps (run.steps)",
+        fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
+        "as the loop takes (--steps)",
+    )
+
+
 class Steps:
     """Of all optimizers of a session; `parts` has them."""
 
@@ -107,11 +115,7 @@ class Steps:
         if self._begins and progress.is_done:
             if self.taken.drop():
                 return False
-            raise UsageError(
-                f"step() after the end of the run, which has {progress.total_steps} training steps (run.steps)",
-                fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
-                "as the loop takes (--steps)",
-            )
+            raise after_the_end(progress)
         if self._begins:
             self._memory.note()
             self._evaluation.begin(progress, self.taken)
