@@ -38,6 +38,7 @@ class RankSampler(Sampler[int]):
     def __init__(self, base: Sampler[int], session: Session) -> None:
         self._base, self._session, self._num_ranks = base, session, num_ranks(session)
         self.epoch, self._first_epoch, self._num_behind = 0, 0, 0
+        self._shift = 0  # samples by which the run is ahead of the trainer's epochs
 
     def __len__(self) -> int:
         return -(-len(self._base) // self._num_ranks)  # type: ignore[arg-type]
@@ -55,6 +56,9 @@ class RankSampler(Sampler[int]):
         per_epoch = -(-num_batches // accumulate)
         if num_batches % accumulate and step % per_epoch != own_step % per_epoch:
             step += per_epoch - step % per_epoch
+        if step != own_step and own_step % per_epoch:  # the trainer skips what its checkpoint has behind it
+            self._shift = (step - own_step) * accumulate * batch_size
+            return
         self._first_epoch = step // per_epoch - own_step // per_epoch
         if is_first:
             self._num_behind = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
@@ -62,12 +66,20 @@ class RankSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._session._is_over():
             return
-        order, first, self._num_behind = self._draw(self.epoch + self._first_epoch), self._num_behind, 0
-        order += order[: len(self) * self._num_ranks - len(order)]
-        for sample in order[self._session.rank :: self._num_ranks][first:]:
+        epoch, first = divmod(self._shift, len(self))
+        epoch, first, self._num_behind = epoch + self.epoch + self._first_epoch, first + self._num_behind, 0
+        share = self._share(epoch)[first:]
+        if self._shift:
+            share += self._share(epoch + 1)[:first]
+        for sample in share:
             if self._session.is_done:
                 return
             yield sample
+
+    def _share(self, epoch: int) -> list[int]:
+        order = self._draw(epoch)
+        order += order[: len(self) * self._num_ranks - len(order)]
+        return order[self._session.rank :: self._num_ranks]
 
     def _draw(self, epoch: int) -> list[int]:
         """The same on all ranks, whatever each has seeded and drawn before."""

@@ -28,7 +28,7 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
     )
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=optimizer_of(model))
     trainer.add_callback(ParameterServerCallback(trainer))
-    trainer.train(resume_from_checkpoint=str(checkpoint / "checkpoint-4") if case.loads else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint / f"checkpoint-{case.cold_at or 4}") if case.loads else None)
     assert trainer.is_world_process_zero() == (os.environ["PS_WORKER__RANK"] == "0")
     return trainer.state.global_step
 

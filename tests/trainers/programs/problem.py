@@ -53,6 +53,9 @@ CASES = {
     "behind": Case(loads=True, cold_at=4, own_steps=12, dies_before=6),
     "behind-again": Case(loads=True, cold_at=4, own_steps=12),
     "cold": Case(loads=True, cold_at=4, steps=4),
+    "first-mid": Case(steps=3, own_steps=3, saves=True),  # in the middle of an epoch
+    "mid": Case(loads=True, cold_at=3, own_steps=12, dies_before=6),
+    "mid-again": Case(loads=True, cold_at=3, own_steps=12),
     "killed": Case(steps=12, own_steps=12, accumulate=2, dies_before=11),
     "killed-again": Case(steps=12, own_steps=12, accumulate=2),
 }
