@@ -112,7 +112,8 @@ def test_health_and_reflection_are_served(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     assert SERVICE in database.get_services()
     described = DescriptorPool(database).FindServiceByName(SERVICE)
-    assert [method.name for method in described.methods] == ["Exchange", "Pull", "Heartbeat", "Attend", "Status"]
+    names = ["Exchange", "Pull", "PullRows", "Heartbeat", "Attend", "Status"]
+    assert [method.name for method in described.methods] == names
 
 
 def test_a_whole_run_with_generated_code_alone(channel):
