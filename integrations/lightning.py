@@ -83,13 +83,14 @@ class ParameterServerStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
+        made = super().optimizers
+        if len(made) != 1:
             raise UsageError(
-                f"configure_optimizers() returned {len(self.optimizers)} optimizers: a run has one",
+                f"configure_optimizers() returned {len(made)} optimizers: a run has one",
                 fix="put all parameters into groups of one optimizer",
             )
         assert self.session is not None and self.lightning_module is not None
-        self.optimizers = [self.session.optimizer(self.lightning_module, self.optimizers[0])]
+        self.optimizers = [self.session.optimizer(self.lightning_module, made[0])]
         if trainer.gradient_clip_val:
             say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
         if trainer.max_steps > 0:
