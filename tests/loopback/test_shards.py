@@ -165,6 +165,7 @@ def test_a_mean_is_clipped_once_where_a_shard_is_killed_in_the_middle(cluster):
     _check_clipped(cluster, 400, 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["a shard", pytest.param("the coordinator", marks=pytest.mark.slow)])
 def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, killed):
     server = _start(cluster, "async", 2, 2, *SNAPSHOTS)

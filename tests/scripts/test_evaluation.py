@@ -69,6 +69,7 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     assert all(torch.equal(own[name], without[name]) for name in without)
 
 
+@pytest.mark.slow
 def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> None:
     for name, env in (("without", {}), ("with", {"EVERY": "1epoch", "PS_OUTPUT__CURVE": "c.jsonl"})):
         script = cluster.start(name, str(SCRIPT), SAVE=str(tmp_path / name), **env)
@@ -100,6 +101,7 @@ def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
     assert summary(cluster)["version"] in {"sync": (8, 9), "localsgd": (2, 3)}[mode]
 
 
+@pytest.mark.slow
 def test_patience(cluster: Cluster) -> None:
     told = ("--patience", "2", "--eval-every", "2", "--task", "xor", "--lr", "1e-9")
     server = cluster.server("--workers", "1", "--summary", "s.json", *told)
@@ -132,6 +134,7 @@ def with_spare(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Proc
     return server, spare, worker
 
 
+@pytest.mark.slow
 def test_a_spare_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
     server, spare, worker = with_spare(cluster, "--eval-every", "5")
     assert [worker.wait(), server.wait(), spare.wait()] == [0, 0, 0], server.output + spare.output

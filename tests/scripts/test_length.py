@@ -56,6 +56,7 @@ def test_epochs_of_the_run_become_steps(cluster: Cluster, mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Cluster) -> None:
     kept = ("--checkpoint-dir", "snapshots", "--mode", "sync")
     run(cluster, *kept, "--epochs", "1")
@@ -66,6 +67,7 @@ def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Clust
     assert (again.wait(), again.event("already_done")["steps"]) == (0, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
     """1,438 samples of the digits, two workers, batches of 100: 8 steps."""

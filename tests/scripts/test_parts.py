@@ -43,6 +43,7 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(
     assert summary["ended_by"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["critic 11", pytest.param("critic 7", marks=slow), pytest.param("generator 7", marks=slow)]
 )
