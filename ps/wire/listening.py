@@ -89,8 +89,8 @@ class Listening:
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)
         await self.direct.close()
-        # A handler that was cancelled has still to come to its end, and gRPC's own task behind each one that has come to
-        # it; cut off there they would leave a traceback.
+        # A handler that was cancelled has still to come to its end, and gRPC's own task behind each one that has: cut
+        # off there they would leave a traceback.
         ending = [task for task in asyncio.all_tasks() if task.cancelling() or task.get_name() == _RPC_TASK]
         if ending:
             await asyncio.wait(ending, timeout=_END_S)
