@@ -109,7 +109,8 @@ def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluste
      ("localsgd", "stop_break")],
 )  # fmt: skip
 def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> None:
-    server, workers = start(cluster, mode, how, "5")
+    # Slowly where the other one does not wait: it would be through before the word has come.
+    server, workers = start(cluster, mode, how, "5", PS_SLOWDOWN__BASE_S="0.1" if mode == "async" else "0")
     assert codes(*workers, server) == [0, 0, 0], server.output
     assert all(int(said(worker, "took")) < STEPS for worker in workers)
     assert said(workers[0], "has") == said(workers[1], "has") != ""

@@ -68,8 +68,8 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     """In the middle of an accumulating, scheduled run: the weights are those of a plain loop."""
     flags = ("--workers", "2", "--batch-size", "4", *RUN, "--accumulate", str(ACCUMULATE), "--save", "w.safetensors")
     kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "1")
-    own = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.05")
-    server = cluster.server(*flags, *kept)
+    own = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.1")
+    server = cluster.server(*flags, *kept, "--set", "server.status_interval_s=0.02")
     workers = [cluster.worker(0, *own), cluster.worker(1, *own, "--loader-workers", "1")]
     server.until(lambda: any(5 <= one["step"] < STEPS for one in server.events("status")), "five steps")
     server.signal(signal.SIGKILL)
