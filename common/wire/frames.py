@@ -82,25 +82,30 @@ def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()
     return b"".join(parts)
 
 
-def body_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The pieces of a body, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
-    pending: list[Buffer] = []
+def stretches(pieces: Iterable[memoryview], offset: int, num_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The pieces of a body, in order from `offset`, `num_bytes` at a time: where each stretch begins, and its parts."""
+    pending: list[memoryview] = []
     pending_bytes = 0
     for piece in pieces:
         while len(piece):
-            part = piece[: chunk_bytes - pending_bytes]
+            part = piece[: num_bytes - pending_bytes]
             pending.append(part)
             pending_bytes += len(part)
             piece = piece[len(part) :]
-            if pending_bytes == chunk_bytes:
-                yield frame(None, offset, pending)
+            if pending_bytes == num_bytes:
+                yield offset, pending
                 offset, pending, pending_bytes = offset + pending_bytes, [], 0
     if pending:
-        yield frame(None, offset, pending)
+        yield offset, pending
+
+
+def body_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The pieces of a body, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
+    return (frame(None, at, parts) for at, parts in stretches(pieces, offset, chunk_bytes))
 
 
 def placed_frame(offset: int, num_bytes: int) -> bytes:
-    """A message that says: these bytes of the body lie in the segment."""
+    """A message that says where so many bytes of the body are to be had: in the segment, or right behind it."""
     return b"".join((_PLACED_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 

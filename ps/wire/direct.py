@@ -38,6 +38,8 @@ class Connection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what of it has come and was not taken
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._is_closed = False
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -114,15 +116,24 @@ class Connection:
             await self._wait(self._loop.add_writer, self._loop.remove_writer)
 
     async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
-        ready = self._loop.create_future()
+        ready: asyncio.Future[None] = self._loop.create_future()
         add(self._descriptor, _set, ready)
+        self._waiting.add(ready)
         try:
             await ready
         finally:
-            remove(self._descriptor)
+            self._waiting.discard(ready)
+            if not self._is_closed:  # its number may be another connection's by now
+                remove(self._descriptor)
 
     def close(self) -> None:
-        """At once; the peer reads what was sent, and the end."""
+        """At once; the peer reads what was sent, and the end. Whoever waits for it gets a ConnectionError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for ready in self._waiting:
+            if not ready.done():
+                ready.set_exception(ConnectionResetError("the connection was closed"))
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with contextlib.suppress(OSError):

@@ -43,4 +43,5 @@ class Lanes:
     @property
     def reason(self) -> str:
         """Why it is not the best; empty when it is."""
-        return self._reason or next((lane.reason for lane in self._all if not lane.is_open), "")
+        better = self._all[: self._all.index(self.lane)]
+        return self._reason or next((lane.reason for lane in better), "")
