@@ -69,6 +69,11 @@ class Network:
         self._drop(SERVER, "-s", address_of(rank))
         self._drop(rank)
 
+    def partition_port(self, rank: int, port: int) -> None:
+        """Nothing passes between this worker and a port of the server, in either direction; all else does."""
+        self._drop(SERVER, "-s", address_of(rank), "-p", "tcp", "--dport", str(port))
+        self._drop(rank, "-p", "tcp", "--sport", str(port))
+
     def drop_answers(self, rank: int) -> None:
         """What the server sends does not arrive at this worker; the other direction is whole."""
         self._drop(rank)

@@ -115,3 +115,12 @@ def test_without_shuffling_the_samples_come_in_their_order() -> None:
 def test_batches_before_an_optimizer_are_a_mistake_that_is_said() -> None:
     with pytest.raises(UsageError, match=r"session.shard\(\) before session.optimizer\(\)"):
         AloneSession(Config()).shard(data())
+
+
+def test_a_validation_loop_is_not_training_data() -> None:
+    """Its batches would move this rank's place in the data it trains on."""
+    one, *_ = session(steps=8)
+    batches = one.shard(data(), batch_size=2)
+    with torch.no_grad(), pytest.raises(UsageError, match=r"under torch\.no_grad"):
+        next(iter(one.shard(data(), batch_size=2)))
+    next(batches)

@@ -44,4 +44,4 @@ class Lanes:
     def reason(self) -> str:
         """Why it is not the best; empty when it is."""
         better = self._all[: self._all.index(self.lane)]
-        return self._reason or next((lane.reason for lane in better), "")
+        return "; ".join(reason for reason in (self._reason, *(lane.reason for lane in better)) if reason)

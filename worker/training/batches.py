@@ -100,6 +100,12 @@ class Batches:
         return self._shares.num_batches(self._division[0])
 
     def __next__(self) -> Any:
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "a batch of session.shard() under torch.no_grad(): each one counts towards this rank's place in the "
+                "training data, and would be left out of training",
+                fix="a DataLoader for validation data; a training batch is asked for outside of no_grad()",
+            )
         taken, memory = self._taken, self._taken.memory
         if memory is not None and taken.is_through(self.hand):
             self.hand.drop()
