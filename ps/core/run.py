@@ -20,6 +20,7 @@ from ..policies.base import Decision, Policy
 from . import effects, events
 from .contributions import Contributions
 from .effects import Effect, Log
+from .length import Length
 from .roster import Roster, Worker, replaced
 from .snapshot_rhythm import Rhythm
 
@@ -68,10 +69,7 @@ class Run:
         self.failure: ParamServerError | None = None  # of a worker, after the last training step
         self.final: dict[str, float] = {}
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
-        self._other_lengths: set[int] = set()  # ranks that said another
-        self.length_by: int | None = None  # the rank that said how many training steps there are
-        self._asked = [policy.training_steps, options.epochs]  # how long it was to be, of its configuration
-        self._is_asked_anew = False  # it goes on from a snapshot of a run that was asked for something else
+        self.length = Length(policy, options.epochs)
         self._lost_at: dict[int, float] = {}
 
     # ---- one event ------------------------------------------------------------------------
@@ -253,24 +251,12 @@ class Run:
     def _contributed(self, worker: Worker, event: events.Contributed) -> Iterator[Effect]:
         if worker.rank in self.policy.members:
             if event.steps:
-                yield from self._told_length(worker.rank, event.steps)
+                yield from self.length.told(worker.rank, event.steps)
             yield from self._after(self.contributions.taken(worker, event), event.at)
             return
         yield from self.contributions.refuse(event)
         error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
         yield from self._expel(worker, error, event.at)
-
-    def _told_length(self, rank: int, steps: int) -> Iterator[Effect]:
-        """A worker knows its data set, or its task: the first one's word counts where the run was given no number."""
-        has, fields = self.policy.training_steps, {"rank": rank, "steps": steps}
-        if has is None:
-            self.policy.training_steps, self.length_by = steps, rank
-            yield Log("info", "length", fields)
-        elif self.length_by is not None and has != steps and rank not in self._other_lengths:
-            self._other_lengths.add(rank)
-            meaning = f"the run has {has} training steps (rank {self.length_by}), rank {rank} would take {steps}"
-            fix = "give every worker the same data set and batch size, or the run a number of --steps"
-            yield Log("warning", "lengths_differ", {**fields, "meaning": meaning, "fix": fix})
 
     def _repeated(self, worker: Worker, event: events.Repeated) -> Iterator[Effect]:
         number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
@@ -527,9 +513,8 @@ class Run:
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
                 "stats": stats,
                 "out": sorted(self.policy.out),
-                "asked": self._asked,
+                **self.length.saved(),
                 "curve": self.curve.saved(),
-                "length": None if self.length_by is None else [self.policy.training_steps, self.options.epochs],
                 "batches": self.contributions.drawn.saved(),
                 "in_step": {str(rank): number for rank, number in self.policy.in_step.items()},
                 "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
@@ -554,10 +539,7 @@ class Run:
                 f"raised {type(error).__name__}: {error}",
                 fix="mend the mode's restore, or begin anew with --resume never",
             ) from error
-        self._is_asked_anew = saved["training"].get("asked", self._asked) != self._asked
-        match saved["training"].get("length"):
-            case [int(length), epochs] if self.policy.training_steps is None and epochs == self.options.epochs:
-                self.policy.training_steps, self.length_by = length, min(self.policy.num_counted, default=0)
+        self.length.restore(saved["training"])
         self.contributions.restore(saved["training"])
         self.curve.restore(saved["training"].get("curve"))
         self.rhythm.restore(version, self.policy.min_steps_done)
@@ -569,7 +551,7 @@ class Run:
         its own accord; by another length than before that one is asked again."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
-        ranks = counted.keys() - (() if self._is_asked_anew else self.policy.out)
+        ranks = counted.keys() - (() if self.length.is_asked_anew else self.policy.out)
         return is_complete and all(map(self.policy.is_through, ranks))
 
     @property
@@ -585,7 +567,7 @@ class Run:
         }
         bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        end = [self.has_finished, self.evaluator, self.ended_by, self.length_by, len(self.curve.points)]
+        end = [self.has_finished, self.evaluator, self.ended_by, self.length.by, len(self.curve.points)]
         state = [self.policy.full_state(), seats, self.roster.num_joins, flags, end, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
