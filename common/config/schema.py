@@ -4,11 +4,10 @@ Sources and their precedence live in `sources.py`. Every field is documented her
 its unit and what setting it wrong does; `--print-config` shows the resolved values.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: pydantic would compile each field's annotation again, 20 ms of every start.
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,9 +22,9 @@ from pydantic import (
 
 from ..errors import UsageError
 from ..registry import AGGREGATIONS, CODECS, MODES, TASKS, canonical_mode, mode_anywhere
-from ..reporting import curve
 from ..user_code import is_in_file
 from .addresses import listening, reached, reached_or_none
+from .conditions import condition, every
 from .option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
 
@@ -44,8 +43,8 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 TASK_STEPS = 500  # of a task, where nobody has said how long it is to be trained
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
-Interval = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_readable(curve.every))]
-Until = Annotated[str, AfterValidator(_readable(curve.condition))]
+Interval = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_readable(every))]
+Until = Annotated[str, AfterValidator(_readable(condition))]
 Codec = Annotated[str, AfterValidator(CODECS.check)]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
@@ -106,7 +105,7 @@ class RunConfig(Section):
     seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
 
     @model_validator(mode="after")
-    def _has_one_length(self) -> RunConfig:
+    def _has_one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}: a run has one length")
         return self
@@ -168,7 +167,7 @@ def mode_options(modes: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
     return found
 
 
-def own_modes(own: Config, told: Mapping[str, Any]) -> dict[str, Any]:
+def own_modes(own: "Config", told: Mapping[str, Any]) -> dict[str, Any]:
     """The section `run` as another process told it, with a mode in a file where that file is here.
 
     Raises UsageError for one that this process was not given itself: nobody else says what code it runs.
@@ -272,7 +271,7 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _goes_together(self) -> TrainConfig:
+    def _goes_together(self) -> Self:
         is_step = self.lr_schedule == "step"
         if is_step != (self.lr_step_size is not None):
             raise ValueError("lr_schedule step and lr_step_size go together: after how many steps the rate falls")
@@ -295,7 +294,7 @@ class LoaderConfig(Section):
     pin_memory: bool | None = Field(None, description="batches in memory from which copies to a GPU need not wait")
 
     @model_validator(mode="after")
-    def _needs_processes(self) -> LoaderConfig:
+    def _needs_processes(self) -> Self:
         for name in ("prefetch_factor", "persistent_workers", "timeout"):
             if getattr(self, name) and not self.num_workers:
                 raise ValueError(f"{name} is for loader processes, and there are none: set num_workers")
@@ -342,7 +341,7 @@ class ServerConfig(Section):
     drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
 
     @model_validator(mode="after")
-    def _is_one_of_them(self) -> ServerConfig:
+    def _is_one_of_them(self) -> Self:
         if self.shard >= self.shards:
             raise ValueError(f"shard is {self.shard}: with shards {self.shards} it is 0..{self.shards - 1}")
         return self
@@ -392,7 +391,7 @@ class CheckpointConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _has_directory(self) -> CheckpointConfig:
+    def _has_directory(self) -> Self:
         if self.dir is None and (self.every_steps is not None or self.every_s is not None):
             raise ValueError("every_steps and every_s need checkpoint.dir: where snapshots are kept")
         if self.dir is None and self.resume == "latest":
@@ -418,7 +417,7 @@ class SecurityConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _goes_together(self) -> SecurityConfig:
+    def _goes_together(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("security.cert and security.key go together")
         if self.mutual and self.ca is None:
@@ -448,7 +447,7 @@ class SlowdownConfig(Section):
     straggler_probability: float = Field(0.0, ge=0, le=1, description="chance of any step of any worker")
 
     @model_validator(mode="after")
-    def _one_kind(self) -> SlowdownConfig:
+    def _one_kind(self) -> Self:
         if (self.straggler_rank is None) != (self.straggler_every is None):
             raise ValueError("straggler_rank and straggler_every go together: which rank, and every how many steps")
         return self
@@ -566,7 +565,7 @@ class Config(Section):
         return policy.model_copy(update=checked)
 
     @model_validator(mode="after")
-    def _possible(self) -> Config:
+    def _possible(self) -> Self:
         workers = self.run.workers
         if workers is not None:
             if self.policy.min_workers > workers:

@@ -1,8 +1,4 @@
-"""What was measured while a run went on: when it is measured, which was the best, and whether that is enough. Pure.
-
-every("100"), every("30s"), every("1epoch")     when
-condition("accuracy >= 0.98")                   enough
-"""
+"""What was measured while a run went on: which was the best, and whether that is enough. Pure."""
 
 from __future__ import annotations
 
@@ -10,60 +6,15 @@ import csv
 import io
 import json
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, Field
 
-_EVERY = re.compile(r"(\d+(?:\.\d+)?) ?(steps?|s|epochs?)?")
-_CONDITION = re.compile(r"([A-Za-z_][\w.]*) *(<=|>=|<|>) *(\S+)")
-_SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+from ..config.conditions import condition
+
 # Of figures with such a name less is better.
 _DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
-
-
-class Every(NamedTuple):
-    """How often: so many training steps, seconds, or epochs (passes of all workers together through the data set)."""
-
-    amount: float
-    unit: Literal["steps", "seconds", "epochs"]
-
-
-class Condition(NamedTuple):
-    figure: str
-    sign: str
-    bound: float
-
-    def holds(self, figures: Mapping[str, float]) -> bool:
-        return self.figure in figures and _SIGNS[self.sign](figures[self.figure], self.bound)
-
-    def __str__(self) -> str:
-        return f"{self.figure} {self.sign} {self.bound:g}"
-
-
-def every(text: str) -> Every:
-    """ValueError for what it cannot be."""
-    found = _EVERY.fullmatch(text.strip())
-    amount = float(found[1]) if found else 0.0
-    unit = (found[2] or "steps")[:2] if found else ""
-    if not amount or (unit != "s" and amount != int(amount)):
-        raise ValueError(f"'{text}' is no interval: 100 (steps), 30s or 1epoch")
-    return Every(amount, {"st": "steps", "s": "seconds", "ep": "epochs"}[unit])  # type: ignore[arg-type]
-
-
-def condition(text: str) -> Condition:
-    """ValueError for what it cannot be."""
-    found = _CONDITION.fullmatch(text.strip())
-    try:
-        assert found is not None
-        return Condition(found[1], found[2], float(found[3]))
-    except (AssertionError, ValueError):
-        raise ValueError(f"'{text}' is no condition: 'accuracy >= 0.98', or 'loss < 0.1'") from None
 
 
 def is_up(figure: str) -> bool:

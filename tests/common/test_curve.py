@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.reporting.curve import Condition, Curve, Every, Point, condition, every, text_of
+from paramserver.common.config.conditions import Condition, Every, condition, every
+from paramserver.common.reporting.curve import Curve, Point, text_of
 
 
 def curve(*values: float, figure: str = "loss", **options: object) -> Curve:

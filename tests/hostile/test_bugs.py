@@ -14,6 +14,7 @@ from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
+from paramserver.ps.wire.listening import Listening
 from paramserver.ps.wire.service import ParameterServerService
 
 
@@ -23,15 +24,14 @@ def _bug(*_: Any) -> None:
 
 def test_a_bug_ends_one_call_and_not_the_run(wire, capfd):
     async def main() -> None:
-        config = Config.model_validate({"run": {"mode": "async"}})
+        config = Config.model_validate({"run": {"mode": "async"}, "server": {"listen": "127.0.0.1:0"}})
         engine = Engine(config, make_policy(config), name="run")
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((ParameterServerService(engine, config).handler(),))
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+        listening = Listening(config)
+        listening.bind()
+        await listening.serve(ParameterServerService(engine, config).handler())
         good = engine.model.check
         engine.model.check = _bug  # type: ignore[method-assign]
-        async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(listening.address, options=wire.OPTIONS) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _offer(channel, wire)
             assert caught.value.code() is grpc.StatusCode.INTERNAL
@@ -41,7 +41,7 @@ def test_a_bug_ends_one_call_and_not_the_run(wire, capfd):
             assert not engine.run.roster.workers
             engine.model.check = good  # type: ignore[method-assign]
             assert await _offer(channel, wire) == "send_weights"
-        await server.stop(None)
+        await listening.stop(0.0)
 
     asyncio.run(main())
     printed = "".join(capfd.readouterr())

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.config.conditions import Every, every
 from ...common.errors import UsageError
-from ...common.reporting.curve import Every, every
 from ...common.reporting.log import get_logger
 from ..session import Progress
 from .place.taken import Taken

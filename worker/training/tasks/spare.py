@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ....common.reporting.curve import every
+from ....common.config.conditions import every
 from ....common.reporting.log import get_logger
 from ....common.user_code import user_code
 from ...conversation.interrupts import sleep
