@@ -151,6 +151,8 @@ class Job:
     def _on_server_event(self, child: Child, event: Event) -> None:
         if event.name == "snapshot":
             self._has_snapshot.add(child)
+        elif event.name == "admitted":
+            self._supervisor.admitted(Child("worker", event.fields.get("rank", 0)))
         elif event.name == "already_done":
             done = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(event.fields)
             self._carry_out(self._supervisor.already_done(done, self._loop.time()))

@@ -131,6 +131,7 @@ class Supervisor:
         self._states = dict.fromkeys(children, State.PLANNED)
         self._restarts = Restarts(max_restarts, backoff_s)
         self._pending: dict[Child, _Pending] = {}
+        self._is_out: dict[Child, Finish] = {}  # who failed and has not been let in again: the end if it never is
         self._patience: float | None = None  # when those that were told to end, or should end, are late
         self._outcome = Finish(0, "every process ended with exit code 0")
 
@@ -150,6 +151,7 @@ class Supervisor:
     def listening(self, child: Child, now: float) -> list[Decision]:
         """A server answers on its address, also when it does so again."""
         self._listening.add(child)
+        self._is_out.pop(child, None)
         if self.phase is not Phase.STARTING or child != SERVER:
             return []
         missing = [shard for shard in self._servers if self._states[shard] is State.PLANNED]
@@ -167,6 +169,10 @@ class Supervisor:
         self.phase = Phase.RUNNING
         what = "the server is" if len(self._servers) == 1 else "every shard of the server is"
         return [self._start(child, f"{what} listening", now) for child in self._workers]
+
+    def admitted(self, worker: Child) -> None:
+        """The server has let a worker into the run: what had ended it before is mended."""
+        self._is_out.pop(worker, None)
 
     def already_done(self, reason: str, now: float) -> list[Decision]:
         """The server has gone on from a snapshot of the run's end: nobody is needed but for its results."""
@@ -200,24 +206,20 @@ class Supervisor:
             code = 0  # told to end after its workers, and it did
         was_late = child in self._servers or self._restarts.has_restarted(child)
         if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
-            code, self._outcome = 0, _COMPLETE  # it came back too late: the others did without it
+            code = 0  # it came back too late: the others did without it
+            self._outcome = self._outcome if self._outcome.exit_code else _COMPLETE
         if code != 0:
             return self._failed(child, code, now, raised=raised)
         if child in self._servers and child not in self._listening and was is not State.STOPPING:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
-        if child == SERVER and self._pending:  # the run is complete: who waits for a restart is not needed
-            # But one that ended in a code of its own, and that the run did not wait for, had failed after its goodbye.
-            ends = [one.otherwise for one in self._pending.values()]
-            own = [end for end in ends if end.exit_code < 128 and end.exit_code != UNREACHABLE]
-            self._outcome = (*own, _COMPLETE)[0]
-            self._give_up_restarts()
+        told = self._complete() if child == SERVER and self._is_out else []
         if all(self._states[worker] is State.ENDED for worker in self._workers):
             down = next((server for server in self._servers if server in self._pending), None)
             if down is not None:  # nobody is left whom it could serve
                 return self._drain(self._pending[down].otherwise, now)
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
-        return self._finish_when_empty()
+        return [*told, *self._finish_when_empty()]
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
         """SIGINT, SIGTERM or the like reached the launcher: the first drains, the next one kills."""
@@ -241,6 +243,15 @@ class Supervisor:
         if self.phase is Phase.ENDING:
             return self._server_is_late(now)
         return [Kill(child, f"still there after {self._grace_s:g} s") for child in self._alive()]
+
+    def _complete(self) -> list[Terminate]:
+        """The run is complete without those who failed: they are not needed, but what they failed with is said if it
+        is a code of their own, not a kill or a connection."""
+        own = [end for end in self._is_out.values() if end.exit_code < 128 and end.exit_code != UNREACHABLE]
+        is_missing = any(self._states[child] is not State.ENDED for child in self._is_out)
+        self._outcome = (*own, _COMPLETE if is_missing else self._outcome)[0]
+        self._give_up_restarts()
+        return self._tell_to_end([*self._is_out], _COMPLETE.reason)
 
     def _server_is_late(self, now: float) -> list[Decision]:
         wait_s = _SERVER_WRITE_GRACES * self._grace_s
@@ -278,6 +289,8 @@ class Supervisor:
             return self._drain(self._final(BUDGET_SPENT, failure, spent), now)
         self._states[child] = State.WAITING
         self._pending[child] = _Pending(now + attempt.in_s, attempt, final)
+        if child != SERVER:
+            self._is_out[child] = final
         of = self._restarts.max_restarts
         reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {of})"
         return [Restart(child, reason, attempt, of)]

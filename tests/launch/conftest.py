@@ -199,6 +199,9 @@ def _play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
             return supervisor.exited(SERVER, int(code), now)
         case ["exit", "worker", rank, code, *_]:
             return supervisor.exited(Child("worker", int(rank)), int(code), now)
+        case ["admitted", rank, *_]:
+            supervisor.admitted(Child("worker", int(rank)))
+            return []
         case ["failed", rank, code, *_]:
             return supervisor.run_failed(Child("worker", int(rank)), int(code), "no such metric", now)
         case ["interrupt", number, *_]:

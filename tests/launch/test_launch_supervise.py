@@ -208,9 +208,31 @@ RESTARTS = {
     "and who came back too late finds nobody": """
         exit worker 1 -9 at 5    -> await worker 1 for 0.5 s, restart 1 of 3
         tick at 6                -> start worker 1 (restart 1 of 3)
-        exit server 0 at 6.1     ->
-        exit worker 1 15 at 66   ->
+        exit server 0 at 6.1     -> end worker 1 (the server ended with exit code 0: the run is complete)
+        exit worker 1 143 at 6.2 ->
         exit worker 0 0 at 67    -> finish 0 (the server ended with exit code 0: the run is complete)
+    """,
+    "but what it had failed with is not forgotten": """
+        exit worker 1 1 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 6                -> start worker 1 (restart 1 of 3)
+        exit server 0 at 6.1     -> end worker 1 (the server ended with exit code 0: the run is complete)
+        exit worker 1 15 at 6.2  ->
+        exit worker 0 0 at 7     -> finish 1 (worker 1 failed: exit code 1 (an exception))
+    """,
+    "also where the server has sent it away": """
+        exit worker 1 1 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 6                -> start worker 1 (restart 1 of 3)
+        exit worker 0 0 at 6.1   ->
+        exit worker 1 0 at 6.2   ->
+        exit server 0 at 7       -> finish 1 (worker 1 failed: exit code 1 (an exception))
+    """,
+    "who was let in again ends by itself": """
+        exit worker 1 1 at 5     -> await worker 1 for 0.5 s, restart 1 of 3
+        tick at 6                -> start worker 1 (restart 1 of 3)
+        admitted 1 at 7          ->
+        exit server 0 at 8       ->
+        exit worker 1 0 at 66    ->
+        exit worker 0 0 at 67    -> finish 0 (every process ended with exit code 0)
     """,
     "who was there all the time should have found it": """
         exit server 0 at 5       ->
