@@ -90,6 +90,7 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     assert check_history(cluster)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, shards: int) -> None:
     """Also where its file has moved meanwhile, and where it lies elsewhere for another shard."""

@@ -25,7 +25,9 @@ XOR = (
 )
 
 
-@pytest.mark.parametrize("mode", MODES.names())
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "ssp") else mode for mode in MODES.names()]
+)
 def test_mode_trains_saves_and_summarises(cluster, mode):
     server = cluster.server(
         "--mode", mode, "--workers", "2", "--steps", "303", "--save", "w.safetensors", "--summary", "s.json", *XOR
@@ -124,7 +126,7 @@ def test_schedulers_work_and_every_step_is_taken_under_its_own_rate(cluster):
     assert load_file(cluster.folder / "w.safetensors")["weight"].item() == pytest.approx(-sum(rates), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["async", "localsgd"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("localsgd", marks=pytest.mark.slow)])
 def test_the_script_of_a_user_trains_alone_without_a_server(cluster, mode):
     alone = cluster.start("alone", str(cluster.scripts / "scheduled.py"), PS_RUN__STEPS="10", PS_RUN__MODE=mode)
     assert alone.wait() == 0, alone.output

@@ -190,7 +190,7 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
 
 @pytest.mark.parametrize(
     ("num_workers", "local_steps"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 4), pytest.param(3, 7, marks=pytest.mark.slow)],
+    [(1, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 1), (2, 4), (3, 7)))],
 )
 def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
     server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))
@@ -235,7 +235,9 @@ def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
 # ---- the end, in order ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_mid_flight_ends_the_worker_in_order(cluster, number, code):
     server = _start(cluster, "ssp", 2, "--staleness", "1", *XOR, "--set", "task.args={num_samples: 1000}")
     stays = cluster.worker(0, "--set", "slowdown.base_s=60")

@@ -99,6 +99,7 @@ def _train(cluster, name: str, *flags: str):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_and_resumed_ends_in_the_same_bits(cluster):
     server = _train(cluster, "whole")
     workers = [cluster.worker(rank) for rank in range(2)]

@@ -46,7 +46,7 @@ with paramserver.connect() as session:
 
 
 @pytest.mark.parametrize(
-    ("pipelined", "shards"), [(True, 1), (False, 2), pytest.param(True, 2, marks=pytest.mark.slow)]
+    ("pipelined", "shards"), [(False, 2), *(pytest.param(True, shards, marks=pytest.mark.slow) for shards in (1, 2))]
 )
 def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards):
     (cluster.folder / "sitecustomize.py").write_text(KNOWN)

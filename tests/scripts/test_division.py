@@ -107,6 +107,7 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
         assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("localsgd", marks=pytest.mark.slow)])
 def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: str) -> None:
     server = cluster.server("--mode", mode, "--workers", "2", "--steps", "4")
@@ -116,6 +117,7 @@ def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: s
     assert sorted(said["ranks"]) == [0, 1] and said["level"] == "warning"
 
 
+@pytest.mark.slow
 def test_data_sets_of_different_lengths_are_told(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
     ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), MORE=str(rank)) for rank in range(2)]

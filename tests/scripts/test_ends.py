@@ -48,7 +48,7 @@ def sometimes(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("mode", ["sync", sometimes("async"), sometimes("ssp"), sometimes("localsgd")])
+@pytest.mark.parametrize("mode", [sometimes("sync"), sometimes("async"), sometimes("ssp"), sometimes("localsgd")])
 def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weights(cluster: Cluster, mode: str) -> None:
     server, workers = start(cluster, mode, "finish", "5")
     assert codes(*workers, server) == [0, 0, 0], server.output
@@ -66,6 +66,7 @@ def test_who_just_leaves_has_finished_and_the_rest_goes_on(cluster: Cluster, how
     assert said(workers[0], "took") == str(STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plain", "code"),
     [sometimes("raise", "", 1), sometimes("raise", "1", 1), sometimes("3", "", 3), ("3", "1", 3)],
@@ -77,6 +78,7 @@ def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plai
     assert [event["reason"] for event in server.events("left") if event["rank"] == 1] == ["connection lost"]
 
 
+@pytest.mark.slow
 def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
     server = cluster.server(*MODES["ssp"], "--save", "w.safetensors", "--checkpoint-dir", "snapshots")
     worker = cluster.script(1, LOOP, "break", "3")
@@ -84,7 +86,7 @@ def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
     assert server.events("snapshot")[-1]["version"] == server.events("saved")[0]["version"] == 3
 
 
-@pytest.mark.parametrize("how", ["finish", "break"])
+@pytest.mark.parametrize("how", [sometimes("finish"), "break"])
 def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
     server = cluster.server(*MODES["localsgd"], *outputs)
@@ -106,7 +108,7 @@ def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluste
     ("mode", "how"),
     [("sync", "stop"), sometimes("sync", "stop_break"), sometimes("async", "stop"), sometimes("async", "stop_break"),
      sometimes("ssp", "stop"), sometimes("ssp", "stop_break"), sometimes("localsgd", "stop"),
-     ("localsgd", "stop_break")],
+     sometimes("localsgd", "stop_break")],
 )  # fmt: skip
 def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> None:
     # Slowly where the other one does not wait: it would be through before the word has come.
@@ -121,6 +123,7 @@ def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> Non
     assert (cluster.folder / "w.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Cluster) -> None:
     """Its step comes after the end, and is none: the batch was asked for before the end was known."""
     server, workers = start(cluster, "sync", "stop_ahead", "5")

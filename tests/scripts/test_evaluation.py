@@ -58,6 +58,7 @@ def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mo
     assert lines[0] == "step,version,elapsed_s,loss,total" and len(lines) == len(steps) + 1
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
     run(cluster, "sync")
@@ -93,6 +94,7 @@ def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: st
     assert len(summary(cluster)["curve"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
 def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
     run(cluster, mode, "--stop-when", "loss < 1000", EVERY="8")

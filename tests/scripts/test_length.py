@@ -35,7 +35,7 @@ def summary(cluster: Cluster) -> dict:
 
 
 @pytest.mark.parametrize(
-    "mode", ["localsgd", *(pytest.param(m, marks=pytest.mark.slow) for m in ("sync", "async", "ssp"))]
+    "mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("localsgd", "sync", "async", "ssp")]
 )
 def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluster, mode: str) -> None:
     """40 samples, two workers, batches of 4: 5 steps an epoch. In localsgd no step is lost that a round has not."""
@@ -56,7 +56,6 @@ def test_epochs_of_the_run_become_steps(cluster: Cluster, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Cluster) -> None:
     kept = ("--checkpoint-dir", "snapshots", "--mode", "sync")
     run(cluster, *kept, "--epochs", "1")
@@ -67,7 +66,6 @@ def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Clust
     assert (again.wait(), again.event("already_done")["steps"]) == (0, 15)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
     """1,438 samples of the digits, two workers, batches of 100: 8 steps."""

@@ -113,6 +113,7 @@ def test_the_state_that_is_saved_is_the_servers_and_plain_torch_takes_it(cluster
             assert torch.allclose(found["state"][index][key], value, rtol=1e-9, atol=1e-12), (index, key)
 
 
+@pytest.mark.slow
 def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
     path = HERE / "lbfgs.py"
     spec = importlib.util.spec_from_file_location("lbfgs", path)

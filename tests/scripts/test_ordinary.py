@@ -60,7 +60,7 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(cluster: Clust
     assert all("Traceback" not in one.output for one in (*scripts, server))
 
 
-@pytest.mark.parametrize("more", [{"MOMENTUM": "1"}, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [pytest.param(more, marks=pytest.mark.slow) for more in ({"MOMENTUM": "1"}, {})])
 def test_branches_without_a_gradient_and_a_clipped_mean(cluster: Cluster, tmp_path: Path, more: dict[str, str]):
     """The plain process clips its gradient, the server the mean of the workers', and neither decays a branch that was
     not in the loss."""

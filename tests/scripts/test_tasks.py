@@ -62,7 +62,7 @@ def check(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Streamed", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Double", "Weighted"))]
+    "name", [pytest.param(one, marks=pytest.mark.slow) for one in ("Streamed", "Double", "Weighted")]
 )
 def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path, name: str) -> None:
     """In the middle of an accumulating, scheduled run: the weights are those of a plain loop."""
@@ -78,6 +78,7 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
 
 
+@pytest.mark.slow
 def test_the_mean_of_two_workers_is_clipped_over_two_shards_as_torch_clips_it(cluster: Cluster, tmp_path: Path) -> None:
     flags = ("--workers", "2", "--batch-size", "4", "--shards", "2", "--clip-norm", "0.3", "--save", "w.safetensors")
     server = cluster.server(*flags, *RUN)
