@@ -64,7 +64,7 @@ class RankSampler(Sampler[int]):
             self._num_behind = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
 
     def __iter__(self) -> Iterator[int]:
-        if self._session._is_over():
+        if self._session.is_over():
             return
         epoch, first = divmod(self._shift, len(self))
         epoch, first, self._num_behind = epoch + self.epoch + self._first_epoch, first + self._num_behind, 0
@@ -107,7 +107,7 @@ def say_clipping(session: Session, setting: str) -> None:
 
 def place_in(session: Session) -> dict[str, Any]:
     """What a trainer's checkpoint says of the run, under `PLACE`."""
-    return {"run": session._place()[0]().run, "steps": session.step}
+    return {"run": session.run_name, "steps": session.step}
 
 
 def step_of_trainer(session: Session, own_step: int, saved: dict[str, Any] | None) -> int:

@@ -71,7 +71,7 @@ class ParameterServerCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         remembered: Any = state.stateful_callbacks
         remembered[PLACE] = place_in(self.session)
-        control.should_training_stop |= self.session._is_over()
+        control.should_training_stop |= self.session.is_over()
         control.should_save &= self.session.rank == 0
         if control.should_training_stop:  # before the best checkpoint is loaded
             self._finish()

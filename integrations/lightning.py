@@ -141,7 +141,7 @@ class ParameterServerStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **options)
         assert self.session is not None
-        self._trainer.should_stop |= self.session._is_over()
+        self._trainer.should_stop |= self.session.is_over()
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

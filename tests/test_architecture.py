@@ -6,6 +6,7 @@ Imports inside functions count; those under TYPE_CHECKING do not, they never run
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -206,6 +207,7 @@ def test_an_integration_is_a_script_of_its_own(name: str) -> None:
     roots = {"paramserver.ps", "paramserver.worker", *OUTSIDE} - {"paramserver.integrations"}
     found = [one for one in forbidden_in(name, roots) if not one.startswith("paramserver.worker.training.session")]
     assert set(found) <= {"paramserver.worker.api", "paramserver.worker.api.connect"}
+    assert re.findall(r"session\._\w+", (ROOT / name).read_text()) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("launch/")])

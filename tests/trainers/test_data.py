@@ -16,7 +16,7 @@ from paramserver.integrations.data import RankSampler, divide
 
 def session(rank: int, num_workers: int = 2, is_done: bool = False):
     settings = SimpleNamespace(num_workers=num_workers, seed=5)
-    return SimpleNamespace(rank=rank, settings=settings, is_done=is_done, _is_over=lambda: is_done)
+    return SimpleNamespace(rank=rank, settings=settings, is_done=is_done, is_over=lambda: is_done)
 
 
 def shares(make, num_workers: int = 2, epoch: int = 0) -> list[list[int]]:

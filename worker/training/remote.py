@@ -142,8 +142,7 @@ class RemoteSession(Session):
             raise too_early()
         return lambda: self._progress, self._steps.taken
 
-    def _is_over(self) -> bool:
-        """All steps are taken, everyone else's too, and the model has the final weights."""
+    def is_over(self) -> bool:
         while self.is_done:
             if self._wait_for_final() is not None:
                 return True

@@ -67,9 +67,19 @@ class Session:
         return False
 
     @property
+    def run_name(self) -> str:
+        """Of the run, given by its server; empty without one. UsageError before `optimizer()`."""
+        return self._place()[0]().run
+
+    @property
     def is_done(self) -> bool:
         """All steps of the run are taken, or it was stopped, or this worker has finished."""
         raise NotImplementedError
+
+    def is_over(self) -> bool:
+        """No batch is needed any more: where `is_done`, waits until everyone is, and takes the final weights. False
+        where they are not to be had, because the server went back to a snapshot: there are steps to take again."""
+        return self.is_done
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
@@ -154,7 +164,7 @@ class Session:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         size, seed = batch_size or self.settings.batch_size, self.settings.seed
         shares = Shares(dataset, size, seed, shuffle, pad, drop_last, sampler)
-        return Batches(shares, taken, progress, self._is_over, read_options(loader_options), epochs)
+        return Batches(shares, taken, progress, self.is_over, read_options(loader_options), epochs)
 
     def expect(self, steps: int) -> None:
         """Say how many training steps this script takes by itself: a run that ends before says so at the first."""
@@ -174,7 +184,7 @@ class Session:
             if memory is not None:
                 memory.use()
             taken.begin_epochs()
-        while not self._is_over():
+        while not self.is_over():
             if memory is not None and memory.has_moved:
                 memory.move()
             if taken.epoch_now >= num:
@@ -213,10 +223,6 @@ class Session:
         if steps is not None and progress.training_steps >= steps and not self._is_told:
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
-
-    def _is_over(self) -> bool:
-        """No batch is needed any more."""
-        return self.is_done
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
