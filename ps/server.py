@@ -110,6 +110,7 @@ class Server:
         self._bus.begin(engine)
         await self._listening.serve(service.handler())
         of = {"shards": config.server.shards} if self._attendance is not None else {}
+        of |= {"direct_port": port} if (port := self._listening.direct.number) else {}
         of |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
         log.info(
             "listening",

@@ -46,6 +46,7 @@ Mode = Annotated[str, AfterValidator(canonical_mode)]
 Interval = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_readable(every))]
 Until = Annotated[str, AfterValidator(_readable(condition))]
 Codec = Annotated[str, AfterValidator(CODECS.check)]
+Lane = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
 ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
@@ -363,8 +364,12 @@ class WorkerConfig(Section):
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: Codec = Field("raw", description="how contributions are encoded")
     answer_codec: Codec = Field("raw", description="how the weights that come back are encoded")
-    shared_memory: bool = Field(True, description="tensors through shared memory where the server is on this host")
-    direct: bool = Field(True, description="exchange over the server's direct port, where it can be reached")
+    lanes: tuple[Lane, ...] = Field(
+        ("shared", "direct", "grpc"),
+        description="how tensors travel, the best first: shared memory with a server on this host, a connection to its "
+        "direct port, gRPC, which is always there",
+    )
+    shared_memory: bool = Field(True, description="older: false takes shared out of worker.lanes")
     overlap: bool | None = Field(
         None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )
@@ -372,6 +377,27 @@ class WorkerConfig(Section):
         False, description="train nothing: evaluate the run's weights while the workers of the run train"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
+
+    @field_validator("lanes", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """`direct,grpc` is a list as well."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("lanes")
+    @classmethod
+    def _are_possible(cls, lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+        if "grpc" not in lanes:
+            raise ValueError("grpc must be among them: a worker that can have none of the others goes over it")
+        if len(set(lanes)) < len(lanes):
+            raise ValueError(f"each once, got {', '.join(lanes)}")
+        return lanes
+
+    @property
+    def wanted_lanes(self) -> tuple[Lane, ...]:
+        """Down to the one that is always there."""
+        lanes = self.lanes[: self.lanes.index("grpc") + 1]
+        return lanes if self.shared_memory else tuple(lane for lane in lanes if lane != "shared")
 
 
 class CheckpointConfig(Section):

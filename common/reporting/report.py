@@ -158,13 +158,16 @@ def size(num_bytes: float) -> str:
 
 
 def _lanes(summary: Summary) -> str:
-    """`over tcp`, `through shared memory`, or which ranks do what."""
-    ranks = [str(worker.rank) for worker in summary.workers if worker.lane == "shared memory"]
-    if not ranks:
-        return "over tcp"
-    if len(ranks) == len(summary.workers):
-        return "through shared memory"
-    return f"through shared memory: rank {', '.join(ranks)}; the others over tcp"
+    """`lane direct`, or which ranks have which; why not a better one, of those that have the slowest."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for worker in summary.workers:
+        why = worker.lane_reason if worker.lane == "grpc" else ""
+        ranks.setdefault((worker.lane, why), []).append(str(worker.rank))
+    shown = []
+    for (lane, why), of in ranks.items():
+        whose = f": rank {', '.join(of)}" if len(ranks) > 1 else ""
+        shown.append(f"{lane}{whose}{f' ({why})' if why else ''}")
+    return f"lane {'; '.join(shown)}"
 
 
 def _table(names: Iterable[str], *first: Column) -> Table:

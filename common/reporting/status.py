@@ -26,7 +26,7 @@ class WorkerStatus(BaseModel):
     transfer_share: float = 0.0
     wait_share: float = 0.0
     waiting_for: str = ""  # a sentence; empty when it does not wait
-    lane: str = "tcp"  # how its tensors travel: "tcp" or "shared memory"
+    lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
 
 
 class Status(BaseModel):

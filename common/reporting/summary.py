@@ -29,7 +29,8 @@ class WorkerSummary(BaseModel):
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
     skipped: int = 0  # steps of which nothing was folded, for the same reasons
     clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
-    lane: str = "tcp"  # how its tensors travelled last: "tcp" or "shared memory"
+    lane: str = "grpc"  # how its tensors travelled last: "grpc", "direct" or "shared memory"
+    lane_reason: str = ""  # why not in a way that the worker prefers
 
 
 class ShardSummary(BaseModel):

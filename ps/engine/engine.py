@@ -305,7 +305,9 @@ class Engine:
         if self.config.server.shard == 0:  # the others would say the same
             fields = line.fields
             if line.event in ("admitted", "resumed"):
-                fields = {**fields, "tensors": self.traffic[fields["rank"]].lane}
+                traffic = self.traffic[fields["rank"]]
+                fields = {**fields, "tensors": traffic.lane}
+                fields |= {"reason": traffic.lane_reason} if traffic.lane_reason else {}
             getattr(log, line.level)(line.event, **fields)
 
     def _make_room(self) -> None:

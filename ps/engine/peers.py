@@ -51,7 +51,8 @@ class Traffic:
 
     num_sent: int = 0  # by the worker
     num_received: int = 0
-    lane: str = "tcp"
+    lane: str = "grpc"
+    lane_reason: str = ""  # why it is no better one
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Streams:
     def attach(self, peer: Peer) -> Peer:
         """Its effects find this stream from now on."""
         peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
-        peer.traffic.lane = "tcp"  # until it offers another
+        peer.traffic.lane, peer.traffic.lane_reason = "grpc", ""  # until it offers another
         self.peers[peer.seat] = peer
         return peer
 

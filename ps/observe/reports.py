@@ -100,7 +100,7 @@ def _workers(engine: Engine) -> list[WorkerSummary]:
         here = engine.traffic.get(rank, Traffic())
         elsewhere = [state.traffic.get(rank, (0, 0)) for state in engine.shard_states.values()]
         row = stats.summary()
-        row.lane = here.lane
+        row.lane, row.lane_reason = here.lane, here.lane_reason
         row.bytes_sent = here.num_sent + sum(sent for sent, _ in elsewhere)
         row.bytes_received = here.num_received + sum(received for _, received in elsewhere)
         found.append(row)

@@ -122,7 +122,12 @@ class ShardServer:
             ParameterServerService(engine, engine.config, direct=self._listening.direct).handler()
         )
         log.info(
-            "listening", address=self.address, shard=server.shard, shards=server.shards, coordinator=server.coordinator
+            "listening",
+            address=self.address,
+            shard=server.shard,
+            shards=server.shards,
+            coordinator=server.coordinator,
+            direct_port=self._listening.direct.number,
         )
         follower.tape.put(Ready())
         try:

@@ -33,6 +33,7 @@ log = get_logger()
 
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
+_MAX_REASON = 300  # characters
 
 
 class Joining:
@@ -142,14 +143,17 @@ class Joining:
             return None
         offered = second.of(pb.Model)
         layout, optimizer = await _read_model(offered)
+        why_no_better = offered.lane_reason[:_MAX_REASON]
         if offered.HasField("segment"):
             share = engine.model.share_of(layout)
-            lane = await self._probe.open(lane, share.layout, offered.segment)
+            lane, refused = await self._probe.open(lane, share.layout, offered.segment)
+            why_no_better = refused or why_no_better
         codec = codec_named(offered.answer_codec)
         peer.answer_codec = None if codec.is_identity else codec
         engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
-        peer.takes_frames, peer.traffic.lane = lane.as_frames, lane.name
+        peer.takes_frames = lane.as_frames
+        peer.traffic.lane, peer.traffic.lane_reason = lane.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
         engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer)))
         return lane

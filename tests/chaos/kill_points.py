@@ -159,7 +159,7 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
         shutil.rmtree(folder)
         sys.exit(128 + ending.signal_number)
     failures = judge(ending, trial)
-    lane = "shared memory" if is_shared else "tcp"
+    lane = "shared memory" if is_shared else "grpc"
     points = sum(ending.faults.values())
     took_s = time.monotonic() - began
     of = f", {num_shards} shards" if num_shards > 1 else ""

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from delta_codec import DeltaCodec
 
 ALL_CODECS = [*CODECS.names(), "delta"]
-LANES = ["tcp", "shared memory", "direct"]
+LANES = ["grpc", "shared memory", "direct"]
 
 
 def codec_of(name: str) -> Any:
@@ -56,7 +56,7 @@ class Net(nn.Module):
 class Pair:
     """A worker's two lanes to a shard, and what that shard has of them."""
 
-    def __init__(self, codec: str, lane: str = "tcp", staged: bool = False, size: int = 5) -> None:
+    def __init__(self, codec: str, lane: str = "grpc", staged: bool = False, size: int = 5) -> None:
         torch.manual_seed(1)
         self.net = Net(size)
         self.model = ModelTensors(self.net)

@@ -115,6 +115,6 @@ def test_a_direct_connection_that_alone_is_cut(rig) -> None:
     rig.until(lambda: all(rig.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
     rig.net.partition_port(1, 47123)
     rig.end(*workers, server)
-    assert [event["lane"] for event in workers[1].events("tensors")] == ["direct", "tcp"]
+    assert [event["lane"] for event in workers[1].events("tensors")] == ["direct", "grpc"]
     assert "port 47123 (server.direct_port): no answer" in workers[1].events("tensors")[1]["reason"]
     check_whole(rig, "async")

@@ -54,11 +54,11 @@ def serve(cluster: Any, mode: str, num_workers: int, *more: str) -> Any:
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster: Any, mode: str) -> None:
     server = serve(cluster, mode, 2)
-    off = ({}, {"PS_WORKER__DIRECT": "false"})
+    off = ({}, {"PS_WORKER__LANES": "grpc"})
     workers = [
         cluster.script(rank, "onehot.py", str(STEPS), PADDING=str(PADDING), **env) for rank, env in enumerate(off)
     ]
-    assert check(cluster, server, workers) == ["direct", "tcp"]
+    assert check(cluster, server, workers) == ["direct", "grpc"]
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken(cluster: Any) -> None:
 def test_why_there_is_none_is_a_phrase() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): timed out"):
+        with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): no answer"):
             Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)
     with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): connection refused"):
         Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)

@@ -66,7 +66,7 @@ def train(cluster, mode: str, server_flags: tuple[str, ...] = (), worker_flags: 
     assert server.wait() == 0, server.output
     summary = summary_of(cluster)
     assert [row["lane"] for row in summary["workers"]] == lanes(workers)
-    assert [event["tensors"] for event in server.events("admitted")].count("tcp") == lanes(workers).count("tcp")
+    assert [event["tensors"] for event in server.events("admitted")].count("grpc") == lanes(workers).count("grpc")
     return lanes(workers), load_file(cluster.folder / "w.safetensors"), summary
 
 
@@ -85,9 +85,9 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
     shared, weights, summary = train(cluster, "sync")
     assert shared == ["shared memory"] * 2
     for server_flags, worker_flags, expected in [
-        (("--set", "server.shared_memory=false"), ((), ()), ["tcp", "tcp"]),
-        ((), ((), OFF), ["shared memory", "tcp"]),
-        ((), (OFF, ()), ["tcp", "shared memory"]),
+        (("--set", "server.shared_memory=false"), ((), ()), ["grpc", "grpc"]),
+        ((), ((), OFF), ["shared memory", "grpc"]),
+        ((), (OFF, ()), ["grpc", "shared memory"]),
     ]:
         found, same, other = train(cluster, "sync", server_flags, worker_flags)
         assert found == expected
@@ -103,14 +103,14 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
 def test_one_worker_alone_gets_the_same_weights_on_both_lanes(cluster, mode):
     shared, weights, _ = train(cluster, mode, (), ((),))
     tcp, same, _ = train(cluster, mode, (), (OFF,))
-    assert (shared, tcp) == (["shared memory"], ["tcp"])
+    assert (shared, tcp) == (["shared memory"], ["grpc"])
     assert_same(weights, same)
 
 
 @pytest.mark.slow
 def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
     found, _, summary = train(cluster, "async", (), (("--set", "worker.codec=bf16"), ()))
-    assert found == ["tcp", "shared memory"]
+    assert found == ["grpc", "shared memory"]
     encoded, raw = summary["workers"]
     assert encoded["bytes_sent"] < 0.65 * raw["bytes_sent"]  # initial weights, which either may bring, are raw
 
@@ -132,7 +132,7 @@ def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster, mod
     weights = load_file(cluster.folder / "w.safetensors")
     assert torch.equal(-weights["seen"].view(-1, STEPS)[:3], torch.ones(3, STEPS))
     assert weights["padding"].unique().tolist() == [-3.0 * STEPS]
-    assert [row["lane"] for row in summary_of(cluster)["workers"]] == ["shared memory", "shared memory", "tcp"]
+    assert [row["lane"] for row in summary_of(cluster)["workers"]] == ["shared memory", "shared memory", "grpc"]
 
 
 # ---- killed and frozen ------------------------------------------------------------------------------

@@ -84,10 +84,8 @@ class Client:
         self._call = exchange(_drain(self._outgoing), metadata=self._credentials.metadata)
         self._is_reading = False
 
-    def go_direct(self, welcome: pb.Welcome, is_wanted: bool) -> str:
+    def go_direct(self, welcome: pb.Welcome) -> str:
         """Connect where the server says; why that cannot be, empty when it can: from `offer` on all is said there."""
-        if not is_wanted:
-            return "off (worker.direct)"
         if not welcome.HasField("direct"):
             return "the server has no direct port"
         try:

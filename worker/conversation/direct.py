@@ -11,12 +11,14 @@ import queue
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
+from .reach import connect, left_s
 
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
@@ -35,26 +37,23 @@ class Direct:
 
     def __init__(self, address: str, port: int, ticket: bytes, credentials: Credentials) -> None:
         host, _ = split_address(address)
-        try:
-            plain = socket.create_connection((host, port), timeout=_CONNECT_S)
-        except OSError as error:
-            why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-            raise DirectError(f"port {port} (server.direct_port): {why}") from None
-        self._socket = plain
-        try:
-            prepare(plain)
-            if credentials.ca is not None:
-                self._socket = client_context(credentials).wrap_socket(plain, server_hostname=host)
-            self._socket.sendall(HELLO + ticket)
-            if self._socket.recv(1) != TAKEN:
-                raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
-            self._socket.settimeout(None)
-        except OSError as error:
-            self._socket.close()
-            raise DirectError(f"port {port} (server.direct_port): {error}") from None
-        except DirectError:
-            self._socket.close()
-            raise
+        deadline = time.monotonic() + _CONNECT_S
+        with contextlib.ExitStack() as on_failure:
+            try:
+                self._socket = on_failure.enter_context(connect(host, port, deadline))
+                prepare(self._socket)
+                if credentials.ca is not None:
+                    self._socket = client_context(credentials).wrap_socket(self._socket, server_hostname=host)
+                    on_failure.push(self._socket)
+                self._socket.sendall(HELLO + ticket)
+                self._socket.settimeout(left_s(deadline))
+                if self._socket.recv(1) != TAKEN:
+                    raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
+            except OSError as error:
+                why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+                raise DirectError(f"port {port} (server.direct_port): {why}") from None
+            on_failure.pop_all()
+        self._socket.settimeout(None)
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0

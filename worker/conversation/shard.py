@@ -88,7 +88,8 @@ class Shard:
         join.answers_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
-        self.lanes.joined(welcome, self.client.go_direct(welcome, self._config.direct))
+        why_not = self.client.go_direct(welcome) if self.lanes.wants_direct else "not wanted"
+        self.lanes.joined(welcome, why_not)
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
@@ -109,6 +110,7 @@ class Shard:
         """Say what this worker trains, and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
+        model.lane_reason = self.lanes.reason
         self.client.offer(model)
         if offered is not None:
             offered.decided(self._expect("shared_memory").of(SharedMemory))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Lane:
     """Pieces of a body are messages of their own. `reason` is a sentence: why a lane is not open."""
 
-    name: ClassVar[str] = "tcp"  # for people
+    name: ClassVar[str] = "grpc"  # for people
     # Also takes bodies that a codec other than raw has made.
     carries_codecs: ClassVar[bool] = True
 

@@ -26,7 +26,7 @@ class Lane:
     """Bodies are in the stream's messages. Another lane says what it does otherwise: a contribution that comes by it is
     announced with `in_segment`, and each piece of one is a message that calls it `placed`."""
 
-    name: ClassVar[str] = "tcp"  # as people see it
+    name: ClassVar[str] = "grpc"  # as people see it
     as_frames: ClassVar[bool] = True  # answers are frames that all workers share; False: the weights' memory is read
 
     def __init__(self, engine: Engine, stream: Stream) -> None:

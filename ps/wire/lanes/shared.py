@@ -32,8 +32,8 @@ class Probe:
     def shown(self) -> pb.Segment | None:
         return self._segment.address if self._segment is not None else None
 
-    async def open(self, known: Lane, layout: Layout, offered: pb.Segment) -> Lane:
-        """The lane of a worker that offers a segment; `known` where it cannot be opened. The worker is told."""
+    async def open(self, known: Lane, layout: Layout, offered: pb.Segment) -> tuple[Lane, str]:
+        """The lane of a worker that offers a segment; `known` where it cannot be, and why. The worker is told."""
         verdict, lane = pb.SharedMemory(accepted=True), known
         try:
             if self._segment is None:
@@ -46,7 +46,7 @@ class Probe:
             verdict, lane = pb.SharedMemory(accepted=False, reason=str(error)), known
             log.info("not_shared", rank=known.stream.rank, reason=verdict.reason)
         await known.stream.say(pb.ServerMessage(shared_memory=verdict))
-        return lane
+        return lane, f"{SharedLane.name}: {verdict.reason}" if verdict.reason else ""
 
 
 class SharedLane(Lane):

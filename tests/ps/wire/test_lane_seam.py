@@ -54,9 +54,9 @@ def test_a_lane_brings_bodies_straight_to_where_they_belong(codec: str) -> None:
     async def play(server: Server) -> None:
         worker, lanes = Worker(server, 0), []
 
-        async def open_direct(known: Lane, *_: Any) -> Lane:
+        async def open_direct(known: Lane, *_: Any) -> tuple[Lane, str]:
             lanes.append(Direct(known.engine, known.stream))
-            return lanes[0]
+            return lanes[0], ""
 
         server.service._joining._probe.open = open_direct
         await worker.join(new_segment(LARGE.exchange_bytes).address)

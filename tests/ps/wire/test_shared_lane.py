@@ -147,7 +147,7 @@ async def test_a_rank_that_comes_back_without_a_segment_is_shown_without(server:
     assert server.engine.traffic[0].lane == "shared memory"
     second = Worker(server, 0)
     await second.join()
-    assert server.engine.traffic[0].lane == "tcp"
+    assert server.engine.traffic[0].lane == "grpc"
     second.contribute()
     await server.settle()
     assert not second.stream.received[-1].placed
@@ -194,7 +194,7 @@ def test_an_offer_that_cannot_be_opened(changes: dict[str, Any]) -> None:
         worker.contribute()
         await server.settle()
         assert worker.outcomes == ["START", "APPLIED"]
-        assert server.engine.traffic[0].lane == "tcp"
+        assert server.engine.traffic[0].lane == "grpc"
         worker.announce(2, in_segment=True)
         await turns()
         assert await worker.end() == "BAD_REQUEST"
