@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import shlex
@@ -20,6 +21,7 @@ from ..common.config.cli import (
     Flags,
     PrintConfigOption,
     SetOption,
+    after_torch,
     before_torch,
     resolve,
     run_command,
@@ -117,6 +119,7 @@ async def _serve(resolved: Resolved) -> None:
     signals = _Signals()
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
     before_torch()
+    gc.disable()
     _keep_memory()
     _allow_connections()
     from ..common.tensors.optimizers import without_compiler
@@ -124,6 +127,7 @@ async def _serve(resolved: Resolved) -> None:
     from .snapshots.available import held_dir
     from .snapshots.files import sole_server
 
+    after_torch()
     without_compiler()
     check_before_start(resolved.config)
     with sole_server(held_dir(resolved.config)):

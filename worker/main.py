@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from ..common.config.cli import (
     Flags,
     PrintConfigOption,
     SetOption,
+    after_torch,
     before_torch,
     resolve,
     run_command,
@@ -92,6 +94,7 @@ def _say_place(resolved: Resolved) -> None:
 def _work(resolved: Resolved) -> None:
     # torch and gRPC take seconds to load: only once the configuration has been found good.
     before_torch()
+    gc.disable()
     import torch
 
     from ..common.reporting.output import check_writable
@@ -104,6 +107,7 @@ def _work(resolved: Resolved) -> None:
     from .training.alone import AloneSession, reporting, write_alone
     from .training.tasks.spare import evaluate_for
 
+    after_torch()
     config: Config = resolved.config
     without_compiler()
     device = choose_device(local_device(config.worker.device, config.worker.local_rank, torch.cuda.device_count()))

@@ -144,6 +144,13 @@ def before_torch() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def after_torch() -> None:
+    """Call when all that is ours has been imported, without the collector, and nothing of the user's: it lasts as long
+    as the process, and nobody looks for garbage in it, neither now (0.2 s) nor when the process ends (0.3 s)."""
+    gc.freeze()
+    gc.enable()
+
+
 def resolve(
     config_path: str | None,
     flags: Flags,

@@ -5,6 +5,7 @@ It is the user's own as a rule, so it is shown once, however many processes rais
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,6 +27,12 @@ class Raised(NamedTuple):
     def kind(self) -> tuple[str, str]:
         """The same for the same mistake: messages tell of values."""
         return self.what.partition(":")[0], self.where
+
+    @property
+    def is_mistake(self) -> bool:
+        """Of the program, whatever the moment: one of Python's own, and not of files, connections or memory."""
+        kind = getattr(builtins, self.kind[0], None)
+        return isinstance(kind, type) and not issubclass(kind, (OSError, EOFError, MemoryError))
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})"

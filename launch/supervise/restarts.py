@@ -13,7 +13,8 @@ Of a server, each shard alike, the same, but for two. 10 (cannot listen) is fina
 later: the port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told
 to end has sent its workers away: that ends the job.
 
-An exception that is raised again where it was raised before the restart would be raised for ever: it ends the job.
+An exception that is raised again where it was raised before the restart would be raised for ever: it ends the job. So
+does one that every worker has raised, if it is a mistake in the program, before any of them was let in again.
 
 Who was lost with its host (255) did nothing wrong: it is started again as after a crash.
 
@@ -72,7 +73,7 @@ class Restarts:
         self._backoff_s = backoff_s
         self._started_at: dict[Child, float] = {}  # of those that run
         self._num_restarts: Counter[Child] = Counter()
-        self._raised: set[tuple[Child, tuple[str, str]]] = set()
+        self._raised: dict[Child, list[tuple[str, str] | None]] = {}  # by each of its failures
         self._failures: dict[Child, Failure] = {}  # the first of each that was not lived down, oldest first
 
     def started(self, child: Child, now: float) -> None:
@@ -90,11 +91,13 @@ class Restarts:
                 self._forgive(child)
         del self._started_at[failure.child]
         self._failures.setdefault(failure.child, failure)
-        if raised is None:
-            return False
-        is_again = (failure.child, raised.kind) in self._raised
-        self._raised.add((failure.child, raised.kind))
-        return is_again
+        before = self._raised.setdefault(failure.child, [])
+        before.append(raised.kind if raised is not None else None)
+        return raised is not None and raised.kind in before[:-1]
+
+    def ended_by(self, child: Child, raised: Raised) -> bool:
+        """Whether its newest failure is this one."""
+        return self._raised.get(child, [])[-1:] == [raised.kind]
 
     def has_restarted(self, child: Child) -> bool:
         return self._num_restarts[child] > 0

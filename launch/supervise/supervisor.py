@@ -278,6 +278,8 @@ class Supervisor:
         if is_again:
             same = "; the same had ended it before it was started again"
             return self._drain(self._final(shell_code(code), failure, same), now)
+        if raised is not None and raised.is_mistake and self._is_everyones(child, raised):
+            return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
         if child in self._servers and not self._keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
@@ -294,6 +296,11 @@ class Supervisor:
         of = self._restarts.max_restarts
         reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {of})"
         return [Restart(child, reason, attempt, of)]
+
+    def _is_everyones(self, child: Child, raised: Raised) -> bool:
+        """All other workers have failed so too, and none of them has been let in again."""
+        others = [worker for worker in self._workers if worker != child]
+        return bool(others) and all(one in self._is_out and self._restarts.ended_by(one, raised) for one in others)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         """Whether there is a point in it. With a budget of 0 nobody wants restarts, and 17 says nothing."""

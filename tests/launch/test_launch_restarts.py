@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.supervise.blame import Raised
 from paramserver.launch.supervise.restarts import MAX_BACKOFF_S, Failure, Restarts, can_mend
 from paramserver.launch.supervise.supervisor import (
+    Decision,
     Finish,
     Kill,
     Phase,
@@ -69,6 +71,38 @@ def test_the_first_failure_is_the_oldest_that_was_not_lived_down() -> None:
     assert restarts.first == Failure(W0, "crashed")
     restarts.ended_well(W0)
     assert restarts.first == Failure(SERVER, "gone")
+
+
+def raise_by_turns(what: str, admitted: Child | None = None) -> list[Decision]:
+    """What is decided when worker 0 and then worker 1 of two has raised this, worker 0 being let in between or not."""
+    supervisor = Supervisor(num_workers=2)
+    supervisor.begin(0.0)
+    supervisor.listening(SERVER, 0.0)
+    supervisor.may_train(0.0)
+    supervisor.exited(W0, 1, 5.0, Raised(what, "train.py, line 7"))
+    supervisor.tick(5.5)
+    if admitted is not None:
+        supervisor.admitted(admitted)
+    return supervisor.exited(W1, 1, 6.0, Raised(f"{what} or so", "train.py, line 7"))
+
+
+def test_a_mistake_that_every_worker_has_made_is_not_tried_again() -> None:
+    told = raise_by_turns("ValueError: bad batch")
+    assert told == [
+        Terminate(child, "every worker failed: ValueError: bad batch or so (train.py, line 7)")
+        for child in (SERVER, W0)
+    ]
+
+
+@pytest.mark.parametrize(
+    "what", ["ConnectionResetError: a file server", "requests.exceptions.Timeout: 30 s", "Mine: x"]
+)
+def test_a_bad_moment_of_all_workers_is_tried_again(what: str) -> None:
+    assert [type(decision) for decision in raise_by_turns(what)] == [Restart]
+
+
+def test_a_mistake_that_one_worker_got_over_is_tried_again() -> None:
+    assert [type(decision) for decision in raise_by_turns("ValueError: bad batch", admitted=W0)] == [Restart]
 
 
 def test_what_is_said() -> None:

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 GOODBYE = b"!"
+RANK = 128  # and its number: the first byte of a worker
 
 
 def say(event: str, **fields: object) -> None:
@@ -89,7 +90,9 @@ def serve(listener: socket.socket, snapshot: Snapshot, num_workers: int, all_are
                 selector.register(waiting[-1], selectors.EVENT_READ)
                 continue
             data = key.fileobj.recv(4096)
-            if data == GOODBYE:
+            if data and data[0] >= RANK:
+                say("admitted", rank=data[0] - RANK)
+            if data.endswith(GOODBYE):
                 snapshot.num_goodbyes += 1
                 snapshot.take()
             elif not data:

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from fake_server import GOODBYE, todo_of
+from fake_server import GOODBYE, RANK, todo_of
 
 SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 GIVE_UP_S = 10.0
@@ -59,13 +59,14 @@ def misbehave(todo: str, code: str) -> None:
             signal.pause()
 
 
-def join(server: str) -> socket.socket:
+def join(server: str, rank: int) -> socket.socket:
     """A connection on which the server has said that all are there."""
     host, _, port = server.rpartition(":")
     end = time.monotonic() + GIVE_UP_S
     while True:
         try:
             connection = socket.create_connection((host, int(port)))
+            connection.sendall(bytes([RANK + rank]))
             if connection.recv(1):
                 return connection
         except OSError:
@@ -81,7 +82,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if todo == "stubborn" else lambda *_: sys.exit(143))
     print(f"hello from {rank}, arguments {sys.argv[1:]}", flush=True)
     say("joined", rank=rank, pid=os.getpid(), group=os.getpgrp(), threads=os.environ.get("OMP_NUM_THREADS"))
-    connection = join(server) if server != "none" else None
+    connection = join(server, rank) if server != "none" else None
     misbehave(todo, code)
     if connection is None:
         rows = [{"rank": 0, "steps": 10, "samples": 640}]
