@@ -610,14 +610,16 @@ class ShardOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., heard: _Optional[int] = ..., said: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("averaged", "keep", "optimizer")
+    __slots__ = ("averaged", "keep", "optimizer", "version")
     AVERAGED_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     averaged: bool
     keep: bool
     optimizer: bool
-    def __init__(self, averaged: _Optional[bool] = ..., keep: _Optional[bool] = ..., optimizer: _Optional[bool] = ...) -> None: ...
+    version: int
+    def __init__(self, averaged: _Optional[bool] = ..., keep: _Optional[bool] = ..., optimizer: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RowsRequest(_message.Message):
     __slots__ = ("run", "rank", "table", "ids")

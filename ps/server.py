@@ -85,6 +85,7 @@ class Server:
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
+            self.engine.best.gather = lambda version, here: self._collect(here, version=version)
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
@@ -212,6 +213,7 @@ class Server:
                 helper.cancel()
         await self._wind_down()
         tensors = await self._final_tensors()
+        await engine.best.written()
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
         engine.close()
@@ -260,7 +262,6 @@ class Server:
             return {}
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
-        assert model.whole is not None
         with contextlib.suppress(TimeoutError):
             await self.engine.until(lambda: not self.engine.tensors.is_held, self._config.server.drain_s)
         if self.engine.tensors.is_held:
@@ -268,12 +269,19 @@ class Server:
             return {}
         here = await self.engine.tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await collect(self._config, self.engine.shard_addresses, model.whole, here, output.save_averaged)
+            return await self._collect(here, averaged=output.save_averaged)
         except OutputError as error:
             if not self.engine.finished.done() or self.engine.finished.exception() is None:
                 raise
             log.error("not_saved", reason=error.message)  # the run has an error of its own to end with
             return {}
+
+    async def _collect(
+        self, here: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        whole, addresses = self.engine.model.whole, self.engine.shard_addresses
+        assert whole is not None
+        return await collect(self._config, addresses, whole, here, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""

@@ -180,6 +180,13 @@ class Answer(Fact):
 
 
 @dataclass(slots=True)
+class KeepWeights(Effect):
+    """This version, the newest, is about to be evaluated: what is here of it is kept."""
+
+    version: int
+
+
+@dataclass(slots=True)
 class Evaluated(Fact):
     """The weights of `version` were evaluated."""
 

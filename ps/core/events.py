@@ -116,6 +116,11 @@ class FiguresTold(Event):
 
 
 @dataclass(slots=True)
+class CopyAsked(Event):
+    """A process that does not train is about to evaluate the newest version."""
+
+
+@dataclass(slots=True)
 class HeartBegan(Event):
     """A heartbeat stream of this process is open."""
 
@@ -233,7 +238,7 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, HeartBegan, HeartStopped, Heard,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartBegan, HeartStopped, Heard,
     Offered, Brought, Contributed, Repeated, Measured, Stored, Ticked, Stopped, Failed,
 )  # fmt: skip
 

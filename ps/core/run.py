@@ -37,6 +37,7 @@ class Options:
     max_rejected: int = 10  # contributions of one worker in a row that end the run
     keeps_snapshots: bool = False
     best: str | None = None  # the figure that decides
+    keeps_best: bool = False  # the weights of the best evaluation
     stop_when: str | None = None
     patience: int | None = None
     epochs: int | None = None  # that the run is long; how many training steps that is, workers say
@@ -89,6 +90,10 @@ class Run:
                     found = [Log("info", "spare", {"meaning": "a process that does not train evaluates"})]
             case events.FiguresTold():
                 found = self._told_figures(event)
+            case events.CopyAsked() if self.has_weights:
+                found = [effects.KeepWeights(self.policy.version)]
+            case events.CopyAsked():
+                pass
             case events.HeartStopped(process=process):
                 if (gone := self.roster.heart_stopped(process)) is not None:
                     found = self._leave(gone, "closed", "connection lost", event.at)

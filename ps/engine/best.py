@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import torch
 
 from ...common.config.schema import Config
+from ...common.errors import OutputError
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best
 from ..tensors.model import Model
@@ -15,58 +17,83 @@ from ..tensors.thread import TensorThread
 log = get_logger()
 
 _MAX_KEPT = 2  # evaluations under way; each is a copy of the weights
+# The whole model by name, from this version's tensors here and on the other shards. Raises OutputError.
+Gather = Callable[[int, dict[str, torch.Tensor]], Awaitable[dict[str, torch.Tensor]]]
 
 
 class Best:
-    """Of one server process. Of several shards nobody has all the weights: there it keeps none."""
+    """Of one server process. Of several shards each keeps copies of its part, of the same versions; the coordinator,
+    which is given `gather`, fetches the others' and writes the file. `is_kept`: the best is. `changed` is called when
+    there is another copy."""
 
-    def __init__(self, config: Config, model: Model, tensors: TensorThread) -> None:
-        self._mode, self._model, self._tensors = config.run.mode, model, tensors
-        self._path = config.output.best if config.server.shards == 1 else None
-        if config.server.shards > 1 and config.server.shard == 0 and config.run.eval_every and config.output.best:
-            log.warning(
-                "no_best_weights", reason="the model is divided among shards: figures are kept, weights are not"
-            )
-        self._kept: dict[int, torch.Tensor] = {}  # by version, uint8 [total_bytes]
-        self._writer: ThreadPoolExecutor | None = None
+    gather: Gather | None = None
+
+    def __init__(
+        self, config: Config, is_kept: bool, model: Model, tensors: TensorThread, changed: Callable[[], None]
+    ) -> None:
+        self._config, self._is_kept = config, is_kept
+        self._model, self._tensors, self._changed = model, tensors, changed
+        self._under_way: dict[int, torch.Tensor] = {}  # by version, uint8 [total_bytes]
+        self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
+        self._writing: asyncio.Future[None] | None = None
 
     def keep(self, version: int) -> None:
         """The weights of this version, the newest that is decided, are about to be evaluated."""
-        if self._path is not None and version not in self._kept:
-            self._tensors.submit(lambda: self._model.copy(False), lambda found: self.put(*found), lambda error: None)
+        if version not in self._under_way:
+            self._copy(self._put)
 
-    def put(self, version: int, body: torch.Tensor) -> None:
-        """A copy of the weights, uint8 [total_bytes]."""
-        if self._path is None:
-            return
-        self._kept[version] = body
-        while len(self._kept) > _MAX_KEPT:
-            del self._kept[min(self._kept)]
+    def _copy(self, done: Callable[[int, torch.Tensor], None]) -> None:
+        self._tensors.submit(lambda: self._model.copy(False), lambda found: done(*found), lambda error: None)
+
+    def _put(self, version: int, body: torch.Tensor) -> None:
+        self._under_way[version] = body
+        while len(self._under_way) > _MAX_KEPT:
+            del self._under_way[min(self._under_way)]
+        self._changed()
+
+    def get(self, version: int) -> torch.Tensor | None:
+        """A copy of the weights here, uint8 [total_bytes], where this version is kept."""
+        best = self._best[1] if self._best is not None and self._best[0] == version else None
+        return self._under_way.get(version, best)
 
     def evaluated(self, version: int, is_best: bool) -> None:
-        """Of those that were kept; the final weights need not have been."""
-        body = self._kept.pop(version, None)
-        if not is_best or self._path is None:
+        """Of those that were kept, once the copy is made; the final weights need not have been."""
+        self._tensors.then(lambda: self._evaluated(version, is_best and self._is_kept))
+
+    def _evaluated(self, version: int, is_best: bool) -> None:
+        body = self._under_way.pop(version, None)
+        if not is_best:
             return
         if body is not None:
-            self._write(version, body)
+            self._found(version, body)
         elif version == self._model.store.version:
-            self._tensors.submit(lambda: self._model.copy(False), lambda found: self._write(*found), lambda error: None)
-        else:
+            self._copy(self._found)
+        elif self._config.server.shard == 0:
             log.warning("best_not_kept", version=version, reason="too many evaluations were under way")
 
-    def _write(self, version: int, body: torch.Tensor) -> None:
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="best")
-        self._writer.submit(self._write_file, version, body)
+    def _found(self, version: int, body: torch.Tensor) -> None:
+        self._best = version, body
+        self._changed()
+        if self._config.server.shard == 0:
+            self._writing = asyncio.ensure_future(self._write(version, body, self._writing))
 
-    def _write_file(self, version: int, body: torch.Tensor) -> None:
-        assert self._path is not None
-        views = self._model.store.layout.views(body)
+    async def _write(self, version: int, body: torch.Tensor, before: asyncio.Future[None] | None) -> None:
+        if before is not None:
+            await before
+        path, views = self._config.output.best, self._model.store.layout.views(body)
+        if path is None or self._best is None or self._best[0] != version:
+            return  # there is a better one by now
         tensors = {name: tensor for spec, tensor in views for name in (spec.name, *spec.aliases)}
-        write_best(self._path, tensors, {"mode": self._mode, "version": str(version)})
+        try:
+            if self.gather is not None:
+                tensors = await self.gather(version, tensors)
+        except OutputError as error:
+            log.error("best_not_saved", path=path, reason=error.message)
+            return
+        metadata = {"mode": self._config.run.mode, "version": str(version)}
+        await asyncio.to_thread(write_best, path, tensors, metadata)
 
-    def close(self) -> None:
-        """Waits for what is being written."""
-        if self._writer is not None:
-            self._writer.shutdown(wait=True)
+    async def written(self) -> None:
+        """What was the best is in the file."""
+        if self._writing is not None:
+            await self._writing

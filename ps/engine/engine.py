@@ -67,7 +67,7 @@ class Engine:
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
         self.states = States()
-        self.best = Best(config, self.model, self.tensors)
+        self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
@@ -146,7 +146,6 @@ class Engine:
     def close(self) -> None:
         """No more tensor work, no more snapshots; waits for those that are on their way."""
         self.tensors.close()
-        self.best.close()
         if self.snapshots is not None:
             self.snapshots.close()
 
@@ -249,6 +248,7 @@ class Engine:
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.Answer: self._answer,
+            effects.KeepWeights: lambda asked: self.best.keep(asked.version),
             effects.Evaluated: lambda fact: self.best.evaluated(fact.version, fact.is_best),
             effects.Refuse: self.streams.refuse,
             effects.Withdraw: self._withdraw,
@@ -273,7 +273,7 @@ class Engine:
             self.model.adopt(*offer)
 
     def _answer(self, answer: effects.Answer) -> None:
-        if answer.is_evaluated:
+        if answer.is_evaluated and self.run.options.keeps_best:
             self.best.keep(answer.version)
         self.streams.answer(answer)
 

@@ -46,6 +46,7 @@ def options_of(config: Config) -> Options:
         keeps_snapshots=keeps,
         epochs=config.run.epochs,
         best=config.run.best,
+        keeps_best=config.output.best is not None,
         stop_when=config.run.stop_when,
         patience=config.run.patience,
         every_steps=config.checkpoint.every_steps,

@@ -23,28 +23,38 @@ _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 
 
 async def collect(
-    config: Config, addresses: Sequence[str], whole: Layout, here: dict[str, torch.Tensor], averaged: bool
+    config: Config,
+    addresses: Sequence[str],
+    whole: Layout,
+    here: dict[str, torch.Tensor],
+    *,
+    averaged: bool = False,
+    version: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the model by name, aliases included; `here` are those of shard 0, by the names of its parts.
+    Of the Polyak average, or of a `version` that all keep, or of the newest.
 
     Raises OutputError for a shard that does not answer.
     """
     held, credentials = [here], Credentials.read(config.security)
+    request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
         try:
-            held.append(await _pull(address, credentials, shares[shard].layout, averaged))
+            held.append(await _pull(address, credentials, shares[shard].layout, request))
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise OutputError(
-                f"shard {shard} at {address} did not give its part of the final weights: {text}",
-                fix="they are in its newest snapshot, if snapshots are kept",
+                f"shard {shard} at {address} did not give its part of the weights: {text}",
+                fix="the final ones are in its newest snapshot, if snapshots are kept",
             ) from None
     found = put_together(held, shares, divide(whole, 1)[0])
     return {name: found[spec.name].clone() for spec in whole.specs for name in (spec.name, *spec.aliases)}
 
 
-async def _pull(address: str, credentials: Credentials, layout: Layout, averaged: bool) -> dict[str, torch.Tensor]:
+async def _pull(
+    address: str, credentials: Credentials, layout: Layout, request: pb.PullRequest
+) -> dict[str, torch.Tensor]:
     body = new_body(layout.total_bytes)
     target = as_bytes(body)
 
@@ -54,7 +64,6 @@ async def _pull(address: str, credentials: Credentials, layout: Layout, averaged
     reader = BodyReader(layout.total_bytes, write)
     async with open_channel(address, credentials, _OPTIONS) as channel:
         pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
-        request = pb.PullRequest(averaged=averaged)
         async for raw in pull(request, timeout=_TIMEOUT_S, metadata=credentials.metadata):
             reader.feed(parse(pb.ServerMessage, raw))
     return {spec.name: tensor for spec, tensor in layout.views(body)}

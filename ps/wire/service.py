@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
+import torch
 from google.protobuf.message import Message
 from pydantic import BaseModel
 from safetensors.torch import save
@@ -37,6 +39,7 @@ log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
+_KEPT_S = 5.0  # within which a version is here that the coordinator has
 # How another shard is answered.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
 Reply = TypeVar("Reply", bound=Message)
@@ -140,15 +143,28 @@ class ParameterServerService:
                 version, state = await self._engine.tensors.run(partial(optimizer_tensors, model))
                 tensors, body = [], memoryview(await asyncio.to_thread(save, state))
             else:
-                version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
+                if request.keep or request.HasField("version"):
+                    version, weights = await self._kept(request)
+                else:
+                    version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
                 tensors, body = layout_to_proto(model.store.layout), as_bytes(weights)
-                if request.keep:
-                    self._engine.best.put(version, weights)
             snapshot = pb.Snapshot(run=run.name, version=version, body_bytes=len(body), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
             for raw in body_frames([body]):
                 await stream.write(raw)
             await stream.flush()
+
+    async def _kept(self, request: pb.PullRequest) -> tuple[int, torch.Tensor]:
+        """A version of which all shards keep a copy, and the copy here."""
+        engine, version = self._engine, request.version
+        if request.keep:
+            engine.offer(events.CopyAsked())
+            version = engine.run.policy.version
+        with contextlib.suppress(TimeoutError):
+            await engine.until(lambda: engine.best.get(version) is not None, _KEPT_S)
+        if (found := engine.best.get(version)) is None:
+            raise refusal(Reason.NOT_READY, f"version {version} is not kept", fix="ask for another")
+        return version, found
 
     async def pull_rows(self, request: pb.RowsRequest, context: grpc.aio.ServicerContext) -> pb.RowsReply:
         """Rows of a table, after all that was decided before."""

@@ -59,6 +59,22 @@ def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mo
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
+    outputs = ("--summary", "s.json", "--save", "w.safetensors", "--eval-every", "4")
+    server = cluster.server("--workers", "2", "--shards", "2", *MODES["sync"], *outputs)
+    shard = cluster.shard(1, 2)
+    scripts = [cluster.script(rank, SCRIPT, EVERY="5") for rank in range(2)]
+    assert [process.wait() for process in (*scripts, server, shard)] == [0] * 4, server.output + scripts[0].output
+    found = summary(cluster)
+    assert len(found["curve"]) >= 3
+    best = min(found["curve"], key=lambda point: point["figures"]["loss"])
+    assert found["best"] == best
+    held = load_file(cluster.folder / "best.safetensors")
+    assert held.keys() == load_file(cluster.folder / "w.safetensors").keys()
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["figures"]["total"], abs=1e-12)
+
+
 def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
     run(cluster, "sync")
@@ -147,6 +163,29 @@ def test_a_spare_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
     assert found["best"]["version"] == min(found["curve"], key=lambda point: point["figures"]["loss"])["version"]
     weights = load_file(cluster.folder / "best.safetensors").values()
     assert sum(one.double().sum().item() for one in weights) == pytest.approx(found["best"]["figures"]["total"])
+
+
+@pytest.mark.slow
+def test_a_spare_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
+    task = ("--task", f"{SCRIPT.with_name('even.py')}:Even")
+    outputs = ("--summary", "s.json", "--save", "w.safetensors", "--optimizer", "sgd", "--lr", "1")
+    run_of = ("--workers", "2", "--steps", "500", "--stop-when", "loss < -60", "--mode", "async", *outputs, *task)
+    server = cluster.server("--shards", "3", *run_of)
+    shards = [cluster.shard(number, 3) for number in (1, 2)]
+    where = ("--evaluate", "--server", cluster.address, "--eval-every", "5")
+    spare = cluster.start("spare", "-m", "paramserver.worker", *where, *task)
+    server.event("spare")
+    workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.02", *task) for rank in range(2)]
+    ends = [process.wait() for process in (*workers, server, *shards, spare)]
+    assert ends == [0] * 6, server.output + spare.output
+    told = spare.events("evaluated")
+    assert len(told) >= 3 and all(one["spread"] == 0 for one in told)
+    assert all(one["loss"] == -one["version"] for one in told)
+    found = summary(cluster)
+    assert {one["version"] for one in told[:-1]} <= {point["version"] for point in found["curve"]}
+    assert found["ended_by"].startswith("stopped: loss < -60 (run.stop_when): ")
+    weight = load_file(cluster.folder / "best.safetensors")["weight"]
+    assert torch.equal(weight, torch.full_like(weight, -found["best"]["version"]))
 
 
 @pytest.mark.slow

@@ -191,15 +191,19 @@ class Client:
         """Fetch weights beside the stream, piece by piece. Returns their version."""
         return self._pull(pb.PullRequest(averaged=averaged), lambda _: write)
 
-    def pull_to_evaluate(self, num_bytes: int, write: Callable[[int, memoryview], None]) -> tuple[int, set[str]]:
-        """Fetch weights that Figures will follow for. Their version and the names of the tensors, of which nothing is
-        written where they are not of `num_bytes`."""
+    def pull_to_evaluate(
+        self, version: int | None, num_bytes: int, write: Callable[[int, memoryview], None]
+    ) -> tuple[int, set[str]]:
+        """Fetch weights that Figures will follow for: the coordinator's newest, or what another shard keeps of the
+        `version` that was. Their version and the names of the tensors, of which nothing is written where they are not
+        of `num_bytes`."""
         found: list[pb.Snapshot] = []
 
         def begin(announced: int) -> Callable[[int, memoryview], None]:
             return write if announced == num_bytes else lambda offset, data: None
 
-        version = self._pull(pb.PullRequest(keep=True), begin, found.append)
+        request = pb.PullRequest(keep=True) if version is None else pb.PullRequest(version=version)
+        version = self._pull(request, begin, found.append)
         return version, {spec.name for spec in found[0].tensors}
 
     def status(self) -> pb.StatusReply:

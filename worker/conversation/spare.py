@@ -12,7 +12,9 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
+from ...common.tensors.sharding import divide
 from ..session import Retry
+from ..tensors.parts import part_of
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors
 from .client import Client, Lost
@@ -30,7 +32,10 @@ class Spare:
     """Joined to nothing: workers of the run need not evaluate while its beats come. Raises UnreachableError."""
 
     def __init__(self, config: Config) -> None:
-        self._client = Client(config.worker.server, worker_credentials(config))
+        self._credentials = worker_credentials(config)
+        self._client = Client(config.worker.server, self._credentials)
+        self._clients = {"": self._client}  # of the shards, by address
+        self._run = ""
         self._retry = Retry(config.worker.server, config.worker.give_up_s)
         self._process = secrets.token_hex(8)
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -53,27 +58,38 @@ class Spare:
                 sleep(self._retry.failed(time.monotonic(), str(lost)))
                 continue
             self._retry.reached()
-            self._was_there = True
+            self._was_there, self._run = True, status.run
             return read_settings(status.settings), status.step, status.version
 
     def pull(self, model: ModelTensors) -> int | None:
         """The weights of the newest version are in the model; which that is. None: they cannot be had now. UsageError
         where the run has another model."""
-        transfer = make_transfer(model)
+        version: int | None = None
         try:
-            version, names = self._client.pull_to_evaluate(model.layout.total_bytes, transfer.write)
+            addresses = self._client.shard_addresses(self._run) or [""]
+            for share, address in zip(divide(model.layout, len(addresses)), addresses, strict=True):
+                part = part_of(model, share)
+                transfer = make_transfer(part)
+                client, num_bytes = self._of_shard(address), part.layout.total_bytes
+                version, names = client.pull_to_evaluate(version, num_bytes, transfer.write)
+                if {spec.name for spec in part.layout.specs} != names:
+                    what = "the run's weights are of another model: a spare evaluator cannot load them"
+                    raise UsageError(what, fix="give it the workers' --task and task.args")
+                transfer.finish_write(num_bytes)
         except Lost:
             return None
-        if (own := {spec.name for spec in model.layout.specs}) != names:
-            is_part = any(name.endswith("]") for name in names - own)
-            told = "are divided among server shards" if is_part else "are of another model"
-            fix = "let a worker evaluate" if is_part else "give it the workers' --task and task.args"
-            raise UsageError(f"the run's weights {told}: a spare evaluator cannot load them", fix=fix)
-        transfer.finish_write(model.layout.total_bytes)
         return version
+
+    def _of_shard(self, address: str) -> Client:
+        """The coordinator's own address is empty."""
+        if address not in self._clients:
+            self._clients[address] = Client(address, self._credentials)
+        return self._clients[address]
 
     def tell(self, version: int, step: int, **said: Any) -> None:
         """Figures of a version, or its failure, which has been heard when this returns."""
+        while self._heard.acquire(blocking=False):  # pulses to beats of before
+            pass
         self._said.put({"version": version, "step": step, **said})
         if said.get("failure"):
             for _ in range(2):  # the pulse to this beat, or to one before it and then this
@@ -99,4 +115,5 @@ class Spare:
 
     def close(self) -> None:
         self.is_over = True
-        self._client.close()
+        for client in self._clients.values():
+            client.close()

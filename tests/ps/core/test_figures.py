@@ -143,3 +143,11 @@ def test_while_a_spare_is_there_workers_are_told() -> None:
     assert spares(1) == {True}
     run.apply(events.HeartStopped("spare"))
     assert spares(2) == {False}
+
+
+def test_all_shards_keep_the_version_that_is_newest_when_a_spare_asks_for_it() -> None:
+    run = run_of("async", keeps_best=True)
+    assert run.apply(events.CopyAsked()) == [], "there are no weights yet"
+    started(run)
+    contribute(run, 1)
+    assert run.apply(events.CopyAsked()) == [effects.KeepWeights(2)]

@@ -1,0 +1,105 @@
+"""Copies of versions that are evaluated, and the file of the best; of several shards each has its part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import OutputError
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.ps.engine.best import Best
+from paramserver.ps.tensors.thread import TensorThread
+
+LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (2,))])
+
+
+def on_a_loop(scenario: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
+    def test(tmp_path: Path) -> None:
+        asyncio.run(scenario(tmp_path))  # type: ignore[arg-type]
+
+    return test
+
+
+class Weights:
+    """Each version's are its number."""
+
+    def __init__(self) -> None:
+        self.store = SimpleNamespace(version=0, layout=LAYOUT)
+
+    def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
+        return self.store.version, torch.full((2,), float(self.store.version)).view(torch.uint8)
+
+
+def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Best, Any]:
+    server = {"shards": 2, "shard": shard, "coordinator": "127.0.0.1:1"}
+    config = Config.model_validate({"server": server, "output": {"save": str(folder / "w.safetensors")}})
+    model: Any = Weights()
+    return Best(config, is_kept, model, TensorThread(lambda error: None), lambda: None), model
+
+
+@on_a_loop
+async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_path: Path) -> None:
+    best, model = best_of(tmp_path)
+    asked = []
+
+    async def gather(version: int, here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        asked.append(version)
+        return {**here, "other": torch.zeros(1)}
+
+    best.gather = gather
+    for version, is_best in ((1, True), (2, False), (3, True)):
+        model.store.version = version
+        best.keep(version)
+        model.store.version = 9  # the run goes on
+        best.evaluated(version, is_best)
+        await best.written()
+    found = load_file(tmp_path / "best.safetensors")
+    assert asked == [1, 3] and found.keys() == {"w", "other"} and found["w"].tolist() == [3, 3]
+
+
+@on_a_loop
+async def test_another_shard_has_the_best_version_until_there_is_a_better_one(tmp_path: Path) -> None:
+    best, model = best_of(tmp_path, shard=1)
+    for version in (1, 2, 3):
+        model.store.version = version
+        best.keep(version)
+        best.evaluated(version, is_best=version != 2)
+        assert (best.get(1) is not None) == (version < 3) and best.get(2) is None
+    body = best.get(3)
+    assert body is not None and body.view(torch.float32).tolist() == [3, 3]
+    assert not (tmp_path / "best.safetensors").exists()
+
+
+@on_a_loop
+async def test_versions_under_way_are_few_and_nothing_stays_where_no_best_is_kept(tmp_path: Path) -> None:
+    best, model = best_of(tmp_path, is_kept=False)
+    for version in (1, 2, 3):
+        model.store.version = version
+        best.keep(version)
+    assert [best.get(version) is not None for version in (1, 2, 3)] == [False, True, True]
+    best.evaluated(2, is_best=True)
+    assert best.get(2) is None
+    await best.written()
+    assert not (tmp_path / "best.safetensors").exists()
+
+
+@on_a_loop
+async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_run(tmp_path: Path) -> None:
+    best, _ = best_of(tmp_path)
+
+    async def gather(version: int, here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        await asyncio.sleep(0)
+        raise OutputError("shard 1 is gone")
+
+    best.gather = gather
+    best.keep(0)
+    best.evaluated(0, is_best=True)
+    await best.written()
+    assert not (tmp_path / "best.safetensors").exists()
