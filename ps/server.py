@@ -25,6 +25,7 @@ from .shards.attend import Attendance
 from .shards.collect import collect
 from .shards.messages import BeginRun, End
 from .shards.server import shared_config
+from .shards.tables import write_tables
 from .snapshots.available import Available
 from .snapshots.common import choose_common
 from .snapshots.resume import after_going_back
@@ -213,6 +214,7 @@ class Server:
                 helper.cancel()
         await self._wind_down()
         tensors = await self._final_tensors()
+        lost = await self._write_tables() if tensors else None
         await engine.best.written()
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
@@ -226,6 +228,8 @@ class Server:
         self._write_results(tensors)
         if engine.finished.done():
             engine.finished.result()
+        if lost is not None:
+            raise lost
 
     async def _nobody_comes(self) -> None:
         """Of a run that is done already: workers that are started with it are told so, for a while."""
@@ -275,6 +279,16 @@ class Server:
                 raise
             log.error("not_saved", reason=error.message)  # the run has an error of its own to end with
             return {}
+
+    async def _write_tables(self) -> ParamServerError | None:
+        """Beside the weights; what became of it."""
+        if self.engine.model.store.tables is not None:
+            try:
+                await write_tables(self._config, self.engine)
+            except ParamServerError as error:
+                log.error("not_saved", reason=error.message)
+                return error
+        return None
 
     async def _collect(
         self, here: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None

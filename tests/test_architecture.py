@@ -87,6 +87,7 @@ WIRE_USERS = {
     "ps/shards/attend.py",
     "ps/shards/link.py",
     "ps/shards/collect.py",
+    "ps/shards/tables.py",
     "worker/conversation/client.py",
     "worker/conversation/heartbeat.py",
     "worker/conversation/security.py",

@@ -500,6 +500,11 @@ class OutputConfig(Section):
     )
 
     @property
+    def tables(self) -> str | None:
+        """Where tables of rows go, beside the weights."""
+        return None if self.save is None else f"{self.save.removesuffix('.safetensors')}-tables.safetensors"
+
+    @property
     def best(self) -> str | None:
         """Where the weights of the best evaluation go."""
         beside = None if self.save is None else str(PurePath(self.save).with_name("best.safetensors"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..config.schema import Config
 from ..errors import OutputError
@@ -41,12 +43,19 @@ def check_writable(path: str) -> None:
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = True) -> None:
     """What was there stays until the new is whole. `mode` is the file's from its first byte on."""
+    with replacing(path, mode, is_synced) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of what was there when it is whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             if is_synced:
                 os.fsync(descriptor)

@@ -72,6 +72,8 @@ class Best:
             log.warning("best_not_kept", version=version, reason="too many evaluations were under way")
 
     def _found(self, version: int, body: torch.Tensor) -> None:
+        if self._best is None and self._model.store.tables is not None:
+            log.warning("best_without_tables", meaning="of tables of rows the final ones are saved, beside the weights")
         self._best = version, body
         self._changed()
         if self._config.server.shard == 0:

@@ -6,4 +6,5 @@ network.
     messages.py      what is said beside events and digests
     server.py        a shard's process
     collect.py       the whole model, for the file of final weights
+    tables.py        all rows of the tables, for a file
 """

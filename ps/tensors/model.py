@@ -142,8 +142,8 @@ class Model:
         if optimizer.tables and server.shard == 0:
             rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
             log.info("tables", rows=rows)
-            if self._config.checkpoint.dir is None:
-                meaning = "tables of rows are gone when the run has ended: --checkpoint-dir keeps them"
+            if self._config.checkpoint.dir is None and self._config.output.save is None:
+                meaning = "tables of rows are gone when the run has ended: --save writes them, --checkpoint-dir too"
                 log.warning("tables_not_kept", meaning=meaning)
 
     def change(self, optimizer: OptimizerSpec) -> None:

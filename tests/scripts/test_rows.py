@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paramserver.tests.loopback.conftest import Cluster, Process
 
@@ -49,7 +50,7 @@ def test_in_sync_tables_are_those_of_one_plain_process(
     scripts = start(cluster, tmp_path / "out.pt")
     assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
     ends_like(plain, tmp_path / "out.pt")
-    assert "--checkpoint-dir keeps them" in server.event("tables_not_kept")["meaning"]
+    assert "--save writes them" in server.event("tables_not_kept")["meaning"]
 
 
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
@@ -142,11 +143,22 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
 def test_in_sync_shards_change_nothing(cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]):
     shards = 3
     flags = ("--checkpoint-dir", "snapshots")
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), *flags)
+    outputs = ("--save", "w.safetensors", "--summary", "s.json")
+    server = cluster.server(
+        "--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), *outputs, *flags
+    )
     others = [cluster.shard(number, shards, *flags) for number in range(1, shards)]
     scripts = start(cluster, tmp_path / "out.pt")
     assert [one.wait() for one in (*scripts, server, *others)] == [0] * (3 + len(others)), scripts[0].output
     ends_like(plain, tmp_path / "out.pt")
+    saved, rows = load_file(cluster.folder / "w.safetensors"), load_file(cluster.folder / "w-tables.safetensors")
+    found = torch.load(tmp_path / "out.pt")
+    assert rows.keys() == {"sgd", "adagrad", "sparse_adam"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in (saved | rows).items())
+    received = sum(
+        worker["bytes_received"] for worker in json.loads((cluster.folder / "s.json").read_text())["workers"]
+    )
+    assert received < 3 * sum(table.nbytes for table in rows.values()), "what is saved is no worker's traffic"
 
 
 @pytest.mark.slow

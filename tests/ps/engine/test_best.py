@@ -31,7 +31,7 @@ class Weights:
     """Each version's are its number."""
 
     def __init__(self) -> None:
-        self.store = SimpleNamespace(version=0, layout=LAYOUT)
+        self.store = SimpleNamespace(version=0, layout=LAYOUT, tables=None)
 
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         return self.store.version, torch.full((2,), float(self.store.version)).view(torch.uint8)
