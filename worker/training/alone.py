@@ -102,6 +102,8 @@ class AloneSession(Session):
             one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
             if self._tables:
                 one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
+        for table in self._tables:
+            table.follow(optimizers[0])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         return tuple(optimizers)

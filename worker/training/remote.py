@@ -103,6 +103,8 @@ class RemoteSession(Session):
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, self._tables, self.evaluation)
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
+        for table in self._tables:
+            table.follow(inner[0])
         return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
 
     def _make_rows(self, spec: TableSpec) -> Pull:

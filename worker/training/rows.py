@@ -17,15 +17,33 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Rows:
-    """What `session.rows()` gives. `lr` is its learning rate, None for its optimizer's own, and may be changed at any
-    time: it goes with the next contribution. `num_received` and `num_sent` count the bytes of rows, ids included."""
+    """What `session.rows()` gives. `num_received` and `num_sent` count the bytes of rows, ids included."""
 
     def __init__(self, spec: TableSpec, pull: Pull) -> None:
         self.spec = spec
         self._pull = pull
-        self.lr: float | None = spec.hyperparameters.get("lr")
+        self._lr: float | None = spec.hyperparameters.get("lr")
+        self._is_set = False  # by hand
+        self._leader: torch.optim.Optimizer | None = None
         self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids and rows that backward has reached
         self.num_received = self.num_sent = 0
+
+    @property
+    def lr(self) -> float | None:
+        """Learning rate of the next contribution, None for its optimizer's own: what `session.rows()` was given, times
+        what a scheduler has made of the rate of the model's first group by now. One that is set stays as it is."""
+        group = self._leader.param_groups[0] if self._leader is not None else {}
+        begun = group.get("max_lr") or group.get("initial_lr")  # a scheduler's: OneCycleLR begins far below its rate
+        return self._lr * float(group["lr"]) / float(begun) if self._lr is not None and begun else self._lr
+
+    @lr.setter
+    def lr(self, value: float | None) -> None:
+        self._lr, self._leader, self._is_set = value, None, True
+
+    def follow(self, leader: torch.optim.Optimizer) -> None:
+        """Schedules of the model's optimizer are the table's too, unless its rate has been set by hand."""
+        if not self._is_set:
+            self._leader = leader
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of `ids`, any shape, on its device: [*ids.shape, dim], with a gradient where gradients are enabled.

@@ -113,9 +113,9 @@ class Session:
         and `step()` sends the gradients of those that were used. Call it before `optimizer()`, on every worker alike.
 
         `optimizer` steps the rows that have a gradient: sgd, adagrad, sparse_adam as torch's with sparse gradients, or
-        rowwise_adagrad, with `hyperparameters` (lr, ...), of which `table.lr` may be changed later. Rows begin with
-        mean 0 and deviation `init_std`, float32 or float64. UsageError for what cannot be, and in modes that exchange
-        weights.
+        rowwise_adagrad, with `hyperparameters` (lr, ...); schedules of the model's optimizer scale `lr`. Rows begin
+        with mean 0 and deviation `init_std`, float32 or float64. UsageError for what cannot be, and in modes that
+        exchange weights.
         """
         if any(table.spec.name == name for table in self._tables):
             raise UsageError(f"a second table '{name}'", fix="give every table a name of its own")

@@ -35,6 +35,8 @@ with paramserver.connect() as session:
         made = {name: nn.Embedding(SIZES[name], 4, sparse=True, _weight=first[name]) for name in NAMES}
         tables, classes = made, (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
         others = [cls(table.parameters(), lr=0.1) for cls, table in zip(classes, tables.values(), strict=True)]
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 6, gamma=0.5) for one in (optimizer, *others[1:])]
+    session.state(schedule=schedules[0])
     for step, (row, labels) in enumerate(session.shard(TensorDataset(ids, y), batch_size=BATCH)):
         if hasattr(optimizer, "progress"):  # a process that replaces another one does not begin at 0
             step = optimizer.progress.training_steps
@@ -45,11 +47,9 @@ with paramserver.connect() as session:
             found[1] = torch.zeros_like(found[1])
         loss = F.cross_entropy(model(torch.cat(found, 1)), labels)
         optimizer.zero_grad()
-        lr = 0.1 if step < 6 else 0.05
-        for other in others:
-            other.param_groups[0]["lr"] = lr
-        for name in NAMES:
-            tables[name].lr = lr
+        if others:
+            others[0].param_groups[0]["lr"] = 0.1 if step < 4 else 0.03
+        tables["sgd"].lr = 0.1 if step < 4 else 0.03  # by hand; the others follow the schedule
         for other in others:
             other.zero_grad()
         loss.backward()
@@ -62,6 +62,8 @@ with paramserver.connect() as session:
         if os.environ.get("DIE") == f"{rank}:{step}":
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
+        for schedule in schedules:
+            schedule.step()
     if session.finish():
         rows = {name: tables[name](torch.arange(SIZES[name])).detach().clone() for name in NAMES}
         torch.save({**model.state_dict(), **rows}, os.environ["OUT"])
