@@ -101,12 +101,12 @@ class Model:
         for group in optimizer.groups:
             check_hyperparameters(optimizer.name, group.hyperparameters)
         store, aggregation = self._config.store, self._config.policy.aggregation
-        if optimizer.tables and (store.max_norm or store.clip_norm or store.polyak or aggregation != "mean"):
+        if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
             raise refusal(
                 Reason.BAD_REQUEST,
-                "a run with tables of rows (session.rows) aggregates by mean, without store.max_norm, store.clip_norm "
-                "and store.polyak, which would see the rest of the gradient only",
-                fix="start ps-server without these; clip in the worker's own loop",
+                "a run with tables of rows (session.rows) aggregates by mean, without store.max_norm and store.polyak, "
+                "which would see the rest of the gradient only",
+                fix="start ps-server without these; in sync store.clip_norm counts rows",
             )
         for table in optimizer.tables:
             whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)

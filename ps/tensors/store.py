@@ -35,7 +35,7 @@ class Store:
 
     `optimizer` is None when workers contribute weights: a commit then takes the mean as the
     new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded,
-    `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters).
+    `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters and rows).
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class Store:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator
+        factor = self._clip_factor(norm)
         if self.tables is not None:
             if self.optimizer is not None and hyperparameters:
                 self.tables.set_hyperparameters(hyperparameters[len(self.optimizer.torch.param_groups) :])
-            self.tables.commit(lr_scale)
+            self.tables.commit(lr_scale, 1.0 if factor is None else factor)
         old, new = self.weights, self.weights if target is None else target
         if self.optimizer is not None and hyperparameters:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
-        factor = self._clip_factor(norm)
         with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
             for index, window in enumerate(self.windows):
                 if new is not old:
@@ -138,11 +138,11 @@ class Store:
         return round_.close() if round_.result is not None else []
 
     def measure(self) -> float:
-        """2-norm of the mean's parameters here; the mean is complete then."""
+        """2-norm of the mean's parameters and rows here; the mean is complete then."""
         mean = self.aggregator.result
         if mean is None:
             return 0.0
-        norms = []
+        norms = [self.tables.measure() if self.tables is not None else 0.0]
         for window in self.windows:
             self.aggregator.complete(window)
             norms.append(self.sanity.norm(mean, window) or 0.0)

@@ -7,6 +7,7 @@ are kept until its commit: memory for the rows that its workers used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Tables:
         self.specs = tuple(specs)
         self._tables = [Table(spec, seed) for spec in specs]
         self._round: list[tuple[Sequence[Rows], float]] = []
+        self._mean: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None  # of the round, once it is measured
 
     # ---- what comes from workers, and goes to them ---------------------------------------------------
 
@@ -79,16 +81,33 @@ class Tables:
         """Add a contribution to the round's."""
         self._round.append((rows, weight))
 
-    def commit(self, lr_scale: float = 1.0) -> None:
-        """Step each table that has a gradient along the mean of what was folded."""
-        total, found = sum(weight for _, weight in self._round), self._round
-        self._round = []
-        for number, table in enumerate(self._tables):
+    def measure(self) -> float:
+        """2-norm of the mean of what was folded, which the next commit steps along."""
+        if self._mean is None:
+            self._mean = self._mean_of_round()
+        norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in self._mean.values())
+        return math.hypot(*(norm.item() for norm in norms))
+
+    def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> None:
+        """Step each table that has a gradient along the mean of what was folded, times `factor`."""
+        mean = self._mean if self._mean is not None else self._mean_of_round()
+        self._round, self._mean = [], None
+        for number, (ids, values) in mean.items():
+            self._tables[number].step(ids, values if factor == 1.0 else values * factor, lr_scale)
+
+    def _mean_of_round(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """By table, of those that have a gradient: ids and values."""
+        total, found = sum(weight for _, weight in self._round), {}
+        for number in range(len(self._tables)):
             parts = [
-                (one.ids, one.values, weight / total) for rows, weight in found for one in rows if one.table == number
+                (one.ids, one.values, weight / total)
+                for rows, weight in self._round
+                for one in rows
+                if one.table == number
             ]
             if parts:
-                table.step(*summed(parts), lr_scale)
+                found[number] = summed(parts)
+        return found
 
     def set_hyperparameters(self, told: Sequence[Hyperparameters]) -> None:
         """The learning rate of each, where it is told."""

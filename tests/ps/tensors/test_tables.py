@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,10 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.tensors.sharding import divide
 from paramserver.common.tensors.tables import make_spec
 from paramserver.ps.tensors.model import Model
+from paramserver.ps.tensors.store import Store
 from paramserver.ps.tensors.tables import Rows, Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -132,3 +135,49 @@ def test_what_is_no_learning_rate_of_a_table_is_refused(told: dict) -> None:
     model.check_hyperparameters([{}, {}])
     with pytest.raises(ParamServerError, match="is no learning rate"):
         model.check_hyperparameters([{}, told])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_count_in_the_norm_that_a_mean_is_clipped_to(shards: int) -> None:
+    """As clip_grad_norm_ over all that one process with the union batch holds; twice, the second is short enough."""
+    whole = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (6, 2))])
+    spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),), (SPEC,))
+    parts = divide(whole, shards)
+    stores = []
+    for share in parts:
+        optimizer = share.optimizer(spec)
+        weights = torch.zeros(share.layout.total_bytes, dtype=torch.uint8)
+        stores.append(
+            Store(
+                share.layout,
+                weights,
+                optimizer,
+                clip_norm=3.0,
+                is_part=shards > 1,
+                tables=Tables(optimizer.tables, 1),
+            )
+        )
+    first = torch.cat([store.tables.state()["weight/items"] for store in stores])
+    w, items = torch.nn.Parameter(torch.zeros(6, 2, dtype=torch.float64)), torch.nn.Parameter(first)
+    torch.manual_seed(0)
+    for scale in (4.0, 0.1):
+        gradient, ids = torch.randn(6, 2, dtype=torch.float64) * scale, torch.tensor([1, 5, 9])
+        values = torch.randn(3, 2, dtype=torch.float64) * scale
+        w.grad, items.grad = gradient.clone(), torch.zeros_like(items).index_add_(0, ids, values)
+        torch.nn.utils.clip_grad_norm_([w, items], 3.0)
+        with torch.no_grad():
+            w -= w.grad
+            items -= items.grad
+        for share, store in zip(parts, stores, strict=True):
+            (part,), (table,) = share.parts, store.tables.specs
+            here = (ids >= table.first) & (ids < table.end)
+            body = part.of(gradient).contiguous().view(-1).view(torch.uint8)
+            for factor in (2.0, 0.0):  # of two workers, one of which has none
+                rows = [Rows(0, ids[here], values[here] * factor)] if here.any() else []
+                store.fold((body.view(torch.float64) * factor).view(torch.uint8), 1.0, 0, rows=rows)
+        norm = math.hypot(*(store.measure() for store in stores)) if shards > 1 else None
+        for store in stores:
+            store.commit(2, 0, None, norm=norm)
+        now = torch.cat([store.weights.view(torch.float64).view(-1, 2) for store in stores])
+        assert torch.allclose(now, w, rtol=1e-12)
+        assert torch.allclose(torch.cat([one.tables.state()["weight/items"] for one in stores]), items, rtol=1e-12)
