@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
+from ..tensors.arrival import Arrival
 from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost
@@ -192,22 +194,23 @@ class Exchange:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, source: Source, work: Work) -> Answer:
-        """Send the next contribution; returns when the run lets the worker go on, its weights in the model."""
+    def contribute(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
+        """Send the next contribution; returns when the run lets the worker go on, its weights in the model; or, where
+        they may be late, to be received with `arrive`."""
         started = time.perf_counter()
         work = work._replace(transfer_s=self._last_transfer_s)
         try:
-            answer = self._exchange(source, work)
+            answer = self._exchange(source, work, may_be_late)
         except Lost as lost:
             answer = self._contribute_again(lost, source, work)
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
-    def _exchange(self, source: Source, work: Work) -> Answer:
+    def _exchange(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
         def exchange(shard: Shard) -> Answer:
             shard.contribute(source, work)
-            return shard.take(shard.receive())
+            return shard.take(shard.receive(), may_be_late)
 
         self._say_first()
         number, base_version = self.progress.next_number, self.progress.version
@@ -223,14 +226,55 @@ class Exchange:
             try:
                 if self._welcome.step <= self.progress.num_counted:
                     return self._exchange(source, work)
-
-                def ask(shard: Shard) -> Answer:
-                    shard.client.say(contribution={"step": self._welcome.step, "repeat": True})
-                    return shard.take(shard.receive())
-
-                return self._took(self._crew.all(self._shards, ask))
+                return self._ask_again()
             except Lost as again:
                 lost = again
+
+    def _ask_again(self) -> Answer:
+        """For the answer to the last contribution that counts."""
+
+        def ask(shard: Shard) -> Answer:
+            shard.client.say(contribution={"step": self._welcome.step, "repeat": True})
+            return shard.take(shard.receive())
+
+        return self._took(self._crew.all(self._shards, ask))
+
+    # ---- weights that are late ----------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        """Weights of the newest answer have still to be received."""
+        return any(shard.coming is not None for shard in self._shards)
+
+    def expect(self) -> tuple[Arrival, Callable[[], None]]:
+        """What tells which of them have come, and what receives them: on any thread, which nobody else's use of this
+        exchange may meet. Raises Lost."""
+        assert self._model is not None
+        coming = [shard for shard in self._shards if shard.coming is not None]
+        arrival = Arrival(len(self._model.layout.entries))
+        targets = {id(shard): arrival.part(shard.transfer, shard.model) for shard in coming}
+
+        def receive() -> None:
+            self._crew.all(coming, lambda shard: shard.arrive(targets[id(shard)]))
+
+        return arrival, receive
+
+    def fetch_again(self, lost: Lost) -> Answer:
+        """The weights that were late were lost: all of them, maybe of a newer version, or those to start from."""
+        while True:
+            answer = self._return(lost)
+            if answer is not None:
+                return answer
+            try:
+                return self._ask_again()
+            except Lost as again:
+                lost = again
+
+    def start_again(self, why: str) -> None:
+        """Join as one that has no weights to go on from."""
+        self.progress.server_incarnation = 0
+        answer = self._return(Lost(why))
+        assert answer is not None and answer.outcome == Answer.START
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table, [n, dim], of distinct and ascending ids. Waits for a server that is lost up to the give-up

@@ -18,10 +18,10 @@ from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
-from ...common.wire.frames import Frame
+from ...common.wire.frames import INLINE_BYTES, Frame
 from ...common.wire.segments import SegmentError
 from ..lanes.choice import Lanes
-from ..lanes.down import Down
+from ..lanes.down import Down, Target
 from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
@@ -79,11 +79,13 @@ class Shard:
         self._sent_hyperparameters: list[Hyperparameters] | None = None
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
+        self.coming: Frame | None = None  # an answer that was noted, and whose weights have still to be received
 
     # ---- joining ----------------------------------------------------------------------------
 
     def join(self, join: Any, timeout_s: float) -> Welcome:
         """Connect, ask to join, and be welcomed. Raises Lost."""
+        self.coming = None
         self.client.open(timeout_s)
         join.answers_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
@@ -151,8 +153,25 @@ class Shard:
         """The next answer, of which the weights have not been taken yet."""
         return self._expect("answer")
 
-    def take(self, received: Frame) -> Answer:
-        """The weights that came with it are in the model when this returns."""
+    def take(self, received: Frame, may_be_late: bool = False) -> Answer:
+        """The weights that came with it are in the model when this returns; or, where they may be late, are to be
+        received with `arrive`."""
+        answer = self._note(received)
+        is_large = answer.body_bytes > INLINE_BYTES and not answer.HasField("segment")
+        if may_be_late and answer.outcome in COUNTED and is_large and answer.next_local_steps:
+            self.coming = received
+        else:
+            self._receive_weights(received, answer, answer.codec)
+        return answer
+
+    def arrive(self, target: Target) -> None:
+        """Receive the weights that are coming."""
+        received, self.coming = self.coming, None
+        assert received is not None
+        answer = received.of(Answer)
+        self._receive_weights(received, answer, answer.codec, target)
+
+    def _note(self, received: Frame) -> Answer:
         answer = received.of(Answer)
         self._on_answer(answer)
         self.up.answered(answer.outcome)
@@ -160,21 +179,24 @@ class Shard:
             self._sent_state = None
         if answer.outcome == Answer.START:
             self.down.started()
-        self._receive_weights(received, answer, answer.codec)
         return answer
 
-    def _receive_weights(self, received: Frame, announced: Answer | Final, codec: str) -> None:
-        memory = None
+    def _receive_weights(
+        self, received: Frame, announced: Answer | Final, codec: str, target: Target | None = None
+    ) -> None:
+        memory, target = None, target or self.transfer
         if announced.HasField("segment"):
             try:
                 memory = self.lanes.lane.memory(announced.segment)
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
-        targets = self.transfer.targets if memory is None and codec in ("", "raw") else None
-        self.down.take(
-            num_bytes, codec, lambda write: self.client.receive_body(received, num_bytes, write, memory, targets)
-        )
+        targets = target.targets if memory is None and codec in ("", "raw") else None
+
+        def receive(write: Callable[[int, memoryview], None]) -> None:
+            self.client.receive_body(received, num_bytes, write, memory, targets)
+
+        self.down.take(num_bytes, codec, receive, target)
         if memory is not None:
             self.client.say(taken={})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from ...common.codecs.base import Codec, Coder, body_bytes, take_body
 from ...common.errors import Reason, refusal
@@ -12,6 +13,16 @@ from ..tensors.transfer import ModelTensors
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]
+
+
+class Target(Protocol):
+    """What takes a body of weights: a Transfer, or one that watches over it."""
+
+    def write(self, offset: int, data: memoryview) -> None: ...
+
+    def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]: ...
+
+    def finish_write(self, num_bytes: int) -> None: ...
 
 
 class Down:
@@ -28,19 +39,20 @@ class Down:
         """The server has forgotten what it sent before."""
         self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
 
-    def take(self, num_bytes: int, codec: str, receive: Receive) -> None:
-        """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did
-        not come, and may come again."""
+    def take(self, num_bytes: int, codec: str, receive: Receive, target: Target | None = None) -> None:
+        """The model has the weights when this returns (or `target`, where there is one), and the server may count on
+        it. Whatever is raised, they did not come, and may come again."""
+        target = target or self.transfer
         if codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
-            receive(self.transfer.write)
+            receive(target.write)
         else:
-            self._take_encoded(num_bytes, codec, receive)
+            self._take_encoded(num_bytes, codec, receive, target)
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
-            self.transfer.finish_write(num_bytes)
+            target.finish_write(num_bytes)
 
-    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
+    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive, target: Target) -> None:
         if codec != self.codec.name:
             raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
         self._check(num_bytes, (body_bytes(self.codec, self._layout),))
@@ -52,7 +64,7 @@ class Down:
 
         receive(write)
         take_body(self.codec, self._decoder, self._layout, encoded, body)
-        self.transfer.write(0, as_bytes(body))
+        target.write(0, as_bytes(body))
         self._decoder.commit()
         self.num_taken += 1
 

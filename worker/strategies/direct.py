@@ -14,21 +14,26 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Work
 from ..session import Place
 from ..tensors.transfer import ModelTensors, Source
+from ..tensors.waiting import num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
+from .late import LateWeights
 
 
 class Direct:
     """Between a training loop and an exchange, used by the training thread alone. Every contribution is answered
-    before the next step begins; `may_send_early`: gradients may leave during backward."""
+    before the next step begins; its weights may come a little later. `may_send_early`: gradients may leave during
+    backward; `may_come_late`: weights may come during the next forward pass."""
 
-    def __init__(self, exchange: Exchange, may_send_early: bool) -> None:
+    def __init__(self, exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> None:
         self._exchange = exchange
         self.settings = exchange.settings
         self.source: Source = exchange.settings.source  # what contributions hold
         self.progress = exchange.progress  # where the training loop is in the run
         self._may_send_early = may_send_early and self.source == "gradient"
+        self._may_come_late = may_come_late and self.source == "gradient"
         self._early: EarlySender | None = None
+        self._late: LateWeights | None = None
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
@@ -36,8 +41,12 @@ class Direct:
         backward pass for one of them fills gradients of others too."""
         self._may_send_early &= not is_parted
         self._model = model
+        may_be_late = self._may_come_late and not is_parted and model.layout.exchange_bytes >= MIN_MODEL_BYTES
+        users = [num_users(tensor) for tensor in model.tensors] if may_be_late else []
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
+        if may_be_late:
+            self._late = LateWeights(self._exchange, model, self._watch, users)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
@@ -57,6 +66,9 @@ class Direct:
 
     def replay(self, place: Place) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
+        if self._late is not None:
+            self._late.settle()
+            self._late.forget()
         kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
         entries = enumerate(self._model.layout.entries)
         changing = [index for index, entry in entries if entry.spec.kind in kinds]
@@ -82,11 +94,15 @@ class Direct:
         UsageError when what is around the loop has made another model of it, or put other weights into it; one that
         was moved is found again.
         """
+        if self._late is not None and not self._late.land():
+            if self._early is not None:
+                self._early.give_up()
+            return
         self._look()
         if parameters is not None:
             self._model.step_only(parameters)
         self._contribute(self._described(work))
-        if self._watch is not None:
+        if self._watch is not None and not (self._late is not None and self._late.is_coming):
             self._watch.note()
 
     def _look(self) -> None:
@@ -108,7 +124,11 @@ class Direct:
     def _contribute(self, work: Work) -> None:
         if self._early is not None:
             self._early.settle()
-        self._exchange.contribute(self.source, work)
+        if self._late is None:
+            self._exchange.contribute(self.source, work)
+            return
+        self._exchange.contribute(self.source, work, self._late.may_come())
+        self._late.begin()
 
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
@@ -117,6 +137,8 @@ class Direct:
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has
         gone back to a snapshot, and there are steps to take again."""
+        if self._late is not None:
+            self._late.settle()
         self._look_again()
         final = self._finish(can_evaluate)
         self.progress.is_done |= final is not None  # also when there were steps left to take
@@ -133,6 +155,8 @@ class Direct:
 
     def settle(self) -> int:
         """The version of the weights in the model, which are the server's when this returns."""
+        if self._late is not None:
+            self._late.settle()
         return self.progress.version
 
     def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
@@ -143,8 +167,18 @@ class Direct:
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         """Go in good order; interrupted, without waiting for an answer on its way."""
+        if self._late is not None:
+            if not is_interrupted:
+                self._late.settle()
+            elif not self._late.interrupt():
+                self.drop()
+                return
         self._exchange.leave(goodbye)
+        if self._late is not None:
+            self._late.end()
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""
         self._exchange.drop()
+        if self._late is not None:
+            self._late.end()

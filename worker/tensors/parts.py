@@ -36,6 +36,9 @@ class PartTensors(ModelTensors):
             found.append(part.of(tensor.detach()) if tensor is not None else None)
         return found
 
+    def whole_index(self, index: int) -> int:
+        return self._parts[index][1]
+
     def indices_of(self, wanted: list[int]) -> list[int]:
         found = set(wanted)
         return [position for position, (_, index) in enumerate(self._parts) if index in found]

@@ -81,6 +81,7 @@ class ModelTensors:
             raise UsageError(
                 f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
             )
+        self.module = model
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
@@ -165,6 +166,10 @@ class ModelTensors:
     def indices_of(self, wanted: list[int]) -> list[int]:
         """Where these tensors of the whole model, or parts of them, are here."""
         return wanted
+
+    def whole_index(self, index: int) -> int:
+        """Of the tensor of the whole model that this is, or is a part of."""
+        return index
 
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
@@ -341,6 +346,9 @@ class DirectTransfer:
     def finish_write(self, num_bytes: int) -> None:
         """The body of so many bytes is whole: the model has the new weights when this returns, or when its
         stream's next kernel runs."""
+
+    def finish_tensor(self, index: int) -> None:
+        """The same of one tensor, whose bytes are all there."""
 
     def leave_segment(self) -> None:
         """It is the server's alone from now on. Gradients that lie there move out: the loop may add to them."""

@@ -25,6 +25,7 @@ class Watch:
         self._model = model
         self._is_trained = [entry.spec.kind is Kind.PARAMETER for entry in model.layout.entries]
         self._names = [entry.spec.name for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._numbers = [sum(self._is_trained[:index]) for index in range(len(self._is_trained))]  # among the trained
         self._places: list[int] | None = None
         self._corners: list[torch.Tensor] = []
         self.note()
@@ -32,7 +33,16 @@ class Watch:
     def note(self) -> None:
         """These are the weights that came."""
         self._sample = self._take()
+        self._samples = self._sample.split([corner.numel() for corner in self._corners])
         self._versions = self._count()
+
+    def note_one(self, index: int) -> None:
+        """As `note`, of one entry of the layout."""
+        if self._is_trained[index]:
+            at = self._numbers[index]
+            self._samples[at].copy_(self._corners[at])
+            if self._versions:
+                self._versions[at] = self._model.tensors[index]._version
 
     def changed(self) -> list[str]:
         """Names of tensors that are others than noted."""

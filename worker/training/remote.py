@@ -44,7 +44,7 @@ class RemoteSession(Session):
         self._config = config
         self._steps: Steps | None = None
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
-        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw")
+        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw", may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._exchange.settings

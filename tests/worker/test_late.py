@@ -1,0 +1,306 @@
+"""Weights that come while the next step has begun: whoever reads them, however, reads the new ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paramserver.common.tensors.layout import as_bytes, new_body
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker.conversation.client import Lost
+from paramserver.worker.session import Progress
+from paramserver.worker.strategies.late import LateWeights
+from paramserver.worker.tensors.arrival import Arrival
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.tensors.waiting import num_users
+from paramserver.worker.tensors.watch import Watch
+
+_LIMIT_S = 20.0
+
+
+class Head(nn.Module):
+    """Used by its parent without its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+
+class Net(nn.Module):
+    """Called in another order than registered; tied; with buffers, a list of parameters, weights read from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.first = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+        self.head = Head()
+        self.more = nn.ParameterList([nn.Parameter(torch.ones(6))])
+        self.cell = nn.LSTM(6, 6)
+        self.attend = nn.MultiheadAttention(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(functional.linear(x, self.first.weight, self.first.bias))) * self.head.scale
+        x = self.tied(x) + self.more[0]
+        x = self.attend(x, x, x)[0] + self.cell(x[None])[0][0]
+        return self.last(x)
+
+
+class Server:
+    """The part of an exchange that receives: an answer with the weights of `twin`, which come only when somebody waits
+    for them, and are lost after `breaks_after` bytes."""
+
+    def __init__(self, model: ModelTensors, transfer: Any, twin: nn.Module) -> None:
+        self.progress = Progress(version=1, num_starts=1, local_steps=1, steps_left=1)
+        self.is_coming = True
+        self.body = new_body(model.layout.total_bytes)
+        for view, tensor in zip(model.layout.views(self.body), ModelTensors(twin).tensors, strict=True):
+            view[1].copy_(tensor.detach())
+        self.waited_for = threading.Event()
+        self.breaks_after: int | None = None
+        self.again = pb.Answer(outcome=pb.Answer.REPEATED, version=1)
+        self.started_again = False
+        self._model, self._transfer = model, transfer
+
+    def expect(self) -> tuple[Arrival, Callable[[], None]]:
+        server = self
+
+        class Watched(Arrival):
+            def wait(self, index: int) -> bool:
+                server.waited_for.set()
+                return super().wait(index)
+
+        arrival = Watched(len(self._model.layout.entries))
+        part = arrival.part(self._transfer, self._model)
+
+        def receive() -> None:
+            assert self.waited_for.wait(_LIMIT_S), "nobody waited"
+            source, end = as_bytes(self.body), self._model.layout.exchange_bytes
+            for start in range(0, end, 100):
+                if self.breaks_after is not None and start >= self.breaks_after:
+                    raise Lost("cut")
+                at = start
+                for target in part.targets(start, min(100, end - start)):
+                    target[:] = source[at : at + len(target)]
+                    at += len(target)
+
+        return arrival, receive
+
+    def fetch_again(self, lost: Lost) -> pb.Answer:
+        self._transfer.write(0, as_bytes(self.body)[: self._model.layout.exchange_bytes])
+        self._transfer.finish_write(self._model.layout.exchange_bytes)
+        return self.again
+
+    def start_again(self, why: str) -> None:
+        self.started_again = True
+
+
+def late(net: nn.Module, twin: nn.Module, staged: bool = False) -> tuple[LateWeights, Server]:
+    model = ModelTensors(net)
+    users = [num_users(tensor) for tensor in model.tensors]
+    transfer = StagedTransfer(model) if staged else make_transfer(model)
+    server = Server(model, transfer, twin)
+    weights = LateWeights(server, model, Watch(model), users)  # type: ignore[arg-type]
+    return weights, server
+
+
+@pytest.fixture
+def nets() -> tuple[Net, Net]:
+    net, twin = Net(), Net()
+    with torch.no_grad():
+        for tensor in (*twin.parameters(), *twin.buffers()):
+            tensor.add_(1)
+    return net, twin
+
+
+def forward(net: Net, held: list[nn.Parameter]) -> Any:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    loss = net(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *[parameter.grad for parameter in net.parameters()], net.norm.running_mean.clone()]
+
+
+def functionally(net: Net, held: list[nn.Parameter]) -> Any:
+    x = torch.ones(4, 6)
+    return torch.func.functional_call(net, dict(net.named_parameters()), (x,)).detach()
+
+
+def by_grad_transform(net: Net, held: list[nn.Parameter]) -> Any:
+    found = torch.func.grad(lambda params, x: torch.func.functional_call(net.first, params, (x,)).square().sum())(
+        dict(net.first.named_parameters()), torch.ones(2, 6)
+    )
+    return list(found.values())
+
+
+def saved(net: Net, held: list[nn.Parameter]) -> Any:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return list(torch.load(file, weights_only=False).state_dict().values())
+
+
+def copied(net: Net, held: list[nn.Parameter]) -> Any:
+    return list(copy.deepcopy(net).state_dict().values())
+
+
+def another_optimizer(net: Net, held: list[nn.Parameter]) -> Any:
+    for parameter in held:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    torch.optim.SGD(held, lr=0.5).step()
+    return [parameter.detach().clone() for parameter in held]
+
+
+READERS: dict[str, Callable[[Net, list[nn.Parameter]], Any]] = {
+    "forward": forward,
+    "functional_call": functionally,
+    "grad_transform": by_grad_transform,
+    "state_dict": lambda net, held: [one.clone() for one in net.state_dict().values()],
+    "parameters": lambda net, held: sum(one.norm() for one in net.parameters()),
+    "held": lambda net, held: [one + 0 for one in held],
+    "held, by list": lambda net, held: torch.nn.utils.parameters_to_vector(held),
+    "foreach": lambda net, held: torch._foreach_norm(held),
+    "one weight": lambda net, held: net.last.weight.sum(),
+    "data": lambda net, held: net.last.weight.data.clone(),
+    "numpy": lambda net, held: net.last.weight.detach().numpy().copy(),
+    "tolist": lambda net, held: net.norm.running_var.tolist(),
+    "item": lambda net, held: net.last.bias[0].item(),
+    "cell alone": lambda net, held: net.cell(torch.ones(1, 2, 6))[0].detach(),
+    "text": lambda net, held: repr(net.last.bias),
+    "saved": saved,
+    "copied": copied,
+    "another optimizer": another_optimizer,
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_whoever_reads_waits(nets: tuple[Net, Net], reader: Callable[..., Any], staged: bool) -> None:
+    net, twin = nets
+    held = list(net.parameters())
+    weights, server = late(net, twin, staged)
+    assert weights.may_come(), weights._reason
+    net.zero_grad()
+    weights.begin()
+    net.zero_grad()  # asks each parameter for its gradient, and waits for none
+    assert not server.waited_for.is_set()
+    expected = reader(twin, list(twin.parameters()))
+    torch.testing.assert_close(reader(net, held), expected, rtol=0, atol=0) if not isinstance(expected, str) else None
+    assert reader(net, held) if isinstance(expected, str) else True
+    assert server.waited_for.is_set()
+    server.waited_for.set()
+    assert weights.land()
+    assert {type(one) for one in (*net.parameters(), *net.buffers())} == {nn.Parameter, torch.Tensor}
+    weights.end()
+
+
+def test_a_layer_waits_for_its_own_weights_only(nets: tuple[Net, Net]) -> None:
+    net, twin = nets
+    weights, server = late(net, twin)
+    weights.may_come()
+    weights.begin()
+    index = next(i for i, e in enumerate(server._model.layout.entries) if e.spec.name == "last.bias")
+    server.breaks_after = server._model.layout.entries[index].end
+    assert torch.equal(net.last(torch.ones(1, 6)), twin.last(torch.ones(1, 6)))
+    assert weights.is_coming and index not in weights._awaited and weights._awaited
+    weights.end()
+
+
+def test_what_is_read_unseen_is_waited_for_in_step(nets: tuple[Net, Net]) -> None:
+    net, twin = nets
+    weights, _ = late(net, twin)
+    assert weights.may_come()
+    alias = net.last.weight.data
+    assert not weights.may_come() and "'last.weight'" in weights._reason
+    del alias
+    kept = net.state_dict()
+    assert not weights.may_come()
+    del kept
+    assert weights.may_come()
+    weights.end()
+    assert not weights.may_come()  # it is over
+
+    class Own(nn.Parameter):
+        pass
+
+    net.last.weight = Own(net.last.weight.detach().clone())
+    weights, _ = late(net, twin)
+    assert not weights.may_come() and "is a Own" in weights._reason
+
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(6, 6)))
+    weights, _ = late(scripted, copy.deepcopy(scripted))
+    assert not weights.may_come() and "scripted" in weights._reason
+    compiled = nn.Sequential(nn.Linear(6, 6))
+    compiled[0].compile(backend="eager")
+    weights, _ = late(compiled, nn.Sequential(nn.Linear(6, 6)))
+    assert not weights.may_come() and "compiled" in weights._reason
+
+
+def run(net: Net, weights: LateWeights, server: Server) -> list[Any]:
+    """A forward pass on weights that break off in the middle."""
+    server.breaks_after = server._model.layout.parameter_bytes // 2
+    assert weights.may_come()
+    weights.begin()
+    return list(forward(net, []))
+
+
+def test_the_rest_comes_with_the_same_answer(nets: tuple[Net, Net]) -> None:
+    """Buffers that a forward pass has changed keep the change."""
+    net, twin = nets
+    weights, server = late(net, twin)
+    expected = forward(twin, [])
+    torch.testing.assert_close(run(net, weights, server), expected, rtol=0, atol=0)
+    assert weights.land() and not server.started_again
+    assert torch.equal(net.norm.running_mean, twin.norm.running_mean)
+    weights.end()
+
+
+@pytest.mark.parametrize("outcome", ["REPEATED", "START"])
+def test_a_step_on_two_versions_is_not_sent(nets: tuple[Net, Net], outcome: str) -> None:
+    net, twin = nets
+    weights, server = late(net, twin)
+    server.again = pb.Answer(outcome=outcome, version=2)
+    run(net, weights, server)
+    assert server.started_again == (outcome == "REPEATED")
+    progress = server.progress
+    progress.steps_left = 0  # step() has counted it
+    assert not weights.land()
+    assert (progress.steps_left, progress.num_starts) == (1, 2)
+    assert torch.equal(net.norm.running_mean, twin.norm.running_mean), "the pass that is not sent has changed it"
+    assert weights.land(), "the next one counts"
+    weights.end()
+
+
+def test_nothing_is_wrong_where_nothing_was_read(nets: tuple[Net, Net]) -> None:
+    net, twin = nets
+    weights, server = late(net, twin)
+    server.again, server.breaks_after = pb.Answer(outcome=pb.Answer.REPEATED, version=2), 100
+    assert weights.may_come()
+    weights.begin()
+    server.waited_for.set()
+    assert weights.land() and not server.started_again
+    assert torch.equal(net.first.weight, twin.first.weight)
+    weights.end()
+
+
+def test_weights_that_a_script_changes_are_noticed_as_ever(nets: tuple[Net, Net]) -> None:
+    net, twin = nets
+    weights, _ = late(net, twin)
+    assert weights.may_come()
+    weights.begin()
+    with torch.no_grad():
+        net.last.weight.mul_(2)
+    assert weights.land()
+    assert weights._watch is not None and weights._watch.changed() == ["last.weight"]
+    weights.end()

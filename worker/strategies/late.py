@@ -1,0 +1,245 @@
+"""Weights that still come while the next forward pass is under way.
+
+`step()` returns as soon as the answer is here; its weights are received by another thread, in the order of the body.
+Whatever in torch reads a tensor that is not whole waits for it first (`tensors/waiting.py`): a layer in its forward
+pass, a parent that uses a child's weight, `state_dict()`, another optimizer, a list of parameters that a script holds.
+Besides, a hook on each module that owns tensors waits for these before its forward pass, for what torch does not see
+there (an extension's kernel, torch.func). Where others may read unseen, weights are waited for in `step()`, and a line
+of the log says why.
+
+If the connection is lost in the middle, the rest comes with the same answer, asked for again. Where that is of a newer
+version, or the server has gone back, what is computed meanwhile is of two versions: it is not sent, but computed again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Kind
+from ..conversation.client import Lost
+from ..conversation.crew import Helper, wait_for
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Answer
+from ..tensors.arrival import Arrival
+from ..tensors.transfer import ModelTensors
+from ..tensors.waiting import MAY_WAIT, hidden, make_usual, make_wait, num_users
+from ..tensors.watch import Watch
+
+log = get_logger()
+
+# An interrupted worker waits this long for what comes to reach a safe place.
+_STOP_S = 5.0
+
+
+class LateWeights:
+    """Of one model. `num_users`: of each tensor, before there was anything of ours that shares its memory."""
+
+    def __init__(self, exchange: Exchange, model: ModelTensors, watch: Watch | None, users: list[int]) -> None:
+        self._exchange, self._model, self._watch = exchange, model, watch
+        self._num_ours = [num_users(tensor) - before for tensor, before in zip(model.tensors, users, strict=True)]
+        self._helper = Helper("weights")
+        self._flight: Future[None] | None = None
+        self._arrival: Arrival | None = None
+        self._awaited: set[int] = set()  # tensors that have not been taken into the model
+        self._version = 0
+        self._lock = threading.RLock()  # a forward pass may be computed once more on a thread of autograd
+        self._process = os.getpid()
+        self._has_begun = False  # something of what came has been read
+        self._is_void = False  # what is computed is of two versions
+        self._buffers: dict[int, torch.Tensor] = {}  # as the server said where to start, if it is
+        self.waited_s = 0.0  # since it was asked for last
+        self._reason = ""
+        self._is_off = False  # for good
+        self._owners = _owners(model)
+        # All modules', while weights come: one of a module's own would be copied and saved with it.
+        self._hook: RemovableHandle | None = None
+
+    def may_come(self) -> bool:
+        """Whether nothing is in the way of the next weights' being late."""
+        if self._is_off:
+            return False
+        why_not = self._why_not()
+        if why_not and why_not != self._reason:
+            log.info("overlap_down_off", reason=why_not, meaning="weights are waited for in step()")
+        self._reason = why_not or self._reason
+        return not why_not
+
+    def _why_not(self) -> str:
+        if why_not := hidden(self._model.module):
+            self._is_off = True
+            return why_not
+        for index in range(self._model.num_exchanged):
+            tensor = self._model.tensors[index]
+            name = self._model.layout.entries[index].spec.name
+            if type(tensor) not in MAY_WAIT:
+                return f"'{name}' is a {type(tensor).__name__}"
+            if num_users(tensor) != 2 + self._num_ours[index]:
+                return f"something else shares the memory of '{name}' (p.data, a state dict or a NumPy array is kept)"
+        return ""
+
+    # ---- what comes -------------------------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        return self._flight is not None
+
+    def begin(self) -> None:
+        """The newest answer's weights begin to come, if there are any."""
+        self._has_begun = False
+        if not self._exchange.is_coming:
+            return
+        self._version = self._exchange.progress.version
+        self._arrival, receive = self._exchange.expect()
+        self._awaited = set(self._arrival.awaited)
+        for index in self._awaited:
+            make_wait(self._model.tensors[index], partial(self._come, index))
+
+        def arrive(arrival: Arrival) -> None:
+            try:
+                receive()
+            finally:
+                arrival.end()
+
+        self._hook = register_module_forward_pre_hook(self._before)
+        self._flight = self._helper.submit(partial(arrive, self._arrival))
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        """The forward pass of any module."""
+        for index in self._owners.get(module, ()):
+            self._come(index)
+
+    def _come(self, index: int) -> None:
+        """Returns when this tensor is whole."""
+        with self._lock:
+            if index not in self._awaited or self._arrival is None:
+                return
+            if os.getpid() != self._process:
+                raise UsageError(
+                    "a forked process reads weights that had not come when it was forked",
+                    fix="set worker.overlap=false (PS_WORKER__OVERLAP=false)",
+                )
+            self._has_begun = True
+            started = time.perf_counter()
+            is_whole = self._arrival.wait(index)
+            self.waited_s += time.perf_counter() - started
+            if is_whole:
+                self._take(index)
+            else:
+                self._land()
+
+    def _take(self, index: int) -> None:
+        assert self._arrival is not None
+        self._give_back(index)
+        with torch._C._DisableFuncTorch():  # whatever transform the reader is in
+            self._arrival.take(index)
+            if self._watch is not None:
+                self._watch.note_one(index)
+
+    def _give_back(self, index: int) -> None:
+        """The tensor is as any other."""
+        self._awaited.remove(index)
+        make_usual(self._model.tensors[index])
+
+    def land(self) -> bool:
+        """All weights are in the model when this returns. False, once, when what was computed since the last answer is
+        not to be sent; the model is as the server said then."""
+        with self._lock:
+            self._land()
+            if not self._is_void:
+                return True
+            self._is_void = False
+            for index, buffer in self._buffers.items():
+                self._model.tensors[index].data.copy_(buffer)
+            self._buffers = {}
+            self._exchange.progress.begin_again()
+            return False
+
+    def settle(self) -> None:
+        """All weights are in the model when this returns."""
+        with self._lock:
+            self._land()
+
+    def forget(self) -> None:
+        """Nothing has been computed since the server said where to start."""
+        self._is_void, self._buffers = False, {}
+
+    def _land(self) -> None:
+        if self._flight is None:
+            return
+        wait_for(self._flight)  # a signal may raise here: what comes stays on its way then
+        flight, self._flight = self._flight, None
+        self._unhook()
+        try:
+            flight.result()
+        except Lost as lost:
+            self._recover(lost)
+        finally:
+            for index in list(self._awaited):
+                self._take(index)
+            self._arrival = None
+
+    def _recover(self, lost: Lost) -> None:
+        """All weights once more. What a forward pass has done to buffers it has not done to these."""
+        entries = enumerate(self._model.layout.entries)
+        buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
+        used = {index: self._model.tensors[index].clone() for index in buffers if index not in self._awaited}
+        for index in list(self._awaited):
+            self._give_back(index)
+        answer = self._exchange.fetch_again(lost)
+        if not self._has_begun:
+            pass
+        elif answer.outcome != Answer.START and answer.version == self._version:
+            for index, buffer in used.items():
+                self._model.tensors[index].data.copy_(buffer)
+        else:
+            if answer.outcome != Answer.START:
+                self._exchange.start_again(f"weights of version {self._version} were lost in the middle")
+            self._is_void = True
+            self._buffers = {index: self._model.tensors[index].clone() for index in buffers}
+        if self._watch is not None:
+            self._watch.note()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # ---- the end ----------------------------------------------------------------------------------
+
+    def interrupt(self) -> bool:
+        """What comes is given up; True when the connection is of use still."""
+        self._helper.stop()
+        return self._flight is None or bool(wait([self._flight], timeout=_STOP_S).done)
+
+    def end(self) -> None:
+        """Nothing comes any more, and the connections are closed."""
+        self._is_off = True
+        self._unhook()
+        self._helper.stop()
+        self._helper.end()
+        self._flight = None
+        for index in list(self._awaited):
+            self._give_back(index)
+
+
+def _owners(model: ModelTensors) -> dict[nn.Module, list[int]]:
+    """Of each module that has any, the exchanged tensors it holds itself."""
+    index_of = {id(tensor): index for index, tensor in enumerate(model.tensors[: model.num_exchanged])}
+    found: dict[nn.Module, list[int]] = {}
+    for module in model.module.modules():
+        held = (*module._parameters.values(), *module._buffers.values())
+        if indices := [index_of[id(one)] for one in held if id(one) in index_of]:
+            found[module] = indices
+    return found
