@@ -58,8 +58,9 @@ bench: .venv/installed  ## the figures of the README, measured here
 	$(BIN)/ps-bench exchange && $(BIN)/ps-bench round && $(BIN)/ps-bench latency && $(BIN)/ps-bench scale && $(BIN)/ps-bench memory
 
 # Needs root, ip and tc; says so and does nothing without.
-overlap: .venv/installed  ## steps over a slow link, with and without policy.pipelined
+overlap: .venv/installed  ## steps over a slow link, with and without policy.pipelined, worker.overlap
 	$(BIN)/python tests/overlap/measure.py
+	$(BIN)/python tests/overlap/measure.py --deep --workers 1
 
 # Needs root, ip and tc; says so and does nothing without.
 shards: .venv/installed  ## 1, 2 and 4 shards on hosts with 1 Gbit/s each

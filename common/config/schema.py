@@ -371,7 +371,9 @@ class WorkerConfig(Section):
     )
     shared_memory: bool = Field(True, description="older: false takes shared out of worker.lanes")
     overlap: bool | None = Field(
-        None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
+        None,
+        description="gradients leave while backward runs, weights come while the next forward pass does; "
+        "none: in ps-worker yes, in scripts of your own no",
     )
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="train nothing: evaluate the run's weights while the workers of the run train"

@@ -1,21 +1,87 @@
-"""Gradients that leave during backward, with the real executables: the same weights to the last bit."""
+"""Gradients that leave during backward, weights that come during the next forward pass, with the real executables: the
+same weights to the last bit, also where connections break in the middle."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from ..faults.proxy import Plan, Proxy
+
+WAYS = {
+    "shared memory": ((), {}),
+    "grpc": ((), {"PS_WORKER__SHARED_MEMORY": "false"}),
+    "direct": (("--set", "server.direct=true", "--set", "server.shared_memory=false"), {}),
+}
+
+
+def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, str], mode: str = "sync") -> Any:
+    path = cluster.folder / f"{overlap}.safetensors"
+    server = cluster.server("--mode", mode, "--workers", "2", "--steps", "8", "--save", str(path), *flags)
+    late = "no" if not overlap or mode == "localsgd" or flags + tuple(env) == () else "yes"
+    env = env | {"PS_WORKER__OVERLAP": str(overlap).lower(), "LATE": late}
+    workers = [cluster.script(rank, "wide.py", **env) for rank in range(2)]
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output + workers[1].output
+    return load_file(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_overlap_changes_nothing_but_time(cluster, shared_memory):
-    bodies = {}
-    for overlap in ("true", "false"):
-        path = cluster.folder / f"{overlap}.safetensors"
-        server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", str(path))
-        env = {"PS_WORKER__OVERLAP": overlap, "PS_WORKER__SHARED_MEMORY": shared_memory}
-        workers = [cluster.script(rank, "wide.py", **env) for rank in range(2)]
-        assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
-        bodies[overlap] = load_file(path)
-    for name, tensor in bodies["false"].items():
-        assert tensor.equal(bodies["true"][name]), name
+def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
+    """On every lane; and where connections break in the middle: the rest comes with the same answer."""
+    without = train(cluster, False, *WAYS["grpc"])
+    found = {way: train(cluster, True, *told) for way, told in WAYS.items()}
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", "again.safetensors")
+    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__OVERLAP": "true", "LATE": "yes"}
+    # The model is 1.6 MB: the first connection breaks in the second answer, the next ones in their first or second.
+    plans = dict(enumerate([4_000_000, 1_000_000, 1_400_000, 2_200_000, 500_000]))
+    with Proxy(cluster.address, lambda number: Plan(reset_after_down=plans.get(number))) as proxy:
+        workers = [cluster.script(0, "wide.py", **env, PS_SERVER=proxy.address), cluster.script(1, "wide.py", **env)]
+        assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output
+    assert proxy.num_resets >= 3
+    found["broken"] = load_file(cluster.folder / "again.safetensors")
+    for way, weights in found.items():
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in without.items()), way
+
+
+@pytest.mark.slow
+def test_overlap_with_shards_and_half_precision(cluster: Any) -> None:
+    """Each shard's part comes by itself; what is encoded comes whole."""
+    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__ANSWER_CODEC": "bf16"}
+    found = []
+    for overlap in (False, True):
+        server = cluster.server(
+            "--mode", "sync", "--workers", "2", "--steps", "8", "--shards", "2", "--save", "w.safetensors"
+        )
+        shard = cluster.shard(1, 2)
+        told = env | {"PS_WORKER__OVERLAP": str(overlap).lower(), "LATE": "yes" if overlap else "no"}
+        workers = [cluster.script(rank, "wide.py", **told) for rank in range(2)]
+        assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
+        found.append(load_file(cluster.folder / "w.safetensors"))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@pytest.mark.slow
+def test_a_step_on_two_versions_does_not_count(cluster: Any) -> None:
+    """In ssp others go on meanwhile: what was begun on the one is thrown away, and computed on the other."""
+    steps, padding = 12, 700_000
+    server = cluster.server(
+        "--mode", "ssp", "--workers", "2", "--steps", str(steps), "--save", "w.safetensors", "--history", "h.jsonl",
+        "--set", "policy.weighting=equal", "--set", "policy.staleness=6", "--summary", "s.json",
+    )  # fmt: skip
+    env = {"PS_WORKER__OVERLAP": "true", "PS_WORKER__SHARED_MEMORY": "false", "PADDING": str(padding)}
+    # Each connection carries an answer or two, the heart's none.
+    with Proxy(cluster.address, lambda number: Plan(reset_after_down=(3 + number % 3) * 1_700_000)) as proxy:
+        workers = [cluster.script(0, "onehot.py", str(steps), **env, PS_SERVER=proxy.address)]
+        workers.append(cluster.script(1, "onehot.py", str(steps), **env))
+        assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output
+    assert proxy.num_resets >= 3
+    assert not all(event["resumed"] for event in server.events("joined")[2:]), "no step was thrown away"
+    weights = load_file(cluster.folder / "w.safetensors")
+    assert torch.equal(-weights["seen"].view(-1, steps)[:2], torch.ones(2, steps))
+    assert json.loads((cluster.folder / "s.json").read_text())["version"] == 2 * steps
+    checked = cluster.command("launch", "check", str(cluster.folder / "h.jsonl"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr

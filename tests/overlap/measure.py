@@ -2,10 +2,11 @@
 
     make overlap                                                 policy.pipelined, in every mode that can
     python tests/overlap/measure.py --mode ssp --rate 1gbit --set run.batch_size=64
-    python tests/overlap/measure.py --mode sync --changed worker.overlap=true
+    python tests/overlap/measure.py --mode sync --deep --workers 1     gradients and weights that travel meanwhile
 
 The server is at one end of the link, all workers at the other. Computing is mostly a pause
-(slowdown.base_s), so that neither the number of cores nor other programs decide the figures.
+(slowdown.base_s), so that neither the number of cores nor other programs decide the figures; with --deep it is
+a forward and a backward pass through nine layers, and both directions overlap with it or neither (worker.overlap).
 Variants take turns; shown is the median of the summaries' wall_s by steps.
 """
 
@@ -39,12 +40,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compute-s", type=float, default=0.17, help="pause that stands for a contribution's computing"
     )
+    parser.add_argument("--deep", action="store_true", help="real computing: worker.overlap=true beside false")
+    parser.add_argument("--samples", type=int, default=2000, help="--deep: of a batch; 2000 take about 0.1 s")
     parser.add_argument("--local-steps", type=int, default=4, help="localsgd: steps that share --compute-s")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in both variants")
     parser.add_argument("--plain", action="append", default=[], metavar="KEY=VALUE", help="in the first only")
     parser.add_argument("--changed", action="append", default=[], metavar="KEY=VALUE",
-                        help="in the second only; default policy.pipelined=true")  # fmt: skip
+                        help="in the second only; default policy.pipelined=true, or worker.overlap=true")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="figures as one JSON object")
     return parser.parse_args()
 
@@ -58,6 +61,12 @@ def settings(asked: argparse.Namespace, mode: str, extra: list[str]) -> list[str
         f"policy.local_steps={local_steps}", f"slowdown.base_s={asked.compute_s / local_steps}",
         "worker.shared_memory=false", "server.insecure=true",
     ]  # fmt: skip
+    if asked.deep:
+        task = Path(__file__).with_name("deep.py")
+        told += [
+            f"task.name={task}:Deep", f"task.args={{samples: {asked.samples}}}", f"run.batch_size={asked.samples}",
+            "slowdown.base_s=0",
+        ]  # fmt: skip
     return [word for setting in (*told, *asked.set, *extra) for word in ("--set", setting)]
 
 
@@ -110,7 +119,8 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 def measure(asked: argparse.Namespace, link: Link, mode: str) -> dict[str, Any]:
     """Median seconds a step of both variants, and what else tells them apart."""
-    variants = {"plain": asked.plain, "changed": asked.changed or ["policy.pipelined=true"]}
+    way = "worker.overlap" if asked.deep else "policy.pipelined"
+    variants = {"plain": [*asked.plain, f"{way}=false"], "changed": asked.changed or [f"{way}=true"]}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for _ in range(asked.repeats):
         for name, extra in variants.items():
@@ -137,7 +147,7 @@ def main() -> None:
     results = []
     try:
         with slow_link(asked.rate) as link:
-            for mode in asked.mode or ["async", "ssp", "localsgd"]:
+            for mode in asked.mode or (["sync"] if asked.deep else ["async", "ssp", "localsgd"]):
                 results.append(measure(asked, link, mode))
                 if not asked.json:
                     show(results[-1], asked)

@@ -164,8 +164,8 @@ def another_optimizer(net: Net, held: list[nn.Parameter]) -> Any:
 
 READERS: dict[str, Callable[[Net, list[nn.Parameter]], Any]] = {
     "forward": forward,
-    "functional_call": functionally,
-    "grad_transform": by_grad_transform,
+    "torch.func.functional_call": functionally,
+    "torch.func.grad": by_grad_transform,
     "state_dict": lambda net, held: [one.clone() for one in net.state_dict().values()],
     "parameters": lambda net, held: sum(one.norm() for one in net.parameters()),
     "held": lambda net, held: [one + 0 for one in held],
@@ -184,8 +184,12 @@ READERS: dict[str, Callable[[Net, list[nn.Parameter]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "staged"])
+@pytest.mark.parametrize(
+    "reader",
+    # functorch is imported for these: 2 s.
+    [pytest.param(read, id=name, marks=[pytest.mark.slow] * ("func" in name)) for name, read in READERS.items()],
+)
 def test_whoever_reads_waits(nets: tuple[Net, Net], reader: Callable[..., Any], staged: bool) -> None:
     net, twin = nets
     held = list(net.parameters())

@@ -246,6 +246,10 @@ class Exchange:
         """Weights of the newest answer have still to be received."""
         return any(shard.coming is not None for shard in self._shards)
 
+    def waited(self, seconds: float) -> None:
+        """So long the loop has waited for weights that were late."""
+        self._last_transfer_s += seconds
+
     def expect(self) -> tuple[Arrival, Callable[[], None]]:
         """What tells which of them have come, and what receives them: on any thread, which nobody else's use of this
         exchange may meet. Raises Lost."""

@@ -127,6 +127,9 @@ class Direct:
         if self._late is None:
             self._exchange.contribute(self.source, work)
             return
+        waited_s = self._late.take_waited()
+        self._exchange.waited(waited_s)
+        work = work._replace(compute_s=max(0.0, work.compute_s - waited_s))
         self._exchange.contribute(self.source, work, self._late.may_come())
         self._late.begin()
 

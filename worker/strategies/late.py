@@ -59,7 +59,7 @@ class LateWeights:
         self._has_begun = False  # something of what came has been read
         self._is_void = False  # what is computed is of two versions
         self._buffers: dict[int, torch.Tensor] = {}  # as the server said where to start, if it is
-        self.waited_s = 0.0  # since it was asked for last
+        self._waited_s = 0.0
         self._reason = ""
         self._is_off = False  # for good
         self._owners = _owners(model)
@@ -88,6 +88,11 @@ class LateWeights:
             if num_users(tensor) != 2 + self._num_ours[index]:
                 return f"something else shares the memory of '{name}' (p.data, a state dict or a NumPy array is kept)"
         return ""
+
+    def take_waited(self) -> float:
+        """Seconds that readers have waited since this was asked last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     # ---- what comes -------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class LateWeights:
             self._has_begun = True
             started = time.perf_counter()
             is_whole = self._arrival.wait(index)
-            self.waited_s += time.perf_counter() - started
+            self._waited_s += time.perf_counter() - started
             if is_whole:
                 self._take(index)
             else:

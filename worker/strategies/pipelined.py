@@ -154,6 +154,6 @@ class Pipelined(Direct):
         self._helper.end()
 
 
-def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool) -> Direct:
+def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> Direct:
     """The one the run's settings ask for; for the others see Direct."""
     return Pipelined(exchange) if exchange.settings.pipelined else Direct(exchange, may_send_early, may_come_late)

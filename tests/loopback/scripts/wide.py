@@ -1,4 +1,10 @@
-"""A network of 1.7 MB on random data, trained with what PS_WORKER__OVERLAP says; saves nothing, prints nothing."""
+"""A network of 1.7 MB on random data, trained with what PS_WORKER__OVERLAP says; saves nothing, prints nothing.
+
+LATE says whether weights are to come after step() has returned ("yes", "no"): exit 3 if it is otherwise.
+"""
+
+import os
+import sys
 
 import torch
 
@@ -9,10 +15,15 @@ with paramserver.connect() as session:
     model = torch.nn.Sequential(*[torch.nn.Linear(260, 260) for _ in range(6)], torch.nn.Linear(260, 1))
     optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     generator = torch.Generator().manual_seed(session.rank)
+    is_late = False
     while not session.is_done:
         batch = torch.randn(16, 260, generator=generator)
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         session.record(num_samples=16)
         optimizer.step()
+        is_late |= any(type(one) is not torch.nn.Parameter for one in model.parameters())
     session.finish()
+    if os.environ.get("LATE", "") not in ("", "yes" if is_late else "no"):
+        print(f"late: {is_late}")
+        sys.exit(3)
