@@ -52,7 +52,7 @@ REASON_INTERNAL: Reason
 REASON_SHARD_MISMATCH: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "placed", "offset", "data")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "placed", "offset", "data", "left_out")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class WorkerMessage(_message.Message):
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     join: Join
     model: Model
     initial_weights: InitialWeights
@@ -83,7 +84,8 @@ class WorkerMessage(_message.Message):
     placed: int
     offset: int
     data: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    left_out: int
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
@@ -234,7 +236,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +257,7 @@ class Contribution(_message.Message):
     TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    HAS_BASE_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -275,7 +278,8 @@ class Contribution(_message.Message):
     training_steps: int
     place: Place
     part: int
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
+    has_base: bool
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
@@ -366,7 +370,7 @@ class Leave(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "shared_memory", "state", "placed", "offset", "data")
+    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "shared_memory", "state", "placed", "offset", "data", "left_out")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +382,7 @@ class ServerMessage(_message.Message):
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     send_weights: SendWeights
     waiting: Waiting
@@ -389,10 +394,11 @@ class ServerMessage(_message.Message):
     placed: int
     offset: int
     data: bytes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    left_out: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct")
+    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +410,7 @@ class Welcome(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -415,7 +422,8 @@ class Welcome(_message.Message):
     lease_s: float
     shards: _containers.RepeatedScalarFieldContainer[str]
     direct: Direct
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
+    takes_left_out: bool
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ...) -> None: ...
 
 class Direct(_message.Message):
     __slots__ = ("port", "ticket")

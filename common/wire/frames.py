@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -32,6 +33,7 @@ _DATA_TAG = bytes([pb.WorkerMessage.DATA_FIELD_NUMBER << 3 | 2])
 assert pb.ServerMessage.PLACED_FIELD_NUMBER == pb.WorkerMessage.PLACED_FIELD_NUMBER
 assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUMBER
 assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
+assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER
 
 Buffer = bytes | memoryview
 Header = TypeVar("Header", bound=Message)
@@ -42,6 +44,8 @@ _MAX_RANGES = 4096
 _MAX_PIECES = 1 << 15
 # A message of ours has four fields at most. What has many more is read by protobuf, whose loops are not Python's.
 _MAX_FIELDS = 64
+_ZEROS = bytes(MAX_DATA_BYTES)
+_LOOKED_AT_BYTES = CHUNK_BYTES // 4  # whether they are zeros
 
 
 class Frame(NamedTuple):
@@ -52,6 +56,7 @@ class Frame(NamedTuple):
     offset: int
     data: memoryview
     placed: int = 0  # bytes from `offset` that lie in the sender's segment
+    left_out: int = 0  # bytes from `offset` that do not travel
 
     def of(self, message: type[Header]) -> Header:
         """The header, of a frame whose kind has been looked at."""
@@ -68,6 +73,9 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+_LEFT_OUT_TAG = _varint(pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER << 3)
 
 
 def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()) -> bytes:
@@ -109,6 +117,25 @@ def placed_frame(offset: int, num_bytes: int) -> bytes:
     return b"".join((_PLACED_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 
+def left_out_frame(offset: int, num_bytes: int) -> bytes:
+    """A message that says that so many bytes of the body do not travel."""
+    return b"".join((_OFFSET_TAG, _varint(offset), _LEFT_OUT_TAG, _varint(num_bytes)))
+
+
+def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tuple[int, list[memoryview], int]]:
+    """The pieces of a body, in order from `offset`: where a stretch begins, and its parts; or none, and of how many
+    zeros it is. Costs 2 us for each 256 KiB, 20 where they are zeros."""
+    looked_at = stretches(pieces, offset, _LOOKED_AT_BYTES)
+    for is_zeros, found in groupby(looked_at, key=lambda one: all(map(_ZEROS.startswith, one[1]))):
+        stretch = list(found)
+        start, end = stretch[0][0], stretch[-1][0] + sum(map(len, stretch[-1][1]))
+        if not is_zeros:
+            yield start, [part for _, parts in stretch for part in parts], 0
+            continue
+        for at in range(start, end, MAX_DATA_BYTES):
+            yield at, [], min(MAX_DATA_BYTES, end - at)
+
+
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
     """`header` and the body it announces: one message when the body is small."""
     if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
@@ -127,7 +154,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     view = memoryview(raw)
     data = view[:0]
     rest: list[memoryview] = []
-    offset = placed = at = 0
+    offset = placed = left_out = at = 0
     end = len(raw)
     num_fields = 0
     try:
@@ -137,7 +164,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
             number, wire_type = tag >> 3, tag & 7
             if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
                 # Nothing of ours looks like that: leave the judgement to protobuf.
-                rest, offset, placed, data = [view], 0, 0, view[:0]
+                rest, offset, placed, left_out, data = [view], 0, 0, 0, view[:0]
                 break
             num_fields += 1
             if wire_type == 0:
@@ -147,6 +174,9 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     continue
                 if number == 13:
                     placed = value & 0xFFFFFFFFFFFFFFFF
+                    continue
+                if number == 16:
+                    left_out = value & 0xFFFFFFFFFFFFFFFF
                     continue
             else:
                 length, at = read_varint(raw, at, 5)
@@ -158,7 +188,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     continue
             rest.append(view[start:at])
         if not rest:
-            return Frame(None, None, offset, data, placed)
+            return Frame(None, None, offset, data, placed, left_out)
         message = message_class()
         header = rest[0] if len(rest) == 1 else b"".join(rest)
         if len(header) > UNCOUNTED_BYTES:
@@ -168,31 +198,35 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes with more than {MAX_ITEMS} fields") from None
     except (ValueError, IndexError, DecodeError):
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes is not valid protobuf") from None
-    if message.offset or message.data or message.placed:  # a group or fixed field came before them
+    if message.offset or message.data or message.placed or message.left_out:  # a group or fixed field came before them
         offset, data, placed = message.offset, memoryview(message.data), message.placed
+        left_out = message.left_out
     kind = message.WhichOneof("kind")
-    return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed)
+    return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed, left_out)
 
 
 class BodyReader:
     """Collects the pieces of one announced body, in any order, no byte twice.
 
     Bytes that came in a message are handed to `write(offset, data)`; those that lie in the sender's
-    segment to `place(offset, num_bytes)`. Raises a BAD_REQUEST refusal for a piece that overlaps
-    another, goes past the end, or is placed where there is no segment.
+    segment to `place(offset, num_bytes)`; those that were left out to `leave(offset, num_bytes)`, or they are zeros and
+    written. Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the end, or is placed where there
+    is no segment.
     """
 
     def __init__(
         self,
         num_bytes: int,
         write: Callable[[int, memoryview], None],
-        place: Callable[[int, int], None] | None = None,
+        place: Callable[[int, int], object] | None = None,
+        leave: Callable[[int, int], object] | None = None,
     ) -> None:
         self.num_bytes = num_bytes
         self.received = 0
         self._pieces_left = _MAX_PIECES + (num_bytes >> 10)
         self._write = write
         self._place = place
+        self._leave = leave
         # What has come, as disjoint ranges: their first bytes in order, and the end of each.
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -206,25 +240,28 @@ class BodyReader:
         self._write, self._place = _refuse_piece, None
 
     def feed(self, piece: Frame) -> None:
-        length = len(piece.data)
-        if length == 0 and piece.placed == 0:
+        sizes = len(piece.data), piece.placed, piece.left_out
+        num_bytes = max(sizes)
+        if num_bytes == 0:
             if piece.kind is None and self.num_bytes:
                 raise refusal(Reason.BAD_REQUEST, "an empty piece of a body")
             return
-        if length and (piece.placed or length > MAX_DATA_BYTES):
-            raise refusal(Reason.BAD_REQUEST, f"a piece of {length} bytes; at most {MAX_DATA_BYTES}, or placed")
+        is_written = not piece.placed and (self._leave is None or not piece.left_out)
+        if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
+            raise refusal(Reason.BAD_REQUEST, f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES}, or placed")
         if piece.placed and self._place is None:
             raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a body that is not in one")
-        num_bytes = length or piece.placed
         self._pieces_left -= 1
         if self._pieces_left < 0:
             raise refusal(Reason.BAD_REQUEST, f"a body of {self.num_bytes} bytes in too many pieces")
         self._cover(piece.offset, piece.offset + num_bytes)
         self.received += num_bytes
-        if length:
-            self._write(piece.offset, piece.data)
-        elif self._place is not None:
+        if is_written:
+            self._write(piece.offset, piece.data or memoryview(_ZEROS)[:num_bytes])
+        elif piece.placed and self._place is not None:
             self._place(piece.offset, piece.placed)
+        elif self._leave is not None:
+            self._leave(piece.offset, piece.left_out)
 
     def _cover(self, start: int, end: int) -> None:
         """Note that bytes [start, end) have come."""

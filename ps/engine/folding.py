@@ -70,6 +70,7 @@ class Folding:
         self._staged: dict[Identity, _Staged] = {}  # that came here whole
         self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
         self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
+        self._without: frozenset[str] | None = None  # a gradient, of all that is folded and not in a version yet
         self._are_few = False  # contributions of the newest commit
         self._measured = measured
         self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
@@ -112,6 +113,7 @@ class Folding:
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
         body, without, rows = self._kept.pop(fold.identity)
+        self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
 
@@ -133,6 +135,9 @@ class Folding:
         store = self._model.store
         log.debug("commit", version=commit.version, reason=commit.reason)
         publication = self._model.publisher.next(commit.version)
+        if self._without is not None:
+            self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
+            self._without = None
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         work = partial(

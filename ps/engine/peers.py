@@ -72,6 +72,7 @@ class Peer:
     incarnation: int
     is_resumed: bool = False  # goes on where it was: no START is due
     number: int = 0  # contributions of the rank that count
+    base: int | None = None  # the version that it has all of the weights of, if it has said so
     traffic: Traffic = field(default_factory=Traffic)
     outbox: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     state: str = "joining"

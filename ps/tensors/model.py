@@ -20,7 +20,7 @@ from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
-from .publication import Publisher
+from .publication import Changes, Publisher
 from .staging import StagingPool
 from .store import Store
 from .tables import Tables
@@ -30,7 +30,7 @@ log = get_logger()
 
 
 class Model:
-    """The run's model. `store`, `staging` and `publisher` exist once there are weights.
+    """The run's model. `store`, `staging`, `publisher` and `changes` exist once there are weights.
 
     `has_optimizer`: workers contribute gradients, and the optimizer runs here.
     """
@@ -38,6 +38,7 @@ class Model:
     store: Store
     staging: StagingPool
     publisher: Publisher
+    changes: Changes
 
     def __init__(self, config: Config, tensors: TensorThread, has_optimizer: bool) -> None:
         self._config = config
@@ -242,6 +243,7 @@ class Model:
         self.staging = StagingPool(server.max_staged, num_bytes)
         notify, version = self._tensors.notify, self.store.version
         self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
+        self.changes = Changes(self.layout, version)
         self.has_weights = True
 
     def small_body(self) -> bytes:

@@ -11,13 +11,62 @@ version). At most `limit` versions are on their way at once; who comes when ther
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
-from ...common.wire.frames import CHUNK_BYTES, body_frames
+from ...common.tensors.layout import Kind, Layout
+from ...common.wire.frames import CHUNK_BYTES, body_frames, left_out_frame
 from ...common.wire.segments import Segment
 
 # Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
+# Less is sent rather than spoken of.
+_LEAST_LEFT_OUT = 64 << 10
+
+Range = tuple[int, int]  # bytes [start, end) of a body
+
+
+class Changes:
+    """Which trained tensors have changed since a version: others need not be sent to who has that version. Used on the
+    event loop, at the decisions."""
+
+    def __init__(self, layout: Layout, version: int) -> None:
+        self._entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._changed_in = [version] * len(self._entries)
+        self._all_in = version  # the last version in which all have changed
+
+    def made(self, version: int, without: Collection[str]) -> None:
+        """A version is decided in which all have changed but these."""
+        if not without:
+            self._all_in = version
+            return
+        for index, entry in enumerate(self._entries):
+            if entry.spec.name not in without:
+                self._changed_in[index] = version
+
+    def kept(self, base: int) -> list[Range]:
+        """Where in a body of the newest weights lies what has not changed since version `base`, in order."""
+        found: list[Range] = []
+        if self._all_in > base:
+            return found
+        was_kept = False
+        for entry, version in zip(self._entries, self._changed_in, strict=True):
+            if is_kept := version <= base:
+                found.append((found.pop()[0] if was_kept else entry.offset, entry.end))
+            was_kept = is_kept
+        return [(start, end) for start, end in found if end - start >= _LEAST_LEFT_OUT]
+
+
+def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, int, bool]]:
+    """Bytes [start, end) of a body in order, each stretch with whether it is left out."""
+    for first, last in left_out:
+        first, last = max(first, start), min(last, end)
+        if first < last:
+            if start < first:
+                yield start, first, False
+            yield first, last, True
+            start = last
+    if start < end:
+        yield start, end, False
 
 
 class Publication:
@@ -34,7 +83,7 @@ class Publication:
         self.owns_segment = True
         self.num_users = 0  # workers it is on its way to
         self.num_readers = 0  # of the segment: workers of this host, and the encoder
-        self._frames: list[bytes] = []
+        self._frames: list[tuple[bytes, int, int]] = []  # and the bytes of the body that are in each
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -54,13 +103,15 @@ class Publication:
             start, done = done, self.ready
             yield start, done
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """The encoded body, shared by all who ask."""
+    async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
+        """The encoded body, shared by all who ask; of frames that hold nothing but what is left out only a word."""
         num_sent = 0
         while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
             while num_sent == len(self._frames):
                 await self._news.wait()
-            yield self._frames[num_sent]
+            raw, start, end = self._frames[num_sent]
+            is_left_out = any(first <= start and end <= last for first, last in left_out)
+            yield left_out_frame(start, end - start) if is_left_out else raw
             num_sent += 1
 
     def encode(self, done: Callable[[Publication], None]) -> None:
@@ -75,8 +126,8 @@ class Publication:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
-                    self._frames += body_frames([part], offset=at)
                     self._num_encoded = at + len(part)
+                    self._frames += ((raw, at, self._num_encoded) for raw in body_frames([part], offset=at))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms: let others have the loop between
         finally:

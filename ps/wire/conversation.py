@@ -216,6 +216,8 @@ class Delivery:
             return
         held = go.held if go is not None else None
         publication = held or await model.publisher.acquire(version, lane.as_frames)
+        is_next = go is not None and go.answer.outcome != "START"
+        lane.left_out = model.changes.kept(self._peer.base) if is_next and self._peer.base is not None else ()
         await lane.send(header, publication, num_bytes + more_bytes)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:

@@ -79,7 +79,7 @@ class Intake:
                 if received.kind == "contribution":
                     facts, header = received, received.of(pb.Contribution)
                     if header.repeat:
-                        self._peer.state = "waiting"
+                        self._peer.state, self._peer.base = "waiting", None
                         self._engine.offer(events.Repeated(*self._peer.seat, header.step))
                         return facts
                     self._check_facts(header)
@@ -223,6 +223,7 @@ class Intake:
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}
             self._engine.states.stage(event.identity, place, self._told_state())
+        self._peer.base = header.base_version if header.has_base else None
         self._engine.contributed(event, body, self._without, rows)
         self._peer.state = "waiting"
 

@@ -122,6 +122,7 @@ class Joining:
             resumed=peer.is_resumed,
             lease_s=self._config.server.lease_s,
             shards=engine.shard_addresses,
+            takes_left_out=True,
         )
         if self._port is not None and ticket is not None:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret

@@ -101,7 +101,8 @@ class Stream:
         if received.header is not None:
             self._take_header(received.header)
         if self._owed and received.kind != "rows":
-            self._take_piece(len(received.data) + (received.placed if self._direct is None else 0))
+            came = received.placed if self._direct is None else 0
+            self._take_piece(len(received.data) + came + received.left_out)
         return received
 
     def go_direct(self, connection: Connection) -> None:

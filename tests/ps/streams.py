@@ -80,7 +80,7 @@ class Worker:
         server.calls.append(self.task)
 
     async def join(self, offered: pb.Segment | None = None) -> None:
-        spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
+        spec = OptimizerSpec("SGD", (GroupSpec(tuple(spec.name for spec in self.layout.specs), {"lr": 0.5}),))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
             fingerprint=self.layout.fingerprint,

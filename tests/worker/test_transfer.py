@@ -362,3 +362,18 @@ def test_names_are_those_of_the_optimizers_parameters() -> None:
     names = ModelTensors(module).names
     assert names[id(module.head.weight)] == "embedding.weight"
     assert {names[id(parameter)] for parameter in module.parameters()} == {n for n, _ in module.named_parameters()}
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTensors], Transfer]) -> None:
+    """Also where the transfer is new, and has no memory of what came before."""
+    mine, other = ModelTensors(Awkward(0)), ModelTensors(Awkward(1))
+    before = [tensor.detach().clone() for tensor in mine.tensors]
+    body = joined(transfer(other).gather_all())
+    kept = [entry for entry in mine.layout.entries if entry.num_bytes][1]
+    receiving = transfer(mine)
+    receiving.write(0, memoryview(body)[: kept.offset])
+    receiving.write(kept.end, memoryview(body)[kept.end :])
+    receiving.finish_write(len(body), [(kept.offset, kept.end)])
+    for entry, found, old, new in zip(mine.layout.entries, mine.tensors, before, other.tensors, strict=True):
+        assert torch.equal(found, old if entry is kept else new), entry.spec.name

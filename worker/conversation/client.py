@@ -166,9 +166,11 @@ class Client:
         write: Callable[[int, memoryview], None],
         segment: memoryview | None = None,
         targets: Callable[[int, int], Iterator[memoryview]] | None = None,
+        leave: Callable[[int, int], object] | None = None,
     ) -> None:
         """The body that `first` announces, handed to `write(offset, data)` piece by piece, from the
-        connection or from the segment that its pieces are placed in; or received in `targets(offset, num_bytes)`."""
+        connection or from the segment that its pieces are placed in; or received in `targets(offset, num_bytes)`.
+        `leave(offset, num_bytes)` is told of what does not come because it is here already."""
         place = None
         if targets is not None and self._is_direct and self._direct is not None:
             direct = self._direct
@@ -185,7 +187,7 @@ class Client:
             def place(offset: int, num_bytes: int) -> None:
                 write(offset, segment[offset : offset + num_bytes])
 
-        _collect(BodyReader(num_bytes, write, place), first, self.receive)
+        _collect(BodyReader(num_bytes, write, place, leave), first, self.receive)
 
     def pull(self, averaged: bool, write: Callable[[int, memoryview], None]) -> int:
         """Fetch weights beside the stream, piece by piece. Returns their version."""

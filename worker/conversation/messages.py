@@ -82,6 +82,7 @@ class Work(NamedTuple):
     rows: tuple[RowGradients, ...] = ()
     part: int = 0  # of several that the model is stepped in, from 1
     continues: bool = False  # the training step of the contribution before
+    has_base: bool = False  # the weights it was computed on are still all here
 
 
 class Goodbye(NamedTuple):
@@ -162,6 +163,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         without_gradient=work.without_gradient,
         training_steps=0 if work.continues else progress.local_steps if progress.is_cut_short else None,
         part=work.part,
+        has_base=work.has_base,
     )
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data

@@ -192,11 +192,16 @@ class Shard:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
         targets = target.targets if memory is None and codec in ("", "raw") else None
+        kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
+
+        def leave(offset: int, num_bytes: int) -> None:
+            start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
+            kept.append((start, offset + num_bytes))
 
         def receive(write: Callable[[int, memoryview], None]) -> None:
-            self.client.receive_body(received, num_bytes, write, memory, targets)
+            self.client.receive_body(received, num_bytes, write, memory, targets, leave)
 
-        self.down.take(num_bytes, codec, receive, target)
+        self.down.take(num_bytes, codec, receive, target, kept)
         if memory is not None:
             self.client.say(taken={})
 

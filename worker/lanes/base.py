@@ -6,18 +6,20 @@ worker takes the first that it and the server can open (`choice.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from ...common.errors import Reason, refusal
 from ...common.wire.direct import Placed
-from ...common.wire.frames import body_frames
+from ...common.wire.frames import body_frames, left_out_frame, without_zeros
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import Indices, Source
 
 if TYPE_CHECKING:
     import torch
+
+Messages = Iterable[bytes | Placed]
 
 
 class Lane:
@@ -31,6 +33,7 @@ class Lane:
         self.is_open = True
         self.reason = ""
         self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], where contributions are placed
+        self._may_leave_out = False  # zeros
 
     @property
     def is_placed(self) -> bool:
@@ -41,6 +44,7 @@ class Lane:
 
     def joined(self, welcome: pb.Welcome) -> None:
         """A new stream: nothing of an earlier one is used any more."""
+        self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
         """Say in `model` what the server is to open, for contributions of `num_bytes`; True when it will answer."""
@@ -51,11 +55,25 @@ class Lane:
 
     # ---- bodies -----------------------------------------------------------------------------------
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes | Placed]]:
+    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Messages]:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
         for stretch in transfer.gather(source, indices):
-            yield body_frames(stretch.pieces, stretch.offset)
+            yield from self.messages(stretch.pieces, stretch.offset)
+
+    def messages(
+        self,
+        pieces: list[memoryview],
+        offset: int = 0,
+        carry: Callable[[list[memoryview], int], Messages] = body_frames,
+    ) -> Iterator[Messages]:
+        """Pieces of a body from `offset`, each stretch as `carry` has it. Zeros stay at home: of a model in parts
+        those of the other parts, and what a loss does not reach."""
+        if not self._may_leave_out:
+            yield carry(pieces, offset)
+            return
+        for at, parts, num_zeros in without_zeros(pieces, offset):
+            yield carry(parts, at) if parts else [left_out_frame(at, num_zeros)]
 
     def memory(self, address: pb.Segment) -> memoryview:
         """What the weights of an answer are placed in. Raises SegmentError."""

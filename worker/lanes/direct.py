@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from ...common.wire.direct import Placed, placed_messages
+from ...common.wire.direct import placed_messages
 from ..tensors.staged import Transfer
 from ..tensors.transfer import Indices, Source
-from .base import Lane
+from .base import Lane, Messages
 
 
 class DirectLane(Lane):
@@ -27,6 +27,6 @@ class DirectLane(Lane):
         """There is a direct connection; or there is none, and a phrase says why not."""
         self.is_open, self.reason = not why_not, why_not
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes | Placed]]:
+    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Messages]:
         for stretch in transfer.gather(source, indices):
-            yield list(placed_messages(stretch.pieces, stretch.offset))
+            yield from self.messages(stretch.pieces, stretch.offset, lambda *of: list(placed_messages(*of)))

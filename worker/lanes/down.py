@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ...common.codecs.base import Codec, Coder, body_bytes, take_body
@@ -22,7 +22,7 @@ class Target(Protocol):
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]: ...
 
-    def finish_write(self, num_bytes: int) -> None: ...
+    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None: ...
 
 
 class Down:
@@ -39,9 +39,17 @@ class Down:
         """The server has forgotten what it sent before."""
         self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
 
-    def take(self, num_bytes: int, codec: str, receive: Receive, target: Target | None = None) -> None:
+    def take(
+        self,
+        num_bytes: int,
+        codec: str,
+        receive: Receive,
+        target: Target | None = None,
+        kept: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """The model has the weights when this returns (or `target`, where there is one), and the server may count on
-        it. Whatever is raised, they did not come, and may come again."""
+        it. Whatever is raised, they did not come, and may come again. Bytes `kept`, which `receive` finds, do not come:
+        the model has them."""
         target = target or self.transfer
         if codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
@@ -50,7 +58,7 @@ class Down:
             self._take_encoded(num_bytes, codec, receive, target)
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
-            target.finish_write(num_bytes)
+            target.finish_write(num_bytes, kept)
 
     def _take_encoded(self, num_bytes: int, codec: str, receive: Receive, target: Target) -> None:
         if codec != self.codec.name:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ...common.codecs.base import Codec, Coder, begin_body
 from ...common.tensors.layout import as_bytes, copy_of
 from ...common.wire.direct import Placed
-from ...common.wire.frames import INLINE_BYTES, frame, message_frames
+from ...common.wire.frames import INLINE_BYTES, frame
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, Source
@@ -79,8 +79,7 @@ class Up:
     def contribute(self, announce: Announce, source: Source) -> None:
         """Send it; one that was not answered before is sent again as it was."""
         if not self.codec.is_identity:
-            pieces = self._encode(source)
-            self._send(message_frames(announce(sum(map(len, pieces)), self.codec.name, False), pieces))
+            self._send_encoded(announce, self._encode(source))
             return
         rest: list[int] | None = None
         if self.departed:
@@ -92,6 +91,13 @@ class Up:
         else:
             self._send([frame(announced)])
             self._send_tensors(source, rest)
+
+    def _send_encoded(self, announce: Announce, pieces: list[memoryview]) -> None:
+        num_bytes = sum(map(len, pieces))
+        is_small = num_bytes <= INLINE_BYTES
+        self._send([frame(announce(num_bytes, self.codec.name, False), 0, pieces if is_small else [])])
+        for frames in self.lane.messages([] if is_small else pieces):
+            self._send(frames)
 
     def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
         for frames in self.lane.send(self.transfer, source, indices):

@@ -135,7 +135,9 @@ class Direct:
 
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
-        return work._replace(without_gradient=self._model.without_gradient()) if self.source == "gradient" else work
+        if self.source == "weights":
+            return work
+        return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)
 
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has

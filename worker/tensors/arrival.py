@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .staged import Transfer
 from .transfer import ModelTensors
@@ -83,8 +83,8 @@ class ArrivingPart:
                 self._came(at, at + len(target))
                 at += len(target)
 
-    def finish_write(self, num_bytes: int) -> None:
-        """Each tensor is finished when it is taken."""
+    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """Each tensor is finished when it is taken. Nothing is kept: models in parts do not wait so."""
 
     def _came(self, start: int, end: int) -> None:
         index = bisect.bisect_right(self._ends, start)

@@ -343,9 +343,9 @@ class DirectTransfer:
         if at < end:
             yield memoryview(bytearray(end - at))
 
-    def finish_write(self, num_bytes: int) -> None:
+    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         """The body of so many bytes is whole: the model has the new weights when this returns, or when its
-        stream's next kernel runs."""
+        stream's next kernel runs. Tensors that have some of the bytes `kept`, [start, end), are as they were."""
 
     def finish_tensor(self, index: int) -> None:
         """The same of one tensor, whose bytes are all there."""

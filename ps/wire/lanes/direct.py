@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ....common.codecs.base import Codec
 from ....common.wire.direct import placed_messages
-from ....common.wire.frames import frame
-from ...tensors.publication import Publication
+from ....common.wire.frames import frame, left_out_frame
+from ...tensors.publication import Publication, cut
 from .grpc import Header, Lane
 
 
@@ -26,8 +26,12 @@ class DirectLane(Lane):
         try:
             await stream.write(frame(header(publication.version, num_bytes, None)))
             async for start, end in publication.progress():
-                for message in placed_messages([publication.segment.bytes[start:end]], start):
-                    await stream.write_body(message)
+                for at, to, is_left_out in cut(start, end, self.left_out):
+                    if is_left_out:
+                        await stream.write(left_out_frame(at, to - at))
+                        continue
+                    for message in placed_messages([publication.segment.bytes[at:to]], at):
+                        await stream.write_body(message)
             await stream.flush()
         finally:
             self.engine.model.publisher.release(publication, as_frames=False)

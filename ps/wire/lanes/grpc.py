@@ -5,13 +5,14 @@ A lane is where bodies go to and from one worker, while its stream lasts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from ....common.codecs.base import Codec
 from ....common.wire.frames import frame
 from ....proto import parameter_server_pb2 as pb
 from ...engine.engine import Engine
-from ...tensors.publication import Publication
+from ...tensors.publication import Publication, Range
 from ...tensors.staging import Body
 from ..stream import Stream
 
@@ -33,6 +34,7 @@ class Lane:
         self.engine = engine
         self.stream = stream
         self.reading: Publication | None = None  # of which the worker has still to say that it is taken
+        self.left_out: Sequence[Range] = ()  # what the worker has of the weights that are sent next: it need not travel
 
     def carries(self, codec: Codec) -> bool:
         """Whether a contribution with this codec may come otherwise than in messages."""
@@ -50,7 +52,7 @@ class Lane:
         are made."""
         try:
             await self.stream.write(frame(header(publication.version, num_bytes, None)))
-            async for raw in publication.frames():
+            async for raw in publication.frames(self.left_out):
                 await self.stream.write(raw)
         finally:
             self.engine.model.publisher.release(publication, as_frames=True)

@@ -7,10 +7,10 @@ import contextlib
 from ....common.codecs.base import Codec
 from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Layout
-from ....common.wire.frames import body_frames, frame
+from ....common.wire.frames import body_frames, frame, left_out_frame
 from ....common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ....proto import parameter_server_pb2 as pb
-from ...tensors.publication import Publication
+from ...tensors.publication import Publication, cut
 from ...tensors.staging import Body
 from .grpc import Header, Lane
 
@@ -68,11 +68,14 @@ class SharedLane(Lane):
         stream, address = self.stream, publication.segment.address
         await stream.write(frame(header(publication.version, num_bytes, address)))
         async for start, end in publication.progress():
-            if address is not None:
-                await stream.write_placed(start, end)
-            else:  # no more shared memory could be had
-                for raw in body_frames([publication.segment.bytes[start:end]], offset=start):
-                    await stream.write(raw)
+            for at, to, is_left_out in cut(start, end, self.left_out):
+                if is_left_out:
+                    await stream.write(left_out_frame(at, to - at))
+                elif address is not None:
+                    await stream.write_placed(at, to)
+                else:  # no more shared memory could be had
+                    for raw in body_frames([publication.segment.bytes[at:to]], offset=at):
+                        await stream.write(raw)
         if address is None:
             self.taken()  # it was told of no segment, and says nothing
         else:

@@ -1,5 +1,6 @@
 """A GAN as the tutorials have it: the critic steps on a real and a fake batch, then the generator (each
-EVERY batches), whose loss goes through the critic. NOISE: from torch's generator, and BatchNorm in the generator."""
+EVERY batches), whose loss goes through the critic. NOISE: from torch's generator, and BatchNorm in the generator.
+WIDTH of both, which have about 50 bytes for each unit."""
 
 import os
 import time
@@ -13,14 +14,15 @@ from torch.utils.data import TensorDataset
 import paramserver
 
 STEPS, BATCH, EVERY = 12, int(os.environ["BATCH"]), int(os.environ.get("EVERY", "1"))
+WIDTH = int(os.environ.get("WIDTH", "8"))
 torch.manual_seed(0)
 real_data = torch.randn(240, 4, dtype=torch.float64) * 0.5 + torch.tensor([1.0, -1.0, 0.0, 2.0], dtype=torch.float64)
 latents = torch.randn(
     240, 3, dtype=torch.float64
 )  # of each sample, so that two halves of a batch have those of the whole
-norm = nn.BatchNorm1d(8) if os.environ.get("NOISE") else nn.Identity()
-generator = nn.Sequential(nn.Linear(3, 8), norm, nn.Tanh(), nn.Linear(8, 4)).double()
-critic = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)).double()
+norm = nn.BatchNorm1d(WIDTH) if os.environ.get("NOISE") else nn.Identity()
+generator = nn.Sequential(nn.Linear(3, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, 4)).double()
+critic = nn.Sequential(nn.Linear(4, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1)).double()
 
 
 def gate(place):
