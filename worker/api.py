@@ -25,6 +25,7 @@ from .training.alone import AloneSession
 from .training.ending import watch_exit
 from .training.remote import RemoteSession
 from .training.session import Session
+from .training.tasks.spare import SpareSession
 
 __all__ = ["Session", "connect", "open_session"]
 
@@ -44,7 +45,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")
-    if not resolved.was_set("worker.server"):
+    if not resolved.was_set("worker.server") and not resolved.config.worker.evaluate:
         return AloneSession(resolved.config)
     return open_session(resolved.config)
 
@@ -69,6 +70,8 @@ def open_session(config: Config, overlap: bool = False) -> Session:
     `overlap` is what worker.overlap means where it is not set: true only for a loop that leaves
     gradients as backward left them.
     """
+    if config.worker.evaluate:
+        return SpareSession(config)
     if config.worker.server == "none":
         return AloneSession(config)
     return RemoteSession(config, overlap)

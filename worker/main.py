@@ -63,8 +63,6 @@ def work(
     alone = [flag_name(key, info) for key, (info, flag) in flags_of(WORKER).items() if flag.is_for_alone and flags[key]]
     if resolved.config.worker.evaluate:
         alone = [name for name in alone if name != "--eval-every"]
-        if resolved.config.worker.server == "none":
-            raise UsageError("--evaluate without a server: there is no run to evaluate", fix="--server HOST:PORT")
     if alone and resolved.config.worker.server != "none":
         raise UsageError(
             f"{', '.join(alone)}: with a server this is the server's",
@@ -120,9 +118,7 @@ def _work(resolved: Resolved) -> None:
     try:
         if config.worker.evaluate:
             spare = Spare(config)
-            count = evaluate_for(spare, _load_task(resolved, spare.settings, device), device, config.run.eval_every)
-            get_logger().info("run_over", evaluations=count)
-            spare.close()
+            evaluate_for(spare, _load_task(resolved, spare.settings, device), device, config.run.eval_every)
             return
         session = open_session(config, overlap=True)
         with session:

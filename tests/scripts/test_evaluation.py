@@ -166,6 +166,22 @@ def test_a_spare_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_is_a_spare_too_and_ends_where_its_loop_would_begin(cluster: Cluster) -> None:
+    server = cluster.server("--workers", "1", "--summary", "s.json", "--save", "w.safetensors")
+    spare = cluster.script(0, SCRIPT, EVERY="5", SAVE="spare.pt", PS_WORKER__EVALUATE="1")
+    server.event("spare")
+    worker = cluster.script(0, SCRIPT, EVERY="5", PS_SLOWDOWN__BASE_S="0.05")
+    assert [worker.wait(), server.wait(), spare.wait()] == [0, 0, 0], server.output + spare.output
+    told = spare.events("evaluated")
+    assert len(told) >= 3 and {one["version"] for one in told} <= {
+        point["version"] for point in summary(cluster)["curve"]
+    }
+    assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
+    assert not (cluster.folder / "spare.pt").exists() and summary(cluster)["workers"][0]["steps"] == 48
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["figures"]["total"])
+
+
+@pytest.mark.slow
 def test_a_spare_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
     task = ("--task", f"{SCRIPT.with_name('even.py')}:Even")
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--optimizer", "sgd", "--lr", "1")

@@ -16,9 +16,10 @@ from threading import Thread
 import grpc
 import pytest
 
-from paramserver.common.config.schema import WorkerConfig
-from paramserver.common.errors import UnreachableError
+from paramserver.common.config.schema import Config, WorkerConfig
+from paramserver.common.errors import UnreachableError, UsageError
 from paramserver.common.security import PLAINTEXT
+from paramserver.worker.api import open_session
 from paramserver.worker.conversation import heartbeat
 from paramserver.worker.conversation.client import OPTIONS, Client
 from paramserver.worker.conversation.exchange import Exchange
@@ -133,3 +134,9 @@ def test_what_was_tried_is_said_of_a_name_that_may_come_up_and_of_a_port_where_n
         ]:
             with pytest.raises(UnreachableError, match=rf"no server at {address} .*: .*{cause}"):
                 Exchange(WorkerConfig(server=address, give_up_s=0.5), rank=0)
+
+
+def test_a_script_that_is_to_evaluate_never_trains_alone() -> None:
+    config = Config.model_validate({"worker": {"evaluate": True, "server": "none"}})
+    with pytest.raises(UsageError, match=r"--evaluate \(worker.evaluate\) without a server"):
+        open_session(config)

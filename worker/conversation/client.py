@@ -17,12 +17,12 @@ import torch
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, refusal
 from ...common.security import PLAINTEXT, Credentials
-from ...common.tensors.layout import as_bytes
+from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
 from ...common.wire.direct import Placed
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
-from ...common.wire.protocol import SERVICE, refusal_from_status
+from ...common.wire.protocol import SERVICE, layout_from_proto, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from .direct import Direct, DirectError
 from .interrupts import uninterrupted
@@ -195,10 +195,9 @@ class Client:
 
     def pull_to_evaluate(
         self, version: int | None, num_bytes: int, write: Callable[[int, memoryview], None]
-    ) -> tuple[int, set[str]]:
+    ) -> tuple[int, Layout]:
         """Fetch weights that Figures will follow for: the coordinator's newest, or what another shard keeps of the
-        `version` that was. Their version and the names of the tensors, of which nothing is written where they are not
-        of `num_bytes`."""
+        `version` that was. Their version and layout; nothing is written where they are not of `num_bytes`."""
         found: list[pb.Snapshot] = []
 
         def begin(announced: int) -> Callable[[int, memoryview], None]:
@@ -206,7 +205,7 @@ class Client:
 
         request = pb.PullRequest(keep=True) if version is None else pb.PullRequest(version=version)
         version = self._pull(request, begin, found.append)
-        return version, {spec.name for spec in found[0].tensors}
+        return version, layout_from_proto(found[0].tensors)
 
     def status(self) -> pb.StatusReply:
         """Where the run stands."""

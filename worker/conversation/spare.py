@@ -6,6 +6,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,14 +33,17 @@ class Spare:
     """Joined to nothing: workers of the run need not evaluate while its beats come. Raises UnreachableError."""
 
     def __init__(self, config: Config) -> None:
+        if config.worker.server == "none":
+            what = "--evaluate (worker.evaluate) without a server: there is no run to evaluate"
+            raise UsageError(what, fix="--server HOST:PORT")
         self._credentials = worker_credentials(config)
         self._client = Client(config.worker.server, self._credentials)
         self._clients = {"": self._client}  # of the shards, by address
         self._run = ""
         self._retry = Retry(config.worker.server, config.worker.give_up_s)
         self._process = secrets.token_hex(8)
-        self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._heard = threading.Semaphore(0)  # pulses
+        self._said: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
+        self._unheard: deque[threading.Event] = deque()  # of beats without a pulse
         self._was_there = False
         self.is_over = False
         self.settings: Settings = self.look()[0]
@@ -71,10 +75,10 @@ class Spare:
                 part = part_of(model, share)
                 transfer = make_transfer(part)
                 client, num_bytes = self._of_shard(address), part.layout.total_bytes
-                version, names = client.pull_to_evaluate(version, num_bytes, transfer.write)
-                if {spec.name for spec in part.layout.specs} != names:
-                    what = "the run's weights are of another model: a spare evaluator cannot load them"
-                    raise UsageError(what, fix="give it the workers' --task and task.args")
+                version, layout = client.pull_to_evaluate(version, num_bytes, transfer.write)
+                if differences := layout.differences(part.layout):
+                    what = f"the run's weights are of another model than the spare evaluator's: {differences[0]}"
+                    raise UsageError(what, fix="give it the workers' script, or --task and task.args")
                 transfer.finish_write(num_bytes)
         except Lost:
             return None
@@ -88,30 +92,30 @@ class Spare:
 
     def tell(self, version: int, step: int, **said: Any) -> None:
         """Figures of a version, or its failure, which has been heard when this returns."""
-        while self._heard.acquire(blocking=False):  # pulses to beats of before
-            pass
-        self._said.put({"version": version, "step": step, **said})
+        is_heard = threading.Event()
+        self._said.put(({"version": version, "step": step, **said}, is_heard))
         if said.get("failure"):
-            for _ in range(2):  # the pulse to this beat, or to one before it and then this
-                self._heard.acquire(timeout=_HEARD_S)
+            is_heard.wait(_HEARD_S)
 
     def _beat(self) -> None:
         while not self.is_over:
+            self._unheard = deque()
             try:
-                for is_over in self._client.beat(self._beats()):
+                for is_over in self._client.beat(self._beats(self._unheard)):
                     self.is_over |= is_over
-                    self._heard.release()
+                    self._unheard.popleft().set()
             except Lost:
                 time.sleep(_BEAT_S)
 
-    def _beats(self) -> Iterator[bytes]:
-        figures: dict[str, Any] | None = None
+    def _beats(self, unheard: deque[threading.Event]) -> Iterator[bytes]:
+        figures, is_heard = None, threading.Event()
         while not self.is_over:
+            unheard.append(is_heard)
             yield spare_beat(self._process, figures)
             try:
-                figures = self._said.get(timeout=_BEAT_S)
+                figures, is_heard = self._said.get(timeout=_BEAT_S)
             except queue.Empty:
-                figures = None
+                figures, is_heard = None, threading.Event()
 
     def close(self) -> None:
         self.is_over = True

@@ -32,7 +32,7 @@ class Evaluation:
         self.is_final_too = True  # the final weights are evaluated so as well
         self._wanted = wanted
         self._measure: Measure | None = None
-        self._every = Every(1, "epochs")
+        self.every: Every | None = None  # once it is `set`
         self._began_at = time.monotonic()
         self._done: int | None = None  # intervals that were over when it was looked last
         self._is_told = not (wanted or is_needed)
@@ -40,7 +40,7 @@ class Evaluation:
     def set(self, measure: Measure, how_often: str | int | None) -> None:
         """UsageError for an interval that is none."""
         try:
-            self._every = every(str(self._wanted or how_often or "1epoch"))
+            self.every = every(str(self._wanted or how_often or "1epoch"))
         except ValueError as error:
             raise UsageError(f"session.evaluate(): {error}", fix="every=100, every='30s' or every='1epoch'") from None
         self._measure = measure
@@ -71,13 +71,14 @@ class Evaluation:
 
     def _over(self, progress: Progress, taken: Taken) -> int:
         """Intervals that are over."""
-        match self._every.unit:
+        assert self.every is not None
+        match self.every.unit:
             case "steps":
-                return int(progress.position // self._every.amount)
+                return int(progress.position // self.every.amount)
             case "seconds":
-                return int((time.monotonic() - self._began_at) // self._every.amount)
+                return int((time.monotonic() - self._began_at) // self.every.amount)
         if taken.epoch_batches:
-            return int(taken.place // (self._every.amount * taken.epoch_batches))
+            return int(taken.place // (self.every.amount * taken.epoch_batches))
         if progress.position == 0:
             return 0
         raise UsageError(

@@ -1,58 +1,168 @@
-"""`ps-worker --evaluate`: no training, but the evaluations of a run whose workers go on meanwhile."""
+"""A process that trains nothing, but evaluates a run whose workers go on meanwhile: a task (`ps-worker --evaluate`), or
+a script."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
-from ....common.config.conditions import every
+from ....common.config.conditions import Every, every
+from ....common.config.schema import Config
+from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
+from ....common.tensors.optimizers import TableSpec
 from ....common.user_code import user_code
 from ...conversation.interrupts import sleep
 from ...conversation.spare import Spare
+from ...session import Progress
 from ...tasks.base import Task
-from ...tensors.transfer import ModelTensors
+from ...tensors.transfer import ModelTensors, together
+from ..batches import Batches
 from ..ending import ending_of
-from ..evaluation import untouched
+from ..evaluation import Evaluation, untouched
+from ..place.taken import Taken
+from ..rows import Pull
+from ..session import Part, Session, check_parts, too_early
 
 log = get_logger()
 
 _LOOK_S = 0.1
 
 
-def evaluate_for(spare: Spare, task: Task, device: torch.device, how_often: str | None) -> int:
+def evaluate_for(spare: Spare, task: Task, device: torch.device, how_often: str | None) -> None:
     """Until the run is over, every so many steps of its slowest worker, seconds or epochs (as its settings say where
-    `how_often` does not; an epoch where neither does). How many evaluations that were."""
+    `how_often` does not; an epoch where neither does)."""
     settings, interval = spare.settings, every(how_often or spare.settings.eval_every or "1epoch")
     torch.manual_seed(settings.seed)
+    epoch_steps = 0
     with user_code():
         model = task.model().to(device)
-        each = interval.amount
         if interval.unit == "epochs":
             union = settings.batch_size * max(1, settings.num_workers)
-            each *= -(-len(task.train_data()) // union)  # type: ignore[arg-type]
-    tensors, done, evaluated, count = ModelTensors(model), 0, 0, 0
+            epoch_steps = -(-len(task.train_data()) // union)  # type: ignore[arg-type]
+
+    def figures() -> dict[str, float]:
+        with user_code(), untouched(model):
+            return {name: float(value) for name, value in task.evaluate(model).items()}
+
+    _watch(spare, ModelTensors(model), interval, epoch_steps, figures)
+
+
+def _watch(
+    spare: Spare, model: ModelTensors, interval: Every, epoch_steps: int, figures: Callable[[], dict[str, float]]
+) -> None:
+    """Until the run is over."""
+    each = interval.amount * (epoch_steps if interval.unit == "epochs" else 1)
+    done = evaluated = count = 0
     began_at = time.monotonic()
     while True:
         _, step, version = spare.look()
         if spare.is_over:
-            return count
+            break
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
-        if over > done and version > evaluated and (pulled := spare.pull(tensors)) is not None:
+        if over > done and version > evaluated and (pulled := spare.pull(model)) is not None:
             done, evaluated, count = over, pulled, count + 1
-            _evaluate(spare, task, model, pulled, step)
+            _evaluate(spare, figures, pulled, step)
         else:
             sleep(_LOOK_S)
+    log.info("run_over", evaluations=count)
+    spare.close()
 
 
-def _evaluate(spare: Spare, task: Task, model: torch.nn.Module, version: int, step: int) -> None:
+def _evaluate(spare: Spare, measure: Callable[[], dict[str, float]], version: int, step: int) -> None:
     try:
-        with user_code(), untouched(model):
-            figures = {name: float(value) for name, value in task.evaluate(model).items()}
+        figures = measure()
     except Exception as error:
         _, failure, exit_code = ending_of(error)
         spare.tell(version, step, failure=failure, exit_code=exit_code)
         raise
     spare.tell(version, step, figures=figures)
     log.info("evaluated", step=step, version=version, **figures)
+
+
+class SpareSession(Session):
+    """What a script gets that is started to evaluate (worker.evaluate). Where its loop would begin it evaluates with
+    the function of `evaluate()` until the run is over, and there it ends: what comes after a loop is the workers'."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._spare = Spare(config)
+        self.settings = self._spare.settings
+        self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
+        self._epoch_steps = 0  # of the data it was shown
+        self._taken: Taken | None = None
+        self._tensors: ModelTensors | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, self.settings.num_workers)
+
+    @property
+    def step(self) -> int:
+        return self._spare.look()[1]
+
+    @property
+    def is_done(self) -> bool:
+        self._evaluate()
+
+    def optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return self._begin(model, [optimizer])[0]
+
+    def optimizers(self, **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+        inner = check_parts(parts, self.settings, bool(self._tables))
+        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner)
+
+    def _begin(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[torch.optim.Optimizer, ...]:
+        self._model, self._taken = model, Taken(Progress, optimizers, self.length)
+        groups = (group for one in optimizers for group in one.param_groups)
+        self._tensors = ModelTensors(model, (parameter for group in groups for parameter in group["params"]))
+        for one in optimizers:
+            one.register_step_pre_hook(lambda *_: self._evaluate())
+        return tuple(optimizers)
+
+    def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
+        if hasattr(dataset, "__len__"):
+            union = (batch_size or self.settings.batch_size) * self.num_workers
+            self._epoch_steps = -(-len(dataset) // union)
+        return super().shard(dataset, batch_size, **options)
+
+    def _evaluate(self) -> NoReturn:
+        if self._tensors is None:
+            raise too_early()
+        interval = self.evaluation.every
+        if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
+            raise UsageError(
+                "a spare evaluator (worker.evaluate) whose script "
+                + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
+                fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of figures",
+            )
+        _watch(self._spare, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.figures(self._model))
+        raise SystemExit(0)
+
+    def _make_rows(self, spec: TableSpec) -> Pull:
+        raise UsageError(
+            f"table '{spec.name}' in a spare evaluator (worker.evaluate): it pulls one version, and rows go on",
+            fix="let a worker evaluate",
+        )
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        if self._taken is None:
+            raise too_early()
+        return Progress, self._taken
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        pass
+
+    def stop(self, reason: str) -> None:
+        self._evaluate()
+
+    def finish(self) -> bool:
+        self._evaluate()
+
+    def close(self) -> None:
+        self._spare.close()
