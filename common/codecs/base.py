@@ -16,8 +16,10 @@ A file of this folder is a codec: `ENTRY` is its class. One without memory is a 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -49,6 +51,8 @@ class Codec(Protocol):
     name: str
     # The encoded bytes are the body's own: nothing is encoded, and bodies are read and written in place.
     is_identity: bool = False
+    # Beyond it a value becomes infinite, where the dtype of the body has larger ones.
+    largest: float = math.inf
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
@@ -89,15 +93,40 @@ class _Forgetful:
     rollback = commit
 
 
+class Spares:
+    """Memory that is lent again: touching 100 MB of new memory costs more than filling it. From any thread; at most
+    `limit` bodies lie idle."""
+
+    def __init__(self, limit: int = 1) -> None:
+        self._limit = limit
+        self._idle: list[torch.Tensor] = []
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], with old contents."""
+        while self._idle:
+            with suppress(IndexError):
+                body = self._idle.pop()
+                if body.numel() == num_bytes:
+                    return body
+        return new_body(num_bytes)
+
+    def give_back(self, body: torch.Tensor) -> None:
+        if len(self._idle) < self._limit:
+            self._idle.append(body)
+
+
 def body_bytes(codec: Codec, layout: Layout) -> int:
     """Size of every body that is exchanged in this codec."""
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
-def begin_body(codec: Codec, encoder: Coder, layout: Layout, body: torch.Tensor) -> torch.Tensor:
-    """`body` uint8 [>= exchange_bytes] as it is sent, uint8 [body_bytes]: the parameters encoded, then the buffers."""
+def begin_body(
+    codec: Codec, encoder: Coder, layout: Layout, body: torch.Tensor, spares: Spares | None = None
+) -> torch.Tensor:
+    """`body` uint8 [>= exchange_bytes] as it is sent, uint8 [body_bytes]: parameters encoded, then buffers.
+    The memory of what is returned is lent by `spares`."""
     encoded_bytes = codec.encoded_bytes(layout)
-    out = new_body(body_bytes(codec, layout))
+    out = (spares or Spares()).lend(body_bytes(codec, layout))
     encoder.begin(body, out[:encoded_bytes])
     out[encoded_bytes:].copy_(body[layout.parameter_bytes : layout.exchange_bytes])
     return out

@@ -28,21 +28,21 @@ def _places(layout: Layout) -> Iterator[tuple[FlatRun, int, int]]:
 
 class Bf16Codec(Stateless):
     name = "bf16"
+    half = torch.bfloat16
 
     def encoded_bytes(self, layout: Layout) -> int:
         return max((end for _, _, end in _places(layout)), default=0)
 
     def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
         for run, start, end in _places(layout):
-            out[start:end].view(_wire_dtype(run)).copy_(run.view(body))
+            out[start:end].view(self._wire_dtype(run)).copy_(run.view(body))
 
     def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
         for run, start, end in _places(layout):
-            run.view(body).copy_(encoded[start:end].view(_wire_dtype(run)))
+            run.view(body).copy_(encoded[start:end].view(self._wire_dtype(run)))
 
-
-def _wire_dtype(run: FlatRun) -> torch.dtype:
-    return torch.bfloat16 if run.dtype in _WIDE else run.dtype
+    def _wire_dtype(self, run: FlatRun) -> torch.dtype:
+        return self.half if run.dtype in _WIDE else run.dtype
 
 
 ENTRY = Bf16Codec

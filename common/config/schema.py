@@ -362,8 +362,11 @@ class WorkerConfig(Section):
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
-    codec: Codec = Field("raw", description="how contributions are encoded")
-    answer_codec: Codec = Field("raw", description="how the weights that come back are encoded")
+    codec: Codec = Field("raw", description="how contributions are encoded: bf16 and fp16 halve them")
+    answer_codec: Codec = Field(
+        "raw",
+        description="the same of the weights that come back: workers compute on rounded ones, the server on its own",
+    )
     lanes: tuple[Lane, ...] = Field(
         ("shared", "direct", "grpc"),
         description="how tensors travel, the best first: shared memory with a server on this host, a connection to its "

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...common.codecs.base import Spares
 from ...common.reporting.log import get_logger
 from ..core import effects
 from ..core.events import Identity
@@ -28,6 +29,10 @@ class _Staged(NamedTuple):
     rows: Sequence[Rows]
 
 
+# Encoded bodies that are kept idle: as many as are staged by default, whatever the number of workers.
+_MAX_SPARES = 4
+
+
 class CodecMemories:
     """Of the processes that have these ranks; used on the tensor thread."""
 
@@ -35,11 +40,12 @@ class CodecMemories:
         self._model = model
         self._tensors = tensors
         self._of_rank: dict[int, CodecMemory] = {}
+        self._spares = Spares(_MAX_SPARES)
 
     def of(self, rank: int) -> CodecMemory:
         if rank not in self._of_rank:
             assert self._model.layout is not None
-            self._of_rank[rank] = CodecMemory(self._model.layout)
+            self._of_rank[rank] = CodecMemory(self._model.layout, self._spares)
         return self._of_rank[rank]
 
     def forget(self, rank: int) -> None:

@@ -6,17 +6,22 @@ it had not been sent before. A START begins with an empty one, there as here. Us
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ...common.codecs.base import Codec, Coder, begin_body, take_body
-from ...common.tensors.layout import Layout
+from ...common.codecs.base import Codec, Coder, Spares, begin_body, take_body
+from ...common.errors import Reason, refusal
+from ...common.tensors.layout import Kind, Layout
 
 
 class CodecMemory:
     """Of one worker process, for the part of the model that is here."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, spares: Spares | None = None) -> None:
+        """`spares` lends the memory of encoded bodies; who has one gives it back."""
         self._layout = layout
+        self.spares = spares or Spares()
         self._decoders: dict[str, Coder] = {}  # of the codec that the worker has; one, unless it changes its mind
         self._encoder: Coder | None = None
         self._num_answers = 0  # encoded since START
@@ -35,13 +40,15 @@ class CodecMemory:
             decoder.commit() if is_folded else decoder.rollback()
 
     def encode(self, codec: Codec, body: torch.Tensor) -> torch.Tensor:
-        """Weights, uint8 [>= exchange_bytes], as they are sent, uint8 [body_bytes]. Who asks for them on the stream on
-        which it was answered before has taken that answer."""
+        """Weights, uint8 [>= exchange_bytes], as they are sent, uint8 [body_bytes], lent by `spares`. Who asks for them
+        on the stream on which it was answered before has taken that answer. Refuses LIMIT_EXCEEDED weights that would
+        become infinite."""
+        _check_range(codec, self._layout, body)
         if self._encoder is None:
             self._encoder = codec.encoder(self._layout)
         self._encoder.commit()
         self._num_answers += 1
-        return begin_body(codec, self._encoder, self._layout, body)
+        return begin_body(codec, self._encoder, self._layout, body, self.spares)
 
     def resumed(self, num_taken: int) -> None:
         """The process is back on a new stream, and has taken so many encoded answers whole: of the last one it has
@@ -52,3 +59,17 @@ class CodecMemory:
             else:
                 self._encoder.commit()
         self._num_answers = num_taken
+
+
+def _check_range(codec: Codec, layout: Layout, body: torch.Tensor) -> None:
+    largest = getattr(codec, "largest", math.inf)  # one of somebody's own may not say
+    for run in layout.runs_of(Kind.PARAMETER):
+        if largest < torch.finfo(run.dtype).max and run.num_elements:
+            low, high = (float(end) for end in run.view(body).aminmax())
+            if max(-low, high) > largest:
+                raise refusal(
+                    Reason.LIMIT_EXCEEDED,
+                    f"weights up to {max(-low, high):g}, which worker.answer_codec {codec.name} cannot hold (at most "
+                    f"{largest:,.0f})",
+                    fix="--set worker.answer_codec=bf16, whose range is float32's",
+                )

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ...common.codecs.base import Codec, body_bytes
-from ...common.tensors.layout import as_bytes, new_body
+from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import BodyReader, Frame
 from ..core.judgement import Judgement
 from .codec_memory import CodecMemory
@@ -52,7 +52,7 @@ class Upload:
         self._memory = memory
         self._is_open = True
         self._num_bytes = body_bytes(codec, store.layout)
-        self._encoded = None if codec.is_identity else new_body(self._num_bytes)
+        self._encoded = None if codec.is_identity else memory.spares.lend(self._num_bytes)
         self.target = as_bytes(body if self._encoded is None else self._encoded)
         self.restart()
 
@@ -103,7 +103,10 @@ class Upload:
     def _judge(self) -> Judgement:
         store = self._store
         if self._encoded is not None:
-            return decode(store, self._memory, self.codec, self._encoded, self._body)
+            try:
+                return decode(store, self._memory, self.codec, self._encoded, self._body)
+            finally:
+                self._give_back_encoded()
         return store.sanity.judge(self._body, self._findings, store.weights)
 
     def take(self) -> torch.Tensor:
@@ -117,6 +120,12 @@ class Upload:
         if self._is_open:
             body = self.take()
             self._tensors.then(partial(self._give_back, body))
+            self._tensors.then(self._give_back_encoded)
+
+    def _give_back_encoded(self) -> None:
+        if self._encoded is not None:
+            self._memory.spares.give_back(self._encoded)
+            self._encoded = None
 
 
 def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:

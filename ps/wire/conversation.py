@@ -223,7 +223,8 @@ class Delivery:
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """As this worker's codec has them, which remembers what the worker has: nobody else's frames."""
         model, tensors = self._engine.model, self._engine.tensors
-        encode = partial(self._engine.folding.codec_memories.of(self._peer.rank).encode, codec)
+        memory = self._engine.folding.codec_memories.of(self._peer.rank)
+        encode = partial(memory.encode, codec)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
             encoded = await tensors.run(partial(encode, weights))
@@ -238,5 +239,6 @@ class Delivery:
                 model.publisher.release(publication, as_frames=False)
         announced = header(version, len(encoded), None)
         announced.answer.codec = codec.name
-        for raw in message_frames(announced, [as_bytes(encoded)]):
+        for raw in message_frames(announced, [as_bytes(encoded)]):  # copies
             await self._stream.write(raw)
+        memory.spares.give_back(encoded)

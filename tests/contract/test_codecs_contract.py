@@ -17,7 +17,7 @@ ALL_CODECS = CODECS.names()
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 # Bits of mantissa a value keeps, and the largest exponent, per codec and for floats wider than it.
 # A lossless codec is not in the table. A new lossy codec says here what it promises.
-PRECISION: dict[str, torch.dtype] = {"bf16": torch.bfloat16}
+PRECISION: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 GUARD = 0xA5
 

@@ -125,6 +125,9 @@ class Exchange:
         """Offer the model and receive the weights to start from."""
         self._model, self._optimizer = model, optimizer
         self._divide()
+        if {self._config.codec, self._config.answer_codec} != {"raw"}:
+            meaning = "contributions go up and weights come down so; the server's own weights and moments are as ever"
+            log.info("codecs", up=self._config.codec, down=self._config.answer_codec, meaning=meaning)
         try:
             self._offer()
             self._begin()

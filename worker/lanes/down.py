@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ...common.codecs.base import Codec, Coder, body_bytes, take_body
+from ...common.codecs.base import Codec, Coder, Spares, body_bytes, take_body
 from ...common.errors import Reason, refusal
-from ...common.tensors.layout import as_bytes, new_body
+from ...common.tensors.layout import as_bytes
 from ..tensors.staged import Transfer
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, copy_bytes
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]
@@ -34,6 +34,7 @@ class Down:
         self.transfer = transfer
         self._decoder: Coder = codec.decoder(model.layout)
         self.num_taken = 0
+        self._encoded, self._bodies = Spares(), Spares()
 
     def started(self) -> None:
         """The server has forgotten what it sent before."""
@@ -64,16 +65,18 @@ class Down:
         if codec != self.codec.name:
             raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
         self._check(num_bytes, (body_bytes(self.codec, self._layout),))
-        encoded, body = new_body(num_bytes), new_body(self._layout.exchange_bytes)
+        encoded, body = self._encoded.lend(num_bytes), self._bodies.lend(self._layout.exchange_bytes)
         memory = as_bytes(encoded)
 
         def write(offset: int, data: memoryview) -> None:
-            memory[offset : offset + len(data)] = data
+            copy_bytes(memory[offset : offset + len(data)], data)
 
         receive(write)
         take_body(self.codec, self._decoder, self._layout, encoded, body)
         target.write(0, as_bytes(body))
         self._decoder.commit()
+        self._encoded.give_back(encoded)
+        self._bodies.give_back(body)
         self.num_taken += 1
 
     def _check(self, num_bytes: int, possible: tuple[int, ...]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ...common.codecs.base import Codec, Coder, begin_body
-from ...common.tensors.layout import as_bytes, copy_of
+import torch
+
+from ...common.codecs.base import Codec, Coder, Spares, begin_body
+from ...common.tensors.layout import as_bytes
 from ...common.wire.direct import Placed
 from ...common.wire.frames import INLINE_BYTES, frame
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors, Source, copy_bytes
 from .base import Lane
 
 COUNTED = (pb.Answer.APPLIED, pb.Answer.REPEATED)
@@ -34,6 +36,9 @@ class Up:
         self._send = send
         self._encoder: Coder = codec.encoder(model.layout)
         self._encoded: list[memoryview] | None = None  # of the contribution that has not been answered
+        self._bodies = Spares()  # as they were gathered
+        self._spares = Spares()  # as they are sent; given back when the next one is encoded
+        self._last: torch.Tensor | None = None
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
     def joined(self, lane: Lane) -> None:
@@ -111,6 +116,13 @@ class Up:
     def _encode(self, source: Source) -> list[memoryview]:
         if self._encoded is None:
             (stretch,) = self.transfer.gather(source, None)
-            body = copy_of(*stretch.pieces)
-            self._encoded = [as_bytes(begin_body(self.codec, self._encoder, self._layout, body))]
+            body, at = self._bodies.lend(self._layout.exchange_bytes), 0
+            for piece in stretch.pieces:
+                copy_bytes(as_bytes(body[at : at + len(piece)]), piece)
+                at += len(piece)
+            if self._last is not None:
+                self._spares.give_back(self._last)
+            self._last = begin_body(self.codec, self._encoder, self._layout, body, self._spares)
+            self._encoded = [as_bytes(self._last)]
+            self._bodies.give_back(body)
         return self._encoded
