@@ -161,3 +161,16 @@ def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str
     }[after]
     assert summary(cluster)["ended_by"] == why
     assert "started again" not in shown
+
+
+@pytest.mark.slow
+def test_who_fails_near_the_end_is_not_waited_for_and_fails_the_job(cluster: Cluster) -> None:
+    """It is started again, and nothing is left of the run by then. It would look for the server for an hour."""
+    script = ("--script", str(LOOP.with_name("late.py")))
+    told = ("--steps", "30", *MODES["async"], "--save", "w.safetensors", *script)
+    done = cluster.command("launch", "-n", "2", *told, PS_WORKER__GIVE_UP_S="3600")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "started again in" in done.stderr and done.stderr.count("Traceback") == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("ps-launch: worker 1 failed: ValueError: in the middle ("), done.stderr
+    assert "the server ended with exit code 0: the run is complete; told to end: worker 1" in done.stderr
