@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..common.config.cli import Flags
@@ -14,7 +15,7 @@ from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ..common.errors import OutputError, UsageError
 from ..common.registry import BACKENDS, MODES, canonical_mode, check_contributions, check_pipelined, mode_label
-from ..common.reporting.output import check_writable
+from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.report import comparison_table, report_console, summary_table
 from ..common.user_code import is_in_file
 from .backends.base import Backend, Site
@@ -153,7 +154,6 @@ def _write(path: str | None, summary: dict[str, Any]) -> None:
     if path is None:
         return
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(summary, indent=2) + "\n")
+        write_whole(Path(path), (json.dumps(summary, indent=2) + "\n").encode(), is_synced=False)
     except OSError as error:
         raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None

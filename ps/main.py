@@ -113,6 +113,12 @@ class _Signals:
         if self.server is not None:
             self.server.stop_requested.set()
 
+    def end(self) -> None:
+        """Whatever happened has happened: the loop, which is about to be closed, is not interrupted any more."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
 
 async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load: only once the configuration has been found good.
@@ -130,8 +136,11 @@ async def _serve(resolved: Resolved) -> None:
     after_torch()
     without_compiler()
     check_before_start(resolved.config)
-    with sole_server(held_dir(resolved.config)):
-        await _serve_alone(resolved.config, signals)
+    try:
+        with sole_server(held_dir(resolved.config)):
+            await _serve_alone(resolved.config, signals)
+    finally:
+        signals.end()
 
 
 async def _serve_alone(config: Config, signals: _Signals) -> None:

@@ -100,9 +100,8 @@ def _work(resolved: Resolved) -> None:
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
     from .conversation.spare import Spare
-    from .tensors.transfer import named_tensors
     from .trainer import choose_device, train
-    from .training.alone import AloneSession, reporting, write_alone
+    from .training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
     from .training.tasks.spare import evaluate_for
 
     after_torch()
@@ -126,9 +125,9 @@ def _work(resolved: Resolved) -> None:
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             own: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
-                with reporting(session, config):
-                    model, wall_s = train(session, task, batch_size, device, say, **own)
-                write_alone(session, config, named_tensors(model), wall_s)
+                with reporting(session, config), kept_if_it_fails(session, config):
+                    _, wall_s = train(session, task, batch_size, device, say, **own)
+                write_alone(session, config, wall_s)
             else:
                 train(session, task, batch_size, device, say, **own)
     except UserCodeError as error:

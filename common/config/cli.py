@@ -207,6 +207,7 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
         code = report(program, UsageError(error.format_message(), fix=f"{program} --help lists every flag"))
     sys.stdout.flush()
     sys.stderr.flush()
+    quiet.over(code or 0)
     sys.exit(code or 0)
 
 

@@ -1,5 +1,9 @@
 """Imported first by the programs: Ctrl-C while they load ends them as it does later, without a traceback."""
 
+import atexit
+import contextlib
+import gc
+import io
 import os
 import signal
 import sys
@@ -16,3 +20,28 @@ def end() -> None:
     """All is loaded that a program needs to say what became of it."""
     if IS_PROGRAM and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _State:
+    is_over = False
+
+
+def over(code: int) -> None:
+    """What became of the program is decided: a signal ends it with that at once, whatever it still puts away. Files
+    that a user's task has left open are written now: the end of the interpreter does not come to all of them."""
+    _State.is_over = True
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            with contextlib.suppress(Exception):
+                found.flush()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # What the handler uses it holds: modules are gone when the interpreter ends.
+        signal.signal(number, lambda *_, end=os._exit: end(code))
+
+
+@atexit.register  # early, so it comes late
+def _nearly_over() -> None:
+    """The interpreter puts Python's handlers away before it ends, and what stood there before them would kill it."""
+    if _State.is_over:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

@@ -566,7 +566,9 @@ class LaunchConfig(Section):
         None, ge=0, le=65535, description="server port; none: a free one"
     )
     status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
-    grace_s: float = Field(10.0, gt=0, description="seconds from Ctrl-C until children are killed")
+    grace_s: float = Field(
+        10.0, gt=0, description="seconds from Ctrl-C until children are killed, servers ten times as long"
+    )
     max_restarts: Annotated[int, Flag(Panel.SNAPSHOTS, (LAUNCHER,), metavar="N")] = Field(
         3, ge=0, description="of each process, before the job ends with exit code 17; 0: its first failure ends the job"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 log = get_logger()
+
+_TEMPORARY = ".tmp"
 
 
 def check_writable(path: str) -> None:
@@ -50,11 +54,19 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = Tr
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of what was there when it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if path.exists() and not path.is_file():  # a device, a pipe
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()  # what a link names is written, the link stays
+    _remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
+            with suppress(OSError):  # not everywhere
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield file
             file.flush()
             if is_synced:
@@ -62,6 +74,14 @@ def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Of processes that were killed while they wrote `path`; one that writes holds a lock."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_TEMPORARY}"):
+        with suppress(OSError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def write_best(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -98,7 +118,7 @@ def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Ten
             write_whole(Path(output.save), save(tensors, metadata))
             log.info("saved", path=output.save, version=int(metadata["version"]))
         if output.summary is not None:
-            summary.write(output.summary)
+            write_whole(Path(output.summary), summary.text().encode(), is_synced=False)
     except OSError as error:
         raise OutputError(f"cannot write the results: {error}", fix="free some space and run again") from None
     if config.log.format == "json":

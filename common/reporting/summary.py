@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,6 +86,6 @@ class Summary(BaseModel):
     def num_bytes(self) -> int:
         return sum(worker.bytes_sent + worker.bytes_received for worker in self.workers)
 
-    def write(self, path: str) -> None:
-        """Write as JSON; OSError when the path cannot be written."""
-        Path(path).write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+    def text(self) -> str:
+        """As JSON, for a file."""
+        return json.dumps(self.model_dump(), indent=2) + "\n"

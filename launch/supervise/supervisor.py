@@ -15,11 +15,12 @@ Events go in (`begin`, `listening`, `may_train`, `exited`, `abort`, `interrupt`,
 each with its reason as a sentence. The coordinator starts first, the other shards of the server when it
 listens, the workers when all of them do and whoever drives this has said that they `may_train`.
 
-A failed process is started again if that may mend it (`restarts.py`), a worker as long as there is a server
-to join, a server (each shard alike) only when it keeps snapshots to go on from. Any other failure is final: its
-exit code becomes the launcher's, or 17 if it was the budget of restarts that ended; the others are drained
-and, after the grace time, killed. What they then exit with says nothing new and is ignored. Nothing is
-started any more once the job is ENDING or DRAINING, or the coordinator has ended with 0.
+A failed process is started again if that may mend it (`restarts.py`), a worker as long as there is a server to join,
+a server (each shard alike) only when it keeps snapshots to go on from. Any other failure is final: its exit code
+becomes the launcher's, or 17 if it was the budget of restarts that ended; the others are drained and, after the grace
+time, killed; who writes results (the servers, or workers without one) has ten times as long. What they then exit with
+says nothing new and is ignored. Nothing is started any more once the job is ENDING or DRAINING, or the coordinator
+has ended with 0.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class Supervisor:
         self._pending: dict[Child, _Pending] = {}
         self._is_out: dict[Child, Finish] = {}  # who failed and has not been let in again: the end if it never is
         self._patience: float | None = None  # when those that were told to end, or should end, are late
+        self._write_until = 0.0  # when those are that write results
         self._outcome = Finish(0, "every process ended with exit code 0")
 
     @property
@@ -242,7 +244,13 @@ class Supervisor:
         self._patience = None
         if self.phase is Phase.ENDING:
             return self._server_is_late(now)
-        return [Kill(child, f"still there after {self._grace_s:g} s") for child in self._alive()]
+        after_s = self._grace_s
+        writers = self._servers or self._workers
+        if now < self._write_until:
+            self._patience = self._write_until
+        else:
+            writers, after_s = [], _SERVER_WRITE_GRACES * self._grace_s
+        return [Kill(child, f"still there after {after_s:g} s") for child in self._alive() if child not in writers]
 
     def _complete(self) -> list[Terminate]:
         """The run is complete without those who failed: they are not needed, but what they failed with is said if it
@@ -321,6 +329,7 @@ class Supervisor:
         self._give_up_restarts()
         self._outcome = outcome
         self.phase, self._patience = Phase.DRAINING, now + self._grace_s
+        self._write_until = now + _SERVER_WRITE_GRACES * self._grace_s
         told = self._tell_to_end([*self._servers, *self._workers], reason or outcome.reason)
         return [*told, *self._finish_when_empty()]
 

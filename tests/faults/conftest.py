@@ -16,7 +16,9 @@ import torch
 from paramserver.tests.faults import network
 from paramserver.tests.faults.evidence import History, applied
 from paramserver.tests.faults.network import Network
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process, cluster
+
+__all__ = ["cluster"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ONE_HOT = Path(__file__).parents[1] / "loopback" / "scripts" / "onehot.py"

@@ -50,6 +50,16 @@ TRANSCRIPTS = {
         tick at 99               ->
         exit worker 0 -9 at 99   -> finish 16 (worker 1 failed: exit code 16 (diverged))
     """,
+    "who writes results is given longer": """
+        begin                    -> start server (the workers need its address)
+        listening                -> start worker 0, start worker 1 (the server is listening)
+        exit worker 1 16 at 5    -> end server, end worker 0 (worker 1 failed: exit code 16 (diverged))
+        tick at 15               -> kill worker 0 (still there after 10 s)
+        exit worker 0 -9 at 15   ->
+        tick at 104.9            ->
+        tick at 105              -> kill server (still there after 100 s)
+        exit server -9 at 105    -> finish 16 (worker 1 failed: exit code 16 (diverged))
+    """,
     "the server cannot bind": """
         begin                    -> start server (the workers need its address)
         exit server 10 at 1      -> finish 10 (server failed: exit code 10 (cannot listen on the address))
@@ -202,7 +212,7 @@ RESTARTS = {
         failed 1 1 at 5          ->
         exit worker 1 1 at 5.1   ->
         exit server 1 at 6       ->
-        tick at 105              -> kill worker 0 (still there after 10 s)
+        tick at 105              -> kill worker 0 (still there after 100 s)
         exit worker 0 -9 at 105  -> finish 1 (no such metric)
     """,
     "and who came back too late finds nobody": """

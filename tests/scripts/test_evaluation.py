@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from paramserver.tests.loopback.conftest import Cluster, Process
@@ -224,3 +225,19 @@ def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Clus
         assert [cluster.worker(0, *TASK).wait(), server.wait()] == [0, 0], server.output
         assert [point["step"] for point in summary(cluster)["curve"]] == steps
         assert len((cluster.folder / "c.jsonl").read_text().splitlines()) == len(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [("--eval-every", "5"), ()])
+def test_alone_one_that_fails_fails_the_run_too(cluster: Cluster, every: tuple[str, ...]) -> None:
+    """In the middle and at the end: the weights are of the newest step, and what the task has written is there."""
+    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--steps", "12")
+    done = cluster.command("worker", "--server", "none", *outputs, *every, *TASK, FAIL="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("Traceback") == 1 and "ValueError: no such metric" in done.stderr, done.stderr
+    steps = 5 if every else 12
+    assert summary(cluster)["ended_by"] == f"failed at step {steps}: ValueError: no such metric"
+    assert summary(cluster)["version"] == steps and f"step {steps}" in done.stdout + done.stderr
+    with safe_open(cluster.folder / "w.safetensors", "pt") as weights:
+        assert weights.metadata()["version"] == str(steps)
+    assert (cluster.folder / "steps.txt").read_text().split() == [str(step) for step in range(steps)]

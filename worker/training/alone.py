@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...common.config.schema import Config
+from ...common.errors import OutputError, ParamServerError
 from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
@@ -20,10 +21,12 @@ from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Summary, WorkerSummary
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import Table
+from ...common.user_code import UserCodeError
+from ..conversation.interrupts import uninterrupted
 from ..conversation.messages import Settings
 from ..session import Length, Progress
 from ..tensors.transfer import named_tensors, together
-from .ending import one_line
+from .ending import ending_of, one_line
 from .evaluation import Evaluation
 from .place.steps import Turns, after_the_end
 from .place.taken import Taken
@@ -160,6 +163,11 @@ class AloneSession(Session):
         if is_best and self._output.best is not None:
             write_best(self._output.best, tensors, {"mode": "single", "version": str(step)})
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's, by name."""
+        assert self._model is not None
+        return named_tensors(self._model)
+
     def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         def forget(*args: Any, **options: Any) -> None:
             zero_grad(*args, **options)
@@ -215,8 +223,29 @@ def _status(session: AloneSession) -> Status:
     )
 
 
-def write_alone(session: AloneSession, config: Config, model_tensors: dict[str, torch.Tensor], wall_s: float) -> None:
-    """Save weights and summary where the configuration says; show or log the summary."""
+@contextmanager
+def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
+    """What training has come to when it fails inside is saved, with the reason, as a server does it."""
+    try:
+        yield
+    except (UserCodeError, ParamServerError) as error:
+        if session.num_steps:
+            session.ended_by = f"failed at step {session.num_steps}: {ending_of(error).failure}"
+            try:
+                write_alone(session, config, time.perf_counter() - session.started_at)
+            except OutputError as unsaved:
+                log.error("not_saved", reason=unsaved.message)
+        raise
+
+
+def write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
+    """Save weights and summary where the configuration says; show or log the summary. A signal waits meanwhile."""
+    with uninterrupted:
+        _write_alone(session, config, wall_s)
+
+
+def _write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
+    model_tensors = session.tensors()
     if session.figures and session.curve.points:
         session.measured(session.figures, model_tensors)
     worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))

@@ -7,6 +7,9 @@ from torch.utils.data import TensorDataset
 
 
 class Fragile:
+    def __init__(self):
+        self.steps, self.done = open("steps.txt", "a"), 0  # noqa: SIM115 (left open, as people do)
+
     def model(self):
         return torch.nn.Linear(4, 1)
 
@@ -15,6 +18,8 @@ class Fragile:
         return TensorDataset(x, x.sum(1, keepdim=True))
 
     def loss(self, model, batch):
+        print(self.done, file=self.steps)
+        self.done += 1
         return (model(batch[0]) - batch[1]).square().mean()
 
     def evaluate(self, model):
