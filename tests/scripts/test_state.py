@@ -130,6 +130,7 @@ def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     assert begun(resumed.ranks[1])[0] > step
     for rank in range(2):
         same(resumed.out[rank], whole.out[rank])
+    assert len({torch.load(out)["best"] for out in whole.out}) == 1, "the mean loss is over both ranks"
 
 
 @slow
@@ -183,12 +184,12 @@ def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: 
     """One worker is replaced, then everyone and the server are killed: each has taken each of its steps once."""
     steps, gate = 44, cluster.folder / "go"
     flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.pipelined=true")
-    killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13")
+    killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13", FED="1")
     killed.at_the_gate()
     killed.replace(1, gate)
     killed.has_snapshot(2 if mode == "localsgd" else 20)
     killed.kill()
-    resumed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps)
+    resumed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, FED="1")
     resumed.end()
     for found in map(torch.load, resumed.out):
         assert found["ema"]["n_averaged"] == steps

@@ -144,12 +144,13 @@ def test_a_missing_file_is_named_in_full(tmp_path):
         ("linaer", {}, "unknown task 'linaer'", "did you mean 'linear'"),
         ("linear", {"nois": 1}, r"unknown task\.args\.nois of task linear", "did you mean 'noise'"),
         ("FILE:Godo", {}, "defines no 'Godo'", "did you mean 'Good'"),
-        ("FILE:", {}, "defines no ''", "known: Good, Needy, Partial, Plain, Wrong"),
+        ("FILE:", {}, "defines no ''", "known: Gan, Good, Needy, Partial, Plain, Wrong"),
         ("FILE:LIMIT", {}, "'LIMIT' in .* is of type int, not a class", "model, train_data, loss, evaluate"),
         ("FILE:Good", {"hiden": 1}, r"unknown task\.args\.hiden", "did you mean 'hidden'"),
         ("FILE:Plain", {"hidden": 1}, r"unknown task\.args\.hidden", "takes no arguments"),
         ("FILE:Needy", {}, r"needs task\.args\.depth, task\.args\.width", r"--set task\.args\.depth=VALUE"),
         ("FILE:Partial", {}, "of type Partial without train_data, evaluate", r"evaluate\(model\)"),
+        ("FILE:Gan", {}, r"has a method optimizers\(\), .* a task has one optimizer", r"session\.optimizers\(\)"),
         ("FILE:Wrong", {}, r"loss\(model\) cannot be called as loss\(model, batch\)", "these parameters"),
     ],
 )
@@ -165,6 +166,8 @@ def test_a_mistake_is_named_with_the_nearest_right_thing(write, name, args, mess
         train_data = 5
     class Plain:
         pass
+    class Gan(Good):
+        def optimizers(self, model): ...
     class Wrong(Good):
         def loss(self, model): ...
     LIMIT = 5

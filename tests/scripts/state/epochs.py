@@ -1,5 +1,5 @@
-"""Epochs with a scheduler by the step and one by the epoch, dropout, BatchNorm, an average of the weights; gradients
-accumulated over ACCUMULATE batches; waits for a file at GATE_AT of its batches."""
+"""Epochs with a scheduler by the step, one by the epoch and one by the epoch's mean loss (or FED), dropout, BatchNorm,
+an average of the weights; gradients accumulated over ACCUMULATE batches; waits for a file at GATE_AT of its batches."""
 
 import os
 import random
@@ -25,6 +25,7 @@ random.seed(int(os.environ["RANK"]))
 model = torch.nn.Sequential(
     torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
 ).to(DTYPE)
+model.register_buffer("epoch_loss", torch.zeros(2, dtype=DTYPE))  # sum and number
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 # One that finds infinities again and again: its scale is at the end of the range, and soon there again.
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, enabled="SCALER" in os.environ)
@@ -35,7 +36,7 @@ with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5)
     session.state(
         by_step=by_step, by_epoch=by_epoch, plateau=plateau, optimizer=optimizer, ema=ema, scaler=scaler, noise=noise,
         large=large, rng=True,
@@ -55,6 +56,7 @@ with paramserver.connect() as session:
             num_batches += 1
             jitter = torch.randn((), generator=noise) * random.random()
             loss = F.mse_loss(model(inputs * (1 + 0.01 * jitter)), wanted)
+            model.epoch_loss += torch.stack((loss.detach(), torch.ones_like(loss)))
             scaler.scale(loss / ACCUMULATE).backward()
             if number % ACCUMULATE == 0:
                 before = session.step
@@ -67,10 +69,12 @@ with paramserver.connect() as session:
         if "GOES_BACK" not in os.environ:
             assert session.epoch == epoch and (number == left or session.is_done), (epoch, number, left)
         by_epoch.step()
-        plateau.step(1.0)
+        mean = float(model.epoch_loss[0] / model.epoch_loss[1])
+        plateau.step(float(os.environ.get("FED", mean)))
+        model.epoch_loss.zero_()
         print(f"epoch {epoch} of {left} batches, step {session.step}", flush=True)
     assert "GOES_BACK" in os.environ or told == list(range(told[0], told[0] + len(told))), told
     session.finish()
     found = {"model": model.state_dict(), "ema": ema.state_dict(), "large": large.state_dict()}
-    found |= {"lr": by_step.get_last_lr(), "scale": scaler.get_scale()}
+    found |= {"lr": by_step.get_last_lr(), "scale": scaler.get_scale(), "best": plateau.best}
     torch.save(found, os.environ["OUT"])

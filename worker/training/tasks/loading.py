@@ -19,6 +19,8 @@ from ...tasks.base import Task
 
 # The methods of a task, called with these arguments.
 _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate": ("model",)}
+# What other loops call, and a task's does not.
+_OTHERS = ("optimizer", "optimizers", "configure_optimizers")
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
@@ -71,6 +73,14 @@ def _check_methods(name: str, task: Any) -> None:
             f"task {name} is an object of type {type(task).__name__} without {', '.join(missing)}",
             fix="a task has the methods model(), train_data(), loss(model, batch) and evaluate(model)",
         )
+    for method in _OTHERS:
+        if callable(getattr(task, method, None)):
+            raise UsageError(
+                f"task {name} has a method {method}(), and nobody would call it: a task has one optimizer, which the "
+                "run names",
+                fix="leave it out (--optimizer, --lr, optimizer.args); for several optimizers write a script with "
+                "session.optimizers()",
+            )
     for method, arguments in _METHODS.items():
         signature = inspect.signature(getattr(task, method))
         try:
