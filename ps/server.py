@@ -215,7 +215,7 @@ class Server:
         await self._wind_down()
         tensors = await self._final_tensors()
         lost = await self._write_tables() if tensors else None
-        await engine.best.written()
+        await engine.best.written(is_cut_short=self.goes_back)
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
         engine.close()

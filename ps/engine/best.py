@@ -95,7 +95,9 @@ class Best:
         metadata = {"mode": self._config.run.mode, "version": str(version)}
         await asyncio.to_thread(write_best, path, tensors, metadata)
 
-    async def written(self) -> None:
-        """What was the best is in the file."""
+    async def written(self, is_cut_short: bool = False) -> None:
+        """What was the best is in the file, or never will be: a shard that was lost may not even refuse its part."""
         if self._writing is not None:
-            await self._writing
+            if is_cut_short:
+                self._writing.cancel()
+            await asyncio.wait([self._writing])

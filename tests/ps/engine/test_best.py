@@ -103,3 +103,22 @@ async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_ru
     best.evaluated(0, is_best=True)
     await best.written()
     assert not (tmp_path / "best.safetensors").exists()
+
+
+@on_a_loop
+async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(tmp_path: Path) -> None:
+    best, model = best_of(tmp_path)
+    begun = []
+
+    async def gather(version: int, here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        begun.append(version)
+        await asyncio.Event().wait()
+        return {}
+
+    best.gather = gather
+    for version in (1, 2):
+        model.store.version = version
+        best.evaluated(version, is_best=True)
+        await asyncio.sleep(0)
+    await asyncio.wait_for(best.written(is_cut_short=True), 5)
+    assert begun == [1]
