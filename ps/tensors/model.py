@@ -242,7 +242,8 @@ class Model:
         self._tensors.size_for(num_bytes)
         self.staging = StagingPool(server.max_staged, num_bytes)
         notify, version = self._tensors.notify, self.store.version
-        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
+        first = self.layout.first_sent
+        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version, first)
         self.changes = Changes(self.layout, version)
         self.has_weights = True
 

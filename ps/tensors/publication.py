@@ -70,14 +70,20 @@ def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, 
 
 
 class Publication:
-    """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
+    """One version in `segment`, of which `ready` of `num_bytes` bytes are made, counted from `first` on and around."""
 
     def __init__(
-        self, version: int, segment: Segment, num_bytes: int, notify: Callable[[Callable[[], None]], None]
+        self,
+        version: int,
+        segment: Segment,
+        num_bytes: int,
+        notify: Callable[[Callable[[], None]], None],
+        first: int = 0,
     ) -> None:
         self.version = version
         self.segment = segment
         self.num_bytes = num_bytes
+        self.first = first
         self.ready = 0
         self._notify = notify
         self.owns_segment = True
@@ -100,8 +106,12 @@ class Publication:
         while done < self.num_bytes:
             while self.ready == done:
                 await self._news.wait()
-            start, done = done, self.ready
-            yield start, done
+            start, done = done + self.first, self.ready
+            end = done + self.first
+            if start < self.num_bytes:
+                yield start, min(end, self.num_bytes)
+            if end > self.num_bytes:
+                yield max(start - self.num_bytes, 0), end - self.num_bytes
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
         """The encoded body, shared by all who ask; of frames that hold nothing but what is left out only a word."""
@@ -126,7 +136,7 @@ class Publication:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
-                    self._num_encoded = at + len(part)
+                    self._num_encoded += len(part)
                     self._frames += ((raw, at, self._num_encoded) for raw in body_frames([part], offset=at))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms: let others have the loop between
@@ -160,8 +170,9 @@ class Publisher:
         new_memory: Callable[[], Segment],
         notify: Callable[[Callable[[], None]], None],
         version: int = 0,
+        first_sent: int = 0,
     ) -> None:
-        self.latest = Publication(version, first, num_bytes, notify)
+        self.latest = Publication(version, first, num_bytes, notify, first_sent)
         self.latest.ready = num_bytes
         self._notify = notify
         self.num_memories = 1
@@ -182,7 +193,7 @@ class Publisher:
         else:
             segment = self._new_memory()
             self.num_memories += 1
-        self.latest = Publication(version, segment, self._num_bytes, self._notify)
+        self.latest = Publication(version, segment, self._num_bytes, self._notify, old.first)
         self._tidy(old)
         return self.latest
 

@@ -18,6 +18,16 @@ class Window(NamedTuple):
     pieces: tuple[FlatRun, ...]
 
 
+def in_order_sent(windows: list[Window], layout: Layout) -> list[tuple[int, Window, int]]:
+    """Each window with its index, as they are made; and how many bytes, in the order in which they are sent
+    (`Layout.first_sent`), are whole after it."""
+    first, num_bytes = layout.first_sent, layout.exchange_bytes
+    at = next(index for index, window in enumerate(windows) if window.end > first or window is windows[-1])
+    found = [(index, windows[index], windows[index].end - first) for index in range(at, len(windows))]
+    found += [(index, windows[index], num_bytes - first + windows[index].end) for index in range(at)]
+    return [*found[:-1], (*found[-1][:2], num_bytes)]
+
+
 def windows_of(layout: Layout) -> list[Window]:
     """All windows of a layout's contributions. Small models have one."""
     windows = []

@@ -83,6 +83,8 @@ class LateWeights:
         for index in range(self._model.num_exchanged):
             tensor = self._model.tensors[index]
             name = self._model.layout.entries[index].spec.name
+            if tensor.device.type != "cpu":
+                return f"the model is on {tensor.device}, where a replayed graph reads weights unseen"
             if type(tensor) not in MAY_WAIT:
                 return f"'{name}' is a {type(tensor).__name__}"
             if num_users(tensor) != 2 + self._num_ours[index]:

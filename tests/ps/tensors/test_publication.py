@@ -399,3 +399,28 @@ def test_memory_is_bounded_by_the_limit(limit: int, actions: list[tuple[str, int
         await world.end()
 
     asyncio.run(play())
+
+
+def test_a_body_is_sent_from_its_buffers_on_and_around() -> None:
+    async def main() -> None:
+        segment = private_segment(100)
+        segment.bytes[:] = bytes(range(100))
+        publication = Publication(1, segment, 100, lambda wake: wake(), first=70)
+        publication.num_users = 1
+        publication.encode(lambda _: None)
+        ranges, progress = [], asyncio.ensure_future(collect(publication))
+        for made in (20, 50, 100):
+            publication.ready = made  # as little as no stride is
+            publication._wake()
+            await turns()
+        ranges = await progress
+        assert ranges == [(70, 90), (90, 100), (0, 20), (20, 70)]
+        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
+        at = [offset for one in found for offset in range(one.offset, one.offset + len(one.data))]
+        assert at == [*range(70, 100), *range(70)] == list(b"".join(bytes(one.data) for one in found))
+
+    asyncio.run(main())
+
+
+async def collect(publication: Publication) -> list[tuple[int, int]]:
+    return [one async for one in publication.progress()]
