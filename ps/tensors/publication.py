@@ -137,7 +137,7 @@ class Publication:
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
                     self._num_encoded += len(part)
-                    self._frames += ((raw, at, self._num_encoded) for raw in body_frames([part], offset=at))
+                    self._frames += ((raw, at, at + len(part)) for raw in body_frames([part], offset=at))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms: let others have the loop between
         finally:

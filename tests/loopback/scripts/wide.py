@@ -12,7 +12,8 @@ import paramserver
 
 with paramserver.connect() as session:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(260, 260) for _ in range(6)], torch.nn.Linear(260, 1))
+    layers = [torch.nn.BatchNorm1d(260), *[torch.nn.Linear(260, 260) for _ in range(6)]]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(260, 1))
     optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     generator = torch.Generator().manual_seed(session.rank)
     is_late = False

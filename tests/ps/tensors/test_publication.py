@@ -418,6 +418,8 @@ def test_a_body_is_sent_from_its_buffers_on_and_around() -> None:
         found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
         at = [offset for one in found for offset in range(one.offset, one.offset + len(one.data))]
         assert at == [*range(70, 100), *range(70)] == list(b"".join(bytes(one.data) for one in found))
+        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
+        assert [(one.offset, one.left_out) for one in found if one.left_out] == [(0, 7), (7, 7), (14, 6)]
 
     asyncio.run(main())
 
