@@ -39,8 +39,8 @@ trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through ever
 docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about 4 minutes; skipped, loudly, without one
 	$(BIN)/pytest -q -rs -m docker tests/docker
 
-campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root
-	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign
+campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; LANE=grpc is the other
+	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --lane $(or $(LANE),direct)
 
 lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

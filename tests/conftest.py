@@ -1,10 +1,16 @@
-"""For all tests: nothing is forked into gRPC's own fork handlers, which abort the new process now and then."""
+"""For all tests: nothing is forked into gRPC's own fork handlers, which abort the new process now and then. And the
+lane that faults and campaigns go over (`--lane grpc`)."""
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # How long an example takes is the machine's matter: two cores are shared by several tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lane", choices=("direct", "grpc"), default="direct", help="of the workers of tests/faults")

@@ -175,9 +175,13 @@ class Run:
             raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, asked: events.Joined) -> bool:
-        """The process lost a connection and nothing else: it goes on where it was."""
-        known = self.roster.find(asked.rank, asked.incarnation) if asked.rank is not None else None
-        return known is not None and asked.server_incarnation == self.incarnation and self._has_place(known)
+        """The process lost a connection and nothing else, perhaps before it heard of its newest incarnation: it goes on
+        where it was."""
+        known = self.roster.workers.get(asked.rank) if asked.rank is not None else None
+        if known is None or asked.server_incarnation != self.incarnation or not self._has_place(known):
+            return False
+        is_same = asked.process == known.process != "" and 0 < asked.incarnation < known.incarnation
+        return is_same or asked.incarnation == known.incarnation
 
     def _has_place(self, worker: Worker) -> bool:
         """It may come back to it after a lost connection."""

@@ -16,6 +16,7 @@ import torch
 from paramserver.tests.faults import network
 from paramserver.tests.faults.evidence import History, applied
 from paramserver.tests.faults.network import Network
+from paramserver.tests.faults.proxy import Plan, Proxy
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process, cluster
 
 __all__ = ["cluster"]
@@ -25,12 +26,14 @@ ONE_HOT = Path(__file__).parents[1] / "loopback" / "scripts" / "onehot.py"
 
 
 class Job(Cluster):
-    """One run with a history: a server and workers whose contributions are one-hot vectors, over TCP alone."""
+    """One run with a history: a server and workers whose contributions are one-hot vectors, over `lane` alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lane: str) -> None:
         super().__init__(folder)
+        self.lane = lane
         # Shared memory would go round the network, and the end of a run waits for a worker that may come back.
-        self._env |= {"PS_WORKER__SHARED_MEMORY": "false", "PS_SERVER__ABSENT_S": "30"}
+        self._env |= {"PS_WORKER__LANES": {"direct": "direct,grpc"}.get(lane, lane), "PS_SERVER__ABSENT_S": "30"}
+        self._env |= {"PS_SERVER__DIRECT": "true"}
         self._env |= {"PS_SERVER__STATUS_INTERVAL_S": "0.2"}
         self.history = History(folder / "history.jsonl")
         self.steps = 0
@@ -49,6 +52,11 @@ class Job(Cluster):
         env = {"PS_SLOWDOWN__BASE_S": str(pause_s), "PADDING": str(padding)} | env
         return self.script(rank, ONE_HOT, str(self.steps), **env)
 
+    def proxy(self, plan: Callable[[int], Plan] = lambda _: Plan()) -> Proxy:
+        """Before the server that was started last."""
+        listening = [process for process in self.processes if process.name.startswith("server")][-1].event("listening")
+        return Proxy(self.address, plan, listening["direct_port"] if self.lane == "direct" else 0)
+
     def until(self, condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
         """Wait for something in the history or the logs; every process must be there or have ended well."""
         deadline = time.monotonic() + within_s
@@ -61,8 +69,10 @@ class Job(Cluster):
             time.sleep(0.01)
 
     def end(self, *processes: Process) -> None:
-        """All of these end by themselves, and well."""
+        """All of these end by themselves, and well; workers that were not cut off there have kept to the lane."""
         assert [process.wait() for process in processes] == [0] * len(processes)
+        lanes = [event["lane"] for process in processes for event in process.events("tensors")[:1]]
+        assert set(lanes) <= {self.lane}
 
     def check(self) -> None:
         """Once all have ended: what was applied is what the history says, each contribution at most once."""
@@ -77,8 +87,8 @@ class Job(Cluster):
 class Rig(Job):
     """A job whose server and workers are hosts of a network of their own."""
 
-    def __init__(self, folder: Path, net: Network) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, lane: str, net: Network) -> None:
+        super().__init__(folder, lane)
         self.net = net
         self._prefix: tuple[str, ...] = ()
 
@@ -98,19 +108,24 @@ class Rig(Job):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
+def lane(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--lane"))
+
+
+@pytest.fixture
+def job(tmp_path: Path, lane: str) -> Iterator[Job]:
+    job = Job(tmp_path, lane)
     yield job
     job.stop()
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path, lane: str) -> Iterator[Rig]:
     """Two workers; skipped, with the reason, where there can be no namespaces."""
     if reason := network.why_not():
         pytest.skip(reason)
     net = Network(num_workers=2)
-    rig = Rig(tmp_path, net)
+    rig = Rig(tmp_path, lane, net)
     try:
         net.set_up()
         yield rig

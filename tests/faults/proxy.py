@@ -3,6 +3,7 @@
     with Proxy("127.0.0.1:50051", plan=lambda number: Plan(reset_after_up=100_000)) as proxy:
         ... clients connect to proxy.address ...
 
+With `direct_port` the server's port for direct connections has the same number at the proxy's host, 127.0.0.2 then.
 A plan is made for each connection, by its number from 0. A reset is a real one (RST, no FIN): the peers lose what
 was on its way. Needs no root.
 """
@@ -55,14 +56,16 @@ class _Connection:
 
 
 class Proxy:
-    """Listens on a free port of 127.0.0.1 and passes on to `target`, HOST:PORT. Two threads a connection."""
+    """Listens on a free port and passes on to `target`, HOST:PORT. Two threads a connection."""
 
-    def __init__(self, target: str, plan: Callable[[int], Plan] = lambda _: Plan()) -> None:
+    def __init__(self, target: str, plan: Callable[[int], Plan] = lambda _: Plan(), direct_port: int = 0) -> None:
         host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
         self._plan = plan
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        here = "127.0.0.2" if direct_port else "127.0.0.1"
+        self._listeners = {socket.create_server((here, 0)): (host, int(port))}
+        self.address = f"{here}:{next(iter(self._listeners)).getsockname()[1]}"
+        if direct_port:
+            self._listeners[socket.create_server((here, direct_port))] = (host, direct_port)
         self.connections: list[_Connection] = []
         self.num_resets_up = 0
         self.num_resets_down = 0
@@ -71,13 +74,15 @@ class Proxy:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, daemon=True).start()
+        for listener, target in self._listeners.items():
+            threading.Thread(target=self._accept, args=(listener, target), daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._open.set()
         self.reset_all()
 
@@ -97,21 +102,22 @@ class Proxy:
     def go_on(self) -> None:
         self._open.set()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):  # the listener was closed
             while True:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
                 try:
-                    server = socket.create_connection(self._target, timeout=5)
+                    server = socket.create_connection(target, timeout=5)
                 except OSError:
                     client.close()
                     continue
                 server.settimeout(None)
                 for end in (client, server):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                number = len(self.connections)
-                connection = _Connection(number, self._plan(number), client, server)
-                self.connections.append(connection)
+                with self._lock:
+                    number = len(self.connections)
+                    connection = _Connection(number, self._plan(number), client, server)
+                    self.connections.append(connection)
                 for is_up in (True, False):
                     threading.Thread(target=self._pass_on, args=(connection, is_up), daemon=True).start()
 

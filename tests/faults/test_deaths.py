@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from paramserver.tests.faults.proxy import Plan, Proxy
+from paramserver.tests.faults.proxy import Plan
 
 PAUSE_S = 0.03
 LEASE_S = 2.0
@@ -86,7 +86,7 @@ def test_half_an_upload_is_dropped_and_its_memory_is_back(job, figure, mode):
     flags = ("--set", "server.max_staged=1", "--set", f"server.lease_s={LEASE_S}", "--set", "server.absent_s=0")
     server = job.serve(mode, 2, steps, *flags)
     half = int(5.5 * 4 * padding)
-    with Proxy(job.address, lambda _: Plan(lose_after_up=half)) as proxy:
+    with job.proxy(lambda _: Plan(lose_after_up=half)) as proxy:
         other = job.work(0, padding=padding)
         server.event("admitted")  # it has brought the initial weights
         victim = job.work(1, padding=padding, PS_SERVER=proxy.address)

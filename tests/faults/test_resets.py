@@ -16,7 +16,7 @@ PADDING = 30_000  # floats: an exchange is about 120 kB each way
 def begin(job, proxy_plan, mode: str, num_workers: int, steps: int, *flags: str):
     """A run whose workers reach the server through a proxy."""
     server = job.serve(mode, num_workers, steps, "--set", "policy.staleness=2", *flags)
-    proxy = Proxy(job.address, proxy_plan)
+    proxy = job.proxy(proxy_plan)
     workers = [job.work(rank, padding=PADDING, PS_SERVER=proxy.address) for rank in range(num_workers)]
     return server, workers, proxy
 

@@ -37,11 +37,12 @@ class Rig(NamedTuple):
 
 @contextlib.contextmanager
 def rigged(job, mode: str, steps: int, *flags: str, pause_s: float = 0.03) -> Iterator[Rig]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
+        port, direct_port = taken.getsockname()[1], also.getsockname()[1]
     server = job.serve(mode, 2, steps, "--shards", "2", *LEASE, *flags)
-    with Proxy(job.address) as link, Proxy(f"127.0.0.1:{port}") as way:
+    with Proxy(job.address) as link, Proxy(f"127.0.0.1:{port}", direct_port=direct_port) as way:
         where = ("--listen", f"127.0.0.1:{port}", "--set", f"server.advertise={way.address}")
+        where += ("--set", f"server.direct_port={direct_port}")
         address, job.address = job.address, link.address
         shard = job.shard(1, 2, *where, *LEASE, *flags)
         job.address = address

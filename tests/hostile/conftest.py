@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ import pytest
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.direct import HELLO, TAKEN
 from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
@@ -44,6 +46,8 @@ def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.01)
 
 
+_MODEL_TAG = bytes([pb.WorkerMessage.MODEL_FIELD_NUMBER << 3 | 2])
+_IS_DIRECT = pb.WorkerMessage(model=pb.Model(direct=True)).SerializeToString()  # protobuf merges it
 ENDLESS = ("--mode", "async", "--steps", "1000000")
 
 
@@ -114,6 +118,100 @@ class Peer:
         self.hang_up()
         self._call.cancel()
         self._channel.close()
+
+
+class DirectPeer(Peer):
+    """The same over a direct connection, from the Model on; `raw` writes bytes there as they are."""
+
+    def __init__(self, address: str, rank: int | None = None) -> None:
+        super().__init__(address, rank)
+        self.socket: socket.socket | None = None
+        self._host = address.rpartition(":")[0]
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def send(self, *raws: bytes) -> None:
+        for raw in raws:
+            if self.socket is not None:
+                self._said.put(struct.pack("<I", len(raw)) + raw)
+            elif raw.startswith(_MODEL_TAG) and (raw := self._connect(raw)):
+                super().send(raw)
+            else:
+                super().send(raw)
+
+    def raw(self, data: bytes) -> None:
+        self._said.put(data)
+
+    def _connect(self, raw: bytes) -> bytes:
+        """With the ticket of the welcome, where there has been one."""
+        try:
+            self.welcome = super().receive("welcome")
+        except (grpc.RpcError, StopIteration, AssertionError):
+            return raw
+        offered = self.welcome.header.direct
+        connection = socket.create_connection((self._host, offered.port), timeout=DEADLINE_S)
+        connection.sendall(HELLO + offered.ticket)
+        if connection.recv(1) != TAKEN:  # what was said before has ended the stream
+            connection.close()
+            return raw
+        self.socket, self._file = connection, connection.makefile("rb")
+        threading.Thread(target=self._write, daemon=True).start()
+        return raw + _IS_DIRECT if raw == model_bytes() else raw
+
+    def _write(self) -> None:
+        assert self.socket is not None
+        with contextlib.suppress(OSError):
+            while (data := self._said.get()) is not None:
+                self.socket.sendall(data)
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def receive(self, *kinds: str | None) -> Any:
+        if kinds == ("welcome",) and self.socket is not None:
+            return self.welcome
+        if self.socket is None:
+            return super().receive(*kinds)
+        while True:
+            received = self._next()
+            assert received is not None, "the direct connection was closed"
+            if received.kind in kinds:
+                return received
+            assert received.kind == "waiting", received
+
+    def _next(self) -> Any:
+        """The next message with the bytes that follow it; None at the end."""
+        try:
+            if len(length := self._file.read(4)) < 4:
+                return None
+            received = parse(pb.ServerMessage, self._file.read(struct.unpack("<I", length)[0]))
+            data = memoryview(self._file.read(received.placed)) if received.placed else received.data
+        except OSError:
+            return None
+        return received._replace(data=data, placed=0)
+
+    def join(self) -> Any:
+        self.send(join_bytes(self.rank), model_bytes())
+        received = self.receive("answer", "send_weights")
+        if received.kind == "send_weights":
+            self.send(*initial_weights())
+            received = self.receive("answer")
+        self._take(received)
+        return self.welcome.header
+
+    def ended(self) -> tuple[str, str, str]:
+        while self.socket is not None and (received := self._next()) is not None:
+            if received.kind == "waiting" and received.header.reason.endswith(" to finish"):
+                return "OK", "", ""
+        return super().ended()
+
+    def hang_up(self) -> None:
+        super().hang_up()
+        self._said.put(None)
+
+    def close(self) -> None:
+        super().close()
+        if self.socket is not None:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.close()
 
 
 class RawPeer:
@@ -218,6 +316,7 @@ class Server:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._path = folder / "server.log"
+        self.lane = "grpc"  # of its peers
         self._peers: list[Any] = []
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
         env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -250,7 +349,9 @@ class Server:
         return found()[0]
 
     def peer(self, rank: int | None = None) -> Peer:
-        self._peers.append(Peer(self.address, rank))
+        """Over the lane of the test."""
+        kind = DirectPeer if self.lane == "direct" else Peer
+        self._peers.append(kind(self.address, rank))
         return self._peers[-1]  # type: ignore[no-any-return]
 
     def raw_peer(self, room: bool = True) -> RawPeer:
@@ -282,7 +383,7 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests: any number of workers, none of whom waits for another, and short deadlines."""
     flags = (
         "--mode",
@@ -299,6 +400,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("hostile"), *flags)
     yield server
     server.stop()
+
+
+@pytest.fixture
+def server(running: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Whose peers go over the lane that is the parameter, if there is one."""
+    running.lane = getattr(request, "param", "grpc")
+    yield running
+    running.lane = "grpc"
 
 
 class _Wire:

@@ -6,6 +6,8 @@ import pytest
 
 from paramserver.common.wire.frames import body_frames, frame
 
+both_lanes = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
+
 
 def version(server) -> int:
     """Of the weights, as a new worker is told."""
@@ -15,6 +17,7 @@ def version(server) -> int:
     return peer.version
 
 
+@both_lanes
 def test_a_contribution_replayed_on_another_connection_counts_once(server, wire):
     """Whoever recorded a worker's bytes and plays them again fences that worker, and changes nothing else."""
     victim = server.peer(20)
@@ -32,6 +35,7 @@ def test_a_contribution_replayed_on_another_connection_counts_once(server, wire)
     assert version(server) == before
 
 
+@both_lanes
 def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire):
     """At most one of them is the rank; what the other one sends has no effect."""
     before = version(server)
@@ -45,6 +49,7 @@ def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire
     assert version(server) == before + 1
 
 
+@both_lanes
 @pytest.mark.parametrize("ahead", [2, 3, 2**40, 2**63])
 def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     peer = server.peer(22)
@@ -54,6 +59,7 @@ def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     assert version(server) == peer.version
 
 
+@both_lanes
 def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
     body = bytes(wire.LAYOUT.exchange_bytes)
     pieces = list(body_frames([memoryview(body)], chunk_bytes=1 << 16))
@@ -69,6 +75,7 @@ def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
     assert version(server) == before + 1
 
 
+@both_lanes
 def test_a_body_that_begins_again_and_again(server, wire):
     peer = server.peer(24)
     peer.join()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from paramserver.common.wire.direct import HELLO, TAKEN
 from paramserver.common.wire.frames import placed_frame
 from paramserver.proto import parameter_server_pb2 as pb
 
-from .conftest import Server, contribution_header, join_bytes, model_bytes
+from .conftest import Peer, Server, contribution, contribution_header, join_bytes, model_bytes
 
 
 def knock(port: int, said: bytes) -> socket.socket:
@@ -153,3 +154,81 @@ def test_strangers_who_say_nothing_keep_nobody_out(server: Server) -> None:
     assert is_closed(strangers[-1])  # more than the server listens to at once
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.fixture
+def direct(server: Server) -> Server:
+    """Peers of it speak over direct connections."""
+    server.lane = "direct"
+    return server
+
+
+def exchanges(server: Server, rank: int) -> Any:
+    peer = server.peer(rank)
+    peer.join()
+    peer.contribute()
+    assert peer.answer() == "APPLIED"
+    return peer
+
+
+@pytest.mark.slow
+def test_a_sender_of_single_bytes_is_let_go(direct: Server) -> None:
+    """The pieces of its body come, a byte at a time: slower than limits.progress_s allows. Others train meanwhile."""
+    other, slow = exchanges(direct, 46), exchanges(direct, 47)
+    header = contribution_header(slow.step + 1, slow.version)
+    header.contribution.in_segment = True
+    slow.send(header.SerializeToString(), placed_frame(0, header.contribution.body_bytes))
+    started, sends = time.monotonic(), True
+    while sends and time.monotonic() - started < 10:
+        slow.raw(b"\0")
+        other.contribute()
+        assert other.answer() == "APPLIED"
+        sends = not [event for event in direct.events("refused") if event["rank"] == 47]
+    assert time.monotonic() - started < 8
+    assert slow.ended()[:2] == ("ABORTED", "TOO_SLOW")
+
+
+def test_a_length_byte_by_byte(direct: Server) -> None:
+    """Nothing is owed between two messages; who stops in the middle of one's length holds nobody up, and goes on."""
+    peer = exchanges(direct, 48)
+    said = message(contribution_header(peer.step + 1, peer.version).SerializeToString())
+    for byte in said[:-1]:
+        peer.raw(bytes([byte]))
+    exchanges(direct, 49)
+    peer.raw(said[-1:])
+    assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")  # the body that was announced, of which nothing comes
+
+
+def test_a_reader_that_never_reads_is_let_go(direct: Server) -> None:
+    """Answers fill what the system holds of them; the server does not wait for ever with the next."""
+    deaf = exchanges(direct, 50)
+    for number in range(1, 40):
+        deaf.send(*contribution(deaf.step + number, deaf.version))
+    direct.until_event("refused", rank=50, reason="TOO_SLOW")
+    assert "nothing of it was read" in direct.until_event("refused", rank=50)["message"]
+    exchanges(direct, 51)
+
+
+def test_one_that_closes_its_socket_and_not_its_stream(direct: Server) -> None:
+    """Half of a worker is none: its stream ends, and its rank is free."""
+    peer = exchanges(direct, 52)
+    peer.socket.shutdown(socket.SHUT_RDWR)
+    assert peer.ended()[0] in ("OK", "CANCELLED")
+    exchanges(direct, 52)
+
+
+def test_one_that_goes_on_over_the_stream(direct: Server) -> None:
+    """What was left for the direct connection is read no more: nothing of it counts."""
+    peer = exchanges(direct, 53)
+    Peer.send(peer, *contribution(peer.step + 1, peer.version))  # over gRPC
+    peer.contribute()
+    assert peer.answer() == "APPLIED"
+    assert exchanges(direct, 54).version == peer.version + 1
+
+
+def test_a_flood_of_tickets(direct: Server) -> None:
+    """Many who join and never come: their tickets end with them."""
+    for _ in range(100):
+        peer, _ = welcomed(direct)
+        peer.close()
+    exchanges(direct, 55)

@@ -320,6 +320,7 @@ def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
     peer.close()
 
 
+@pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
 def test_hostile_conversations_leave_a_server_as_it_was(server, wire):
     seed = 4711
     server.check_is_well(7)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+both_lanes = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
 NUM_SILENT = 1500
 NUM_STEPS = 60
 
@@ -145,6 +146,7 @@ def test_who_pulls_and_never_reads_is_let_go(server, pair):
     pair.steps(5)
 
 
+@both_lanes
 def test_who_does_not_send_what_it_announced(server, wire):
     """Without bytes of its own, through gRPC: the refusal arrives, with its reason."""
     peer = server.peer(44)
@@ -155,6 +157,7 @@ def test_who_does_not_send_what_it_announced(server, wire):
     assert f"{wire.NUM_FLOATS * 4} bytes of an upload are missing" in text
 
 
+@pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
 def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, wire):
     """Gradients leave during backward, which takes as long as it takes."""
     peer = server.peer(45)

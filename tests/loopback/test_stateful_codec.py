@@ -56,7 +56,7 @@ def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards)
     codec = {"PYTHONPATH": path, "PS_WORKER__CODEC": "delta", "PS_WORKER__ANSWER_CODEC": "delta"}
     server = cluster.server(
         "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",
-        "--shards", str(shards), *(["--pipelined"] if pipelined else []), **codec,
+        "--shards", str(shards), *(["--pipelined"] if pipelined else []), "--set", "server.direct=true", **codec,
     )  # fmt: skip
     others = [cluster.shard(number, shards, **codec) for number in range(1, shards)]
 
@@ -67,7 +67,7 @@ def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards)
         num_bytes = 25_000 // shards
         return Plan(reset_after_up=num_bytes) if number % 4 < 2 else Plan(reset_after_down=num_bytes)
 
-    with Proxy(cluster.address, plan) as proxy:
+    with Proxy(cluster.address, plan, server.event("listening")["direct_port"]) as proxy:
         cluster.address = proxy.address
         workers = [cluster.script(rank, script, str(int(pipelined)), **codec) for rank in range(2)]
         assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
