@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ...common.config.schema import Config
     from ..check import Verdict
 
+# `worker.lanes` by the one that is tried.
+LANES = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, direct, grpc]"}
 _LEDGER = "ledger"
 _BATCH_SIZE = 4
 _STEP_S = 0.05  # of every step of a worker, beside its exchange; more where a run is long

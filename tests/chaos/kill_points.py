@@ -32,7 +32,7 @@ from paramserver.drills.chaos.faults import Injector
 from paramserver.drills.chaos.job import Chaos, Setup
 from paramserver.drills.chaos.plan import OF_SHARDS as PLAN_OF_SHARDS
 from paramserver.drills.chaos.plan import Fault
-from paramserver.drills.chaos.trial import judge, make_trial
+from paramserver.drills.chaos.trial import LANES, judge, make_trial
 
 NUM_WORKERS = 3
 STEPS, STEPS_WITH_SHARDS = 700, 400  # shards go back together, which takes longer
@@ -125,12 +125,12 @@ def make_fault(kind: str, chance: random.Random, num_shards: int) -> Fault:
 
 def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     """One job; the points it gave by kind, and what is wrong."""
-    mode, is_shared = MODES.names()[seed % 4], seed // 4 % 2 == 1
+    mode, lane = MODES.names()[seed % 4], list(LANES)[seed // 4 % 3]
     steps = STEPS_WITH_SHARDS if num_shards > 1 else STEPS
     folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
     chosen = {
         "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": steps, "policy.local_steps": 2,
-        "worker.shared_memory": str(is_shared).lower(), "task.args": "{padding_bytes: 1000000}",
+        "worker.lanes": LANES[lane], "task.args": "{padding_bytes: 1000000}",
         "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
         "server.shards": num_shards, "server.lease_s": LEASE_S,
     }  # fmt: skip
@@ -159,7 +159,6 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
         shutil.rmtree(folder)
         sys.exit(128 + ending.signal_number)
     failures = judge(ending, trial)
-    lane = "shared memory" if is_shared else "grpc"
     points = sum(ending.faults.values())
     took_s = time.monotonic() - began
     of = f", {num_shards} shards" if num_shards > 1 else ""
