@@ -75,7 +75,7 @@ def exchange(
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
-    lane: LaneOption = "both",
+    lane: LaneOption = "all",
     peers: PeersOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
@@ -105,7 +105,7 @@ def one_round(
     runs: RunsOption = 7,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "both",
+    lane: LaneOption = "all",
     peers: PeersOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -124,15 +124,17 @@ def latency(
     exchanges: Annotated[int, typer.Option(min=10, help="Exchanges measured.", rich_help_panel=_RUN)] = 2000,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
+    lane: LaneOption = "all",
     peers: PeersOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
+    check_lane(lane)
     names = check_peers(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.latency import LatencyOptions, measure_latency
 
-    show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer), names), json_path, keep)
+    show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer, lane), names), json_path, keep)
 
 
 @app.command(help="Many workers at once, played by few processes: exchanges per second, and the server's CPU share.")
@@ -145,14 +147,16 @@ def scale(
     generators: Annotated[int, typer.Option(min=1, max=16, help="Processes that play them.", rich_help_panel=_RUN)] = 1,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "sgd",
+    lane: LaneOption = "direct",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
+    check_lane(lane)
     counts = numbers(workers, "--workers", most=4096)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.scale import ScaleOptions, measure_scale
 
-    show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer)), json_path, keep)
+    show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer, lane)), json_path, keep)
 
 
 @app.command(help="A step of a real task: compute, transfer, wait and apply, beside what bandwidth alone predicts.")
@@ -163,7 +167,7 @@ def step(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "tcp",
+    lane: LaneOption = "direct",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -182,7 +186,7 @@ def shards(
     workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
     mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async", rich_help_panel=_RUN)] = "sync,async",
     optimizer: OptimizerOption = "sgd",
-    lane: Annotated[str, typer.Option(help="tcp or shared", rich_help_panel=_RUN)] = "tcp",
+    lane: Annotated[str, typer.Option(help="grpc, direct or shared", rich_help_panel=_RUN)] = "direct",
     runs: RunsOption = 5,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -192,7 +196,7 @@ def shards(
     modes = [checked(one, optimizer, json_path, keep)[0] for one in mode.split(",")]
     from .measures.shards import ShardOptions, measure_shards
 
-    options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, lane == "shared")
+    options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, lane)
     show(measure_shards(options), json_path, keep)
 
 
@@ -202,7 +206,7 @@ def memory(
     workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,4,16.", rich_help_panel=_RUN)] = "4",
     mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async,ssp,localsgd", rich_help_panel=_RUN)] = "sync",
     optimizer: OptimizerOption = "adam",
-    lane: LaneOption = "both",
+    lane: LaneOption = "all",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:

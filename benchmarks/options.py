@@ -18,7 +18,7 @@ MbOption = Annotated[int, typer.Option("--mb", min=1, help="Size of the model, f
 ModeOption = Annotated[str, typer.Option("--mode", help="sync, async, ssp or localsgd", rich_help_panel=_RUN)]
 OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, ...", rich_help_panel=_RUN)]
 LaneOption = Annotated[
-    str, typer.Option("--lane", help="tcp, shared (memory, same host) or both", rich_help_panel=_RUN)
+    str, typer.Option("--lane", help="grpc, direct, shared (memory, same host) or all", rich_help_panel=_RUN)
 ]
 PeersOption = Annotated[
     str | None,

@@ -38,7 +38,7 @@ class CheckpointOptions:
 
 def measure_checkpoint(options: CheckpointOptions) -> Report:
     """Runs with and without snapshots in turns; the mean step of each, and their ratio."""
-    set_lane(True)
+    set_lane("shared")
     found: dict[str, list[float]] = {"without": [], "with": []}
     snapshots: list[float] = []
     for _ in range(options.runs):

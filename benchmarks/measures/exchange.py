@@ -90,12 +90,12 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     }
 
 
-def our_figures(samples: Samples, run: OurExchange) -> dict[str, float]:
+def our_figures(samples: Samples, run: OurExchange) -> dict[str, Any]:
     """Times in ms and rates in GB/s, median and best of each."""
     beyond = [a - b for a, b in zip(samples["up_reply"], samples["up"], strict=True)]
-    found = {
+    found: dict[str, Any] = {
         "sent_mb": run.facts.sent_bytes / 1e6,
-        "is_shared": run.facts.is_shared,
+        "lane": run.facts.lane,
         "reply_ms": max(0.0, median(beyond)) * 1e3,
     }
     found |= _times({part: samples[part] for part in _PARTS})
@@ -132,11 +132,9 @@ def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
     """Whatever makes a figure mean less than its name says."""
     notes = []
     for variant in variants_of(options.lane):
-        if not variant.shared_memory:
-            continue
-        without = [f"{one['size_mb']:g}" for one in found if not one["ours"][variant.name]["is_shared"]]
-        if without:
-            notes.append(f"{variant.name}: NOT SHARED, the server did not agree, at {', '.join(without)} MB")
+        for one in found:
+            if (lane := one["ours"][variant.name]["lane"]) != variant.lane:
+                notes.append(f"{variant.name}: NOT TAKEN at {one['size_mb']:g} MB, the lane was {lane}")
     apart = [f"{one['size_mb']:g}" for one in found if not one["in_turns"]]
     if apart:
         notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")

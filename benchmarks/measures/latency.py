@@ -23,9 +23,10 @@ from ..rig.echo import echo_stream
 from ..rig.server_process import running_server
 from ..rig.turns import Contestant, Measured, Samples, measure, timed
 from ..rig.worker_run import joined_worker
+from .ours import lanes_of
 
 _NUM_TURNS = 10
-_OURS, _PING = "exchange", "ping"
+_PING = "ping"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class LatencyOptions:
     exchanges: int
     mode: str
     optimizer: str
+    lane: str
+
+    @property
+    def lanes(self) -> list[str]:
+        """Of which there are two: a small body is in the message itself, and none is shared."""
+        return [lane for lane in lanes_of(self.lane) if lane != "shared"] or ["direct"]
 
     @property
     def num_warmup(self) -> int:
@@ -44,7 +51,7 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
     """Ours, the ping-pong, and those peers that are installed."""
     with chosen_running(peer_names, "latency") as (peers, lines):
         contestants: dict[str, Callable[[], Contestant]] = {
-            _OURS: partial(_exchanges, options),
+            **{lane: partial(_exchanges, options, lane) for lane in options.lanes},
             _PING: partial(_pings, options.floats * 4),
         }
         contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
@@ -55,24 +62,26 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
             warmup=options.num_warmup,
         )
     results = {name: _figures(samples) for name, samples in found.items()}
-    results["ratio"] = _ratio(results[_OURS], results[_PING])
-    results["peer_ratios"] = {peer.name: _ratio(results[peer.name], results[_OURS]) for peer in peers}
+    others = [_PING, *(peer.name for peer in peers)]
+    results["ratios"] = {
+        lane: {other: _ratio(results[lane], results[other]) for other in others} for lane in options.lanes
+    }
     config = {
         **vars(options),
         "payload_bytes": options.floats * 4,
         "warmup": options.num_warmup,
         "peers": [peer.name for peer in peers],
     }
-    return Report("latency", config, results, _table(options, results, [peer.name for peer in peers], lines))
+    return Report("latency", config, results, _table(options, results, others, lines))
 
 
 @contextmanager
-def _exchanges(options: LatencyOptions) -> Iterator[Measured]:
+def _exchanges(options: LatencyOptions, lane: str) -> Iterator[Measured]:
     num_steps = options.num_warmup + options.exchanges + 1
     flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--set", "policy.local_steps=1")
     with (
         running_server(*flags) as server,
-        joined_worker(server.address, 0, options.floats, options.optimizer) as worker,
+        joined_worker(server.address, 0, options.floats, options.optimizer, "raw", lane) as worker,
     ):
         yield timed("exchange", worker.optimizer.step)
 
@@ -99,12 +108,13 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(
-    options: LatencyOptions, results: dict[str, dict[str, Any]], peers: list[str], lines: list[str]
+    options: LatencyOptions, results: dict[str, dict[str, Any]], others: list[str], lines: list[str]
 ) -> RenderableType:
-    names = {"exchange, optimizer step included": _OURS, "bare gRPC ping-pong": _PING, **{name: name for name in peers}}
-    rows = [[shown, *(f"{value:,.0f} us" for value in results[name].values())] for shown, name in names.items()]
-    rows.append(["exchange / ping-pong", *(f"{value:.2f}" for value in results["ratio"].values())])
-    for name, ratio in results["peer_ratios"].items():
-        rows.append([f"{name} / exchange", *(f"{value:.2f}" for value in ratio.values())])
+    names = {lane: f"exchange over {lane}, with the step" for lane in options.lanes}
+    names |= {name: "bare gRPC ping-pong" if name == _PING else name for name in others}
+    rows = [[shown, *(f"{value:,.0f} us" for value in results[name].values())] for name, shown in names.items()]
+    for lane, ratios in results["ratios"].items():
+        for other, ratio in ratios.items():
+            rows.append([f"{lane} / {other}", *(f"{value:.2f}" for value in ratio.values())])
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.exchanges:,} exchanges"
     return page(title, figures(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)

@@ -32,7 +32,7 @@ from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import joined_worker
-from .ours import variants_of
+from .ours import lanes_of
 
 _NUM_STEPS = 6
 _SAMPLE_S = 0.02
@@ -52,11 +52,6 @@ class MemoryOptions:
     def num_floats(self) -> int:
         return self.mb * 1_000_000 // 4
 
-    @property
-    def lanes(self) -> dict[str, bool]:
-        """Name, and whether tensors go through shared memory."""
-        return {("shared" if one.shared_memory else "tcp"): one.shared_memory for one in variants_of(self.lane)}
-
 
 def measure_memory(options: MemoryOptions) -> Report:
     """One run for each mode, lane and number of workers."""
@@ -64,10 +59,10 @@ def measure_memory(options: MemoryOptions) -> Report:
     bare = {steps: _bare_worker(options, steps) for steps in {steps_itself(mode) for mode in options.modes}}
     runs = []
     for mode in options.modes:
-        for lane, shared_memory in options.lanes.items():
+        for lane in lanes_of(options.lane):
             for workers in options.workers:
-                parts = expected_parts(mode, options.optimizer, workers, shared_memory)
-                found = _run(options, mode, workers, shared_memory)
+                parts = expected_parts(mode, options.optimizer, workers, lane)
+                found = _run(options, mode, workers, lane)
                 runs.append(
                     {"mode": mode, "lane": lane, "workers": workers}
                     | _row(found, parts, body, bare[steps_itself(mode)])
@@ -78,14 +73,14 @@ def measure_memory(options: MemoryOptions) -> Report:
     return Report("memory", config, results, _table(options, runs))
 
 
-def expected_parts(mode: str, optimizer: str, workers: int, shared_memory: bool) -> dict[str, float]:
+def expected_parts(mode: str, optimizer: str, workers: int, lane: str) -> dict[str, float]:
     """What the server has to hold, in bodies."""
     policy, limits = MODES.load(mode), ServerConfig()
     return {
         "parameters": 1,
         "optimizer": 0 if steps_itself(mode) else state_bodies(optimizer),
         "mean": 1,
-        "uploads": workers if shared_memory else min(limits.max_staged, workers),
+        "uploads": workers if lane == "shared" else min(limits.max_staged, workers),
         "replies": 1 if policy.has_rounds else min(limits.max_replies, workers),
     }
 
@@ -110,10 +105,10 @@ def state_bodies(optimizer: str) -> float:
     return sum(value.numel() for value in state) // parameter.numel()
 
 
-def _run(options: MemoryOptions, mode: str, workers: int, shared_memory: bool) -> dict[str, float]:
+def _run(options: MemoryOptions, mode: str, workers: int, lane: str) -> dict[str, float]:
     """Bytes of the server (before, peak, anonymous, shared) and of the workers' median (worker_...)."""
     flags = ("--mode", mode, "--workers", str(workers), "--steps", str(_NUM_STEPS + 1))
-    arguments = (options.num_floats, options.optimizer, shared_memory)
+    arguments = (options.num_floats, options.optimizer, lane)
     with running_server(*flags, "--set", f"policy.local_steps={_LOCAL_STEPS}") as server:
         address = server.address
         before = memory_of(server.pid)
@@ -155,9 +150,9 @@ def sampled(pid: int) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def worker_life(rank: int, address: str, num_floats: int, optimizer: str, shared_memory: bool) -> Iterator[Measured]:
+def worker_life(rank: int, address: str, num_floats: int, optimizer: str, lane: str) -> Iterator[Measured]:
     """All steps are one call; parts peak and anonymous are bytes of this process."""
-    with joined_worker(address, rank, num_floats, optimizer, "raw", shared_memory) as worker:
+    with joined_worker(address, rank, num_floats, optimizer, "raw", lane) as worker:
 
         def measured(count: int) -> Samples:
             for _ in range(_NUM_STEPS):

@@ -42,32 +42,35 @@ class Variant:
     """How tensors travel, and whether each step's gradients are new ones."""
 
     name: str
-    shared_memory: bool
+    lane: str
     renews: bool
 
 
 VARIANTS = {
-    "tcp": (Variant("tcp", shared_memory=False, renews=False),),
-    "shared": (
-        Variant("shared", shared_memory=True, renews=True),
-        Variant("shared, in place", shared_memory=True, renews=False),
-    ),
+    "grpc": (Variant("grpc", "grpc", renews=False),),
+    "direct": (Variant("direct", "direct", renews=False),),
+    "shared": (Variant("shared", "shared", renews=True), Variant("shared, in place", "shared", renews=False)),
 }
-LANES = (*VARIANTS, "both")
+LANES = (*VARIANTS, "all")
 
 
 def variants_of(lane: str) -> tuple[Variant, ...]:
-    """Those of `tcp` or `shared`, or of both."""
-    return sum(VARIANTS.values(), ()) if lane == "both" else VARIANTS[lane]
+    """Those of a lane, or of all."""
+    return sum(VARIANTS.values(), ()) if lane == "all" else VARIANTS[lane]
+
+
+def lanes_of(lane: str) -> tuple[str, ...]:
+    """One, or all of them."""
+    return tuple(VARIANTS) if lane == "all" else (lane,)
 
 
 @dataclass
 class Facts:
-    """What is not a time: sizes in bytes, and whether tensors went through shared memory."""
+    """What is not a time: sizes in bytes, and the lane that was agreed on."""
 
     body_bytes: int = 0
     sent_bytes: int = 0
-    is_shared: bool = False
+    lane: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class OurExchange:
     def opened(self) -> Iterator[Measured]:
         """Parts exchange, encode, up, held, down, and up_reply: both of them in the first run."""
         steps = str(self.num_steps + 1)
-        size = (self.num_floats, self.optimizer, self.codec, self.variant.shared_memory)
+        size = (self.num_floats, self.optimizer, self.codec, self.variant.lane)
         first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--set", "policy.local_steps=1")
         second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
         with (
@@ -96,7 +99,7 @@ class OurExchange:
             joined_worker(one_way.address, 0, *size) as second,
         ):
             self.facts.body_bytes, self.facts.sent_bytes = first.body_bytes, first.sent_bytes
-            self.facts.is_shared = first.is_shared
+            self.facts.lane = first.lane
 
             def measured(count: int) -> Samples:
                 found: Samples = {}

@@ -88,7 +88,7 @@ def _our_round(options: RoundOptions, variant: Variant) -> Iterator[Measured]:
 @contextmanager
 def worker_life(rank: int, address: str, options: RoundOptions, variant: Variant) -> Iterator[Measured]:
     """One worker: part round is its step, with new gradients where the variant has them."""
-    size = (options.num_floats, options.optimizer, "raw", variant.shared_memory)
+    size = (options.num_floats, options.optimizer, "raw", variant.lane)
     with joined_worker(address, rank, *size) as worker:
 
         def step() -> None:

@@ -17,6 +17,7 @@ from ..output.report import Report
 from ..output.tables import figures, page
 from ..rig.server_process import running_server
 from ..rig.team import team
+from .ours import lanes_of
 
 _STEPS = 1_000_000_000
 
@@ -29,15 +30,17 @@ class ScaleOptions:
     generators: int
     mode: str
     optimizer: str
+    lane: str
 
 
 def measure_scale(options: ScaleOptions) -> Report:
     """A server for each number of workers, one after another."""
-    results = {str(workers): _measure(options, workers) for workers in options.workers}
-    return Report("scale", vars(options), {"workers": results}, _table(options, results))
+    lanes = [lane for lane in lanes_of(options.lane) if lane != "shared"] or ["direct"]  # a small body is never shared
+    results = {lane: {str(workers): _measure(options, workers, lane) for workers in options.workers} for lane in lanes}
+    return Report("scale", vars(options), {"lanes": results}, _table(options, results))
 
 
-def _measure(options: ScaleOptions, num_workers: int) -> dict[str, float]:
+def _measure(options: ScaleOptions, num_workers: int, lane: str) -> dict[str, float]:
     """Exchanges/s of all workers, and shares of one core."""
     from ..rig.swarm import SwarmOptions, swarm_life
 
@@ -53,7 +56,7 @@ def _measure(options: ScaleOptions, num_workers: int) -> dict[str, float]:
         "policy.local_steps=1",
     )
     with running_server(*flags) as server:
-        swarm = SwarmOptions(server.address, server.pid, options.floats, options.optimizer, options.seconds)
+        swarm = SwarmOptions(server.address, server.pid, options.floats, options.optimizer, options.seconds, lane)
         with team(num_processes, swarm_life, num_processes, num_workers, swarm) as generators:
             found = generators.turns(1)
     rate = sum(one["rate"][0] for one in found)
@@ -67,21 +70,22 @@ def _measure(options: ScaleOptions, num_workers: int) -> dict[str, float]:
     }
 
 
-def _table(options: ScaleOptions, results: dict[str, dict[str, float]]) -> RenderableType:
-    columns = ["workers", "exchanges/s", "ms each", "server's CPU", "us of it each", "generator's CPU"]
+def _table(options: ScaleOptions, results: dict[str, dict[str, dict[str, float]]]) -> RenderableType:
+    columns = ["lane, workers", "exchanges/s", "ms each", "server's CPU", "us of it each", "generator's CPU"]
     rows = [
         [
-            f"{int(workers):,}",
+            f"{lane}, {int(workers):,}",
             f"{one['exchanges_per_s']:,.0f}",
             f"{one['per_worker_ms']:,.2f}",
             f"{one['server_cpu']:.0%}",
             f"{one['server_us_per_exchange']:,.0f}",
             f"{one['generator_cpu']:.0%}",
         ]
-        for workers, one in results.items()
+        for lane, found in results.items()
+        for workers, one in found.items()
     ]
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.seconds:g} s each"
     processes = "process plays" if options.generators == 1 else "processes play"
-    found: dict[str, Any] = machine()
-    note = f"CPU in shares of one core, of {found['cores']}; {options.generators} {processes} the workers"
+    here: dict[str, Any] = machine()
+    note = f"CPU in shares of one core, of {here['cores']}; {options.generators} {processes} the workers"
     return page(title, figures(columns, rows), notes=[note])

@@ -30,7 +30,7 @@ class ShardOptions:
     modes: tuple[str, ...]
     optimizer: str
     runs: int
-    shared_memory: bool
+    lane: str
 
 
 def measure_shards(options: ShardOptions) -> Report:
@@ -46,9 +46,8 @@ def measure_shards(options: ShardOptions) -> Report:
 
 
 def _one(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[str, Any]:
-    round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, "tcp")
-    lane = "shared memory" if options.shared_memory else "tcp"
-    variant = Variant(lane, shared_memory=options.shared_memory, renews=False)
+    round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, options.lane)
+    variant = Variant(options.lane, options.lane, renews=False)
     steps = str(_NUM_WARMUP + options.runs + 1)
     flags = ("--mode", mode, "--workers", str(workers), "--steps", steps, "--optimizer", options.optimizer)
     with (
@@ -94,8 +93,8 @@ def _table(options: ShardOptions, rows: Sequence[dict[str, Any]]) -> Any:
         held = ", ".join(f"{one:,.0f}" for one in row["held_mb"])
         shown = [f"{row['step_ms']:,.0f} ms", f"{row['best_ms']:,.0f} ms", f"{row['gb_s']:.2f}", held]
         lines.append([f"{row['mode']}, {row['workers']} workers, {row['shards']} shards", *shown])
-    lane = "shared memory" if options.shared_memory else "TCP"
     title = (
-        f"{options.mb:,} MB float32 over {lane}, {options.optimizer}; {options.runs} runs, the slowest worker of each"
+        f"{options.mb:,} MB float32, lane {options.lane}, {options.optimizer}; {options.runs} runs, "
+        "the slowest worker of each"
     )
     return page(title, figures(["", "median", "best", "GB/s in all", "held, MB"], lines, bold=()), notes=[])

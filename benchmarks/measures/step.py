@@ -29,7 +29,7 @@ from ..rig.team import team
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import set_lane
 from .bandwidth import stream_bytes_per_s
-from .ours import variants_of
+from .ours import lanes_of
 
 _NUM_WARMUP = 3
 _LEARNING_RATE = 1e-3
@@ -46,15 +46,10 @@ class StepOptions:
     optimizer: str
     lane: str
 
-    @property
-    def lanes(self) -> dict[str, bool]:
-        """Name, and whether tensors go through shared memory."""
-        return {("shared" if one.shared_memory else "tcp"): one.shared_memory for one in variants_of(self.lane)}
-
 
 def measure_step(options: StepOptions) -> Report:
     """One run for each lane."""
-    found = {lane: _run(options, shared_memory) for lane, shared_memory in options.lanes.items()}
+    found = {lane: _run(options, lane) for lane in lanes_of(options.lane)}
     num_bytes = next(iter(found.values()))[0]["bytes"][0]
     bytes_per_s = stream_bytes_per_s()
     lanes = {lane: summed_up(samples) for lane, samples in found.items()}
@@ -97,8 +92,8 @@ def _of_worker(samples: Samples, applied: list[float]) -> dict[str, float]:
     return found | {"step_ms": median(steps) * 1e3, "overhead": median(overhead)}
 
 
-def _run(options: StepOptions, shared_memory: bool) -> list[Samples]:
-    set_lane(shared_memory)
+def _run(options: StepOptions, lane: str) -> list[Samples]:
+    set_lane(lane)
     num_steps = str(_NUM_WARMUP + options.steps)
     flags = ["--mode", options.mode, "--workers", str(options.workers), "--steps", num_steps]
     with (

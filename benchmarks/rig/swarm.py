@@ -20,6 +20,7 @@ import grpc.aio
 
 from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
+from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of, on_the_wire
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
 from ...common.wire.protocol import SERVICE
 from ...worker.conversation import messages
@@ -48,6 +49,7 @@ class SwarmOptions:
     floats: int
     optimizer: str
     seconds: float
+    lane: str = "grpc"
 
 
 class Bodies:
@@ -63,10 +65,69 @@ class Bodies:
         self.gradient = [memoryview(bytes(self.layout.exchange_bytes))]
 
 
+class DirectCall(asyncio.Protocol):
+    """A direct connection where Player has a call; `stream` is the one it belongs to."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._came = bytearray()
+        self._waiting: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    @classmethod
+    async def opened(cls, stream: Any, host: str, offered: messages.pb.Direct) -> DirectCall:
+        _, call = await asyncio.get_running_loop().create_connection(lambda: cls(stream), host, offered.port)
+        call._transport.write(HELLO + offered.ticket)
+        await call._until(len(TAKEN))
+        del call._came[: len(TAKEN)]
+        return call
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_closed = True
+        self.data_received(b"")
+
+    async def _until(self, num_bytes: int) -> bool:
+        while len(self._came) < num_bytes and not self._is_closed:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return len(self._came) >= num_bytes
+
+    async def read(self) -> Any:
+        """A message, with what it places as its data."""
+        if not await self._until(LENGTH_BYTES):
+            return await self.stream.read()
+        end = LENGTH_BYTES + length_of(self._came)
+        await self._until(end)
+        message, self._came = bytes(self._came[LENGTH_BYTES:end]), self._came[end:]
+        if placed := parse(messages.pb.ServerMessage, message).placed:
+            await self._until(placed)
+            self._came = self._came[placed:]
+        return message
+
+    async def write(self, raw: bytes) -> None:
+        self._transport.writelines(on_the_wire(raw))
+
+    async def done_writing(self) -> None:
+        self._transport.write_eof()
+        await self.stream.done_writing()
+
+    async def details(self) -> str:
+        return str(await self.stream.details())
+
+
 class Player:
     """One rank on its stream."""
 
-    def __init__(self, channel: grpc.aio.Channel, rank: int, bodies: Bodies) -> None:
+    def __init__(self, channel: grpc.aio.Channel, rank: int, bodies: Bodies, options: SwarmOptions) -> None:
+        self._is_direct, self._host = options.lane == "direct", options.address.rpartition(":")[0]
         self.num_exchanges = 0
         self._call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")()
         self._progress = Progress(rank=rank)
@@ -77,7 +138,11 @@ class Player:
         await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        await self._send(messages.message(model=messages.model_message(self._bodies.layout, self._bodies.spec, "raw")))
+        model = messages.model_message(self._bodies.layout, self._bodies.spec, "raw")
+        model.direct = self._is_direct
+        direct = await DirectCall.opened(self._call, self._host, welcome.direct) if self._is_direct else None
+        await self._send(messages.message(model=model))
+        self._call = direct or self._call
         received = await self._receive("answer", "send_weights")
         if received.kind == "send_weights":
             await self._send(messages.initial_weights_frames(self._bodies.weights))
@@ -102,9 +167,10 @@ class Player:
     async def _take(self, received: Frame) -> None:
         """An answer, and the weights after it: read, and left where they are."""
         answer = received.of(messages.Answer)
-        left = answer.body_bytes - len(received.data)
+        left = answer.body_bytes - len(received.data) - received.placed
         while left > 0:
-            left -= len((await self._receive(None)).data)
+            piece = await self._receive(None)
+            left -= len(piece.data) + piece.placed
         self._progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
 
     async def _send(self, frames: Any) -> None:
@@ -140,7 +206,7 @@ def swarm_life(index: int, num_processes: int, num_workers: int, options: SwarmO
 
 async def _play(ranks: list[int], bodies: Bodies, options: SwarmOptions) -> Samples:
     channels = [grpc.aio.insecure_channel(options.address, options=_OPTIONS) for _ in ranks]
-    players = [Player(channel, rank, bodies) for channel, rank in zip(channels, ranks, strict=True)]
+    players = [Player(channel, rank, bodies, options) for channel, rank in zip(channels, ranks, strict=True)]
     try:
         await asyncio.wait_for(_all([player.join() for player in players]), _JOIN_S)
         is_over = False

@@ -30,9 +30,9 @@ class JoinedWorker:
     watch: Watch
 
     @property
-    def is_shared(self) -> bool:
-        """The server has agreed to exchange tensors through shared memory (worker/lanes/shared.py)."""
-        return self.session._exchange.lane == "shared memory"
+    def lane(self) -> str:
+        """What it has, by its name in `worker.lanes`."""
+        return str(self.session._exchange.lane).removesuffix(" memory")
 
     def renew_gradients(self) -> None:
         """As a backward leaves them that made new ones: in memory of their own, not where they were sent from."""
@@ -42,12 +42,13 @@ class JoinedWorker:
 
 @contextmanager
 def joined_worker(
-    address: str, rank: int, num_floats: int, optimizer: str, codec: str = "raw", shared_memory: bool = True
+    address: str, rank: int, num_floats: int, optimizer: str, codec: str = "raw", lane: str = "shared"
 ) -> Iterator[JoinedWorker]:
-    """Join the run at `address` with a synthetic model of `num_floats`; leave it at the end of the block."""
+    """Join the run at `address` with a synthetic model of `num_floats`, over `lane` or what comes after it; leave it at
+    the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
-    set_lane(shared_memory)
+    set_lane(lane)
     os.environ["PS_WORKER__CODEC"] = codec
     import paramserver
 
@@ -69,6 +70,7 @@ def joined_worker(
         yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes, watch)
 
 
-def set_lane(shared_memory: bool) -> None:
-    """Whether workers that this process or its children start use shared memory."""
-    os.environ["PS_WORKER__SHARED_MEMORY"] = "true" if shared_memory else "false"
+def set_lane(lane: str) -> None:
+    """The best that workers take which this process or its children start: grpc, direct or shared."""
+    lanes = ("shared", "direct", "grpc")
+    os.environ["PS_WORKER__LANES"] = ",".join(lanes[lanes.index(lane) :])

@@ -71,7 +71,7 @@ def test_help_loads_no_torch(bench: Any) -> None:
 
 
 def test_sigterm_stops_every_process_too(bench: Any) -> None:
-    process = bench.start("memory", "--mb", "1000", "--lane", "tcp")
+    process = bench.start("memory", "--mb", "1000", "--lane", "grpc")
     deadline = time.monotonic() + bench.deadline_s
     while len(bench.left()) < 2:
         assert time.monotonic() < deadline, "nothing was started"
@@ -85,13 +85,15 @@ def test_sigterm_stops_every_process_too(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_exchange_beside_peers(bench: Any) -> None:
-    report, table = bench.measure("exchange --mb 1 --runs 2 --mode bsp --codec bf16 --lane tcp --peers unary,iperf,ddp")
+    report, table = bench.measure(
+        "exchange --mb 1 --runs 2 --mode bsp --codec bf16 --lane grpc --peers unary,iperf,ddp"
+    )
     check_origin(report, "exchange")
     config = report["config"]
-    assert (config["mode"], config["codec"], config["lane"], config["workers"]) == ("sync", "bf16", "tcp", 1)
+    assert (config["mode"], config["codec"], config["lane"], config["workers"]) == ("sync", "bf16", "grpc", 1)
     check_numbers(report["results"])
-    found = report["results"]["ours"]["tcp"]
-    assert (report["results"]["size_mb"], found["sent_mb"], found["is_shared"]) == (1.0, 0.5, 0)
+    found = report["results"]["ours"]["grpc"]
+    assert (report["results"]["size_mb"], found["sent_mb"], found["lane"]) == (1.0, 0.5, "grpc")
     for part in ("exchange", "up", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
     assert found["held_ms"] >= 0  # one worker: nobody is waited for
@@ -99,7 +101,7 @@ def test_exchange_beside_peers(bench: Any) -> None:
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
     assert found["held_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
-    peers, ratios = report["results"]["peers"], report["results"]["ratios"]["tcp"]
+    peers, ratios = report["results"]["peers"], report["results"]["ratios"]["grpc"]
     assert ratios["unary"]["exchange"] == pytest.approx(peers["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01)
     assert ratios.keys() == peers.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}
     assert "our rate / the peer's" in table
@@ -124,12 +126,12 @@ def test_a_sweep_and_its_picture(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
-    report, table = bench.measure("round --mb 1 --runs 2 --lane tcp --workers 2 --peers gloo,ddp")
+    report, table = bench.measure("round --mb 1 --runs 2 --lane grpc --workers 2 --peers gloo,ddp")
     check_origin(report, "round")
     found = report["results"]
     assert set(found["peers"]) == {"gloo", "ddp"}
     check_numbers(found)
-    for figure in (found["ours"]["tcp"], *found["peers"].values()):
+    for figure in (found["ours"]["grpc"], *found["peers"].values()):
         assert 0 < figure["round_best_ms"] <= figure["round_ms"]
         assert figure["gb_s"] == pytest.approx(4 / figure["round_ms"], rel=0.01)
     assert "the slowest worker of each" in table
@@ -141,26 +143,28 @@ def test_latency_beside_torch_rpc(bench: Any) -> None:
     check_origin(report, "latency")
     assert report["config"]["payload_bytes"] == 203 * 4
     found = report["results"]
-    for name in ("exchange", "ping", "torch-rpc"):
+    for name in ("grpc", "direct", "ping", "torch-rpc"):
         figures = found[name]
         assert 0 < figures["best_us"] <= figures["median_us"] <= figures["p90_us"] <= figures["p99_us"]
-    assert found["ratio"]["median_us"] == pytest.approx(
-        found["exchange"]["median_us"] / found["ping"]["median_us"], rel=0.01
+    assert found["ratios"]["direct"]["ping"]["median_us"] == pytest.approx(
+        found["direct"]["median_us"] / found["ping"]["median_us"], rel=0.01
     )
-    assert found["peer_ratios"].keys() == {"torch-rpc"}
+    assert found["ratios"]["grpc"].keys() == {"ping", "torch-rpc"}
     assert "bare gRPC ping-pong" in table
 
 
 @pytest.mark.slow
 def test_scale(bench: Any) -> None:
-    report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2")
+    report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2 --lane all")
     check_origin(report, "scale")
-    found = report["results"]["workers"]["3"]
-    assert found["exchanges_per_s"] > 0
-    assert found["per_worker_ms"] == pytest.approx(3e3 / found["exchanges_per_s"], rel=0.01)
-    # Each is a few threads on all cores.
-    assert 0 < found["server_cpu"] < report["machine"]["cores"] * 1.2
-    assert 0 < found["generator_cpu"] < report["machine"]["cores"] * 1.2
+    assert report["results"]["lanes"].keys() == {"grpc", "direct"}
+    for lane in report["results"]["lanes"].values():
+        found = lane["3"]
+        assert found["exchanges_per_s"] > 0
+        assert found["per_worker_ms"] == pytest.approx(3e3 / found["exchanges_per_s"], rel=0.01)
+        # Each is a few threads on all cores.
+        assert 0 < found["server_cpu"] < report["machine"]["cores"] * 1.2
+        assert 0 < found["generator_cpu"] < report["machine"]["cores"] * 1.2
     assert "2 processes play the workers" in table
 
 
@@ -169,7 +173,7 @@ def test_step(bench: Any) -> None:
     report, table = bench.measure("step --task digits --steps 5 --workers 2 --batch-size 4")
     check_origin(report, "step")
     found = report["results"]
-    workers = found["lanes"]["tcp"]
+    workers = found["lanes"]["direct"]
     assert len(workers) == 2
     assert all(0 <= worker["overhead"] < 1 and worker["compute_ms"] > 0 for worker in workers)
     assert workers[0]["apply_ms"] == workers[1]["apply_ms"]
@@ -182,10 +186,10 @@ def test_step(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_memory(bench: Any) -> None:
-    report, table = bench.measure("memory --mb 8 --workers 1 --mode async --lane tcp")
+    report, table = bench.measure("memory --mb 8 --workers 1 --mode async --lane grpc")
     check_origin(report, "memory")
     (found,) = report["results"]["runs"]
-    assert (found["mode"], found["lane"], found["workers"]) == ("async", "tcp", 1)
+    assert (found["mode"], found["lane"], found["workers"]) == ("async", "grpc", 1)
     # Parameters, twice that for Adam, a mean, one upload (there is one worker), a reply.
     assert found["expected_mb"] == 8 * (1 + 2 + 1 + 1 + 1)
     assert found["model_mb"] == pytest.approx(found["peak_mb"] - found["before_mb"], abs=0.2)
@@ -210,7 +214,7 @@ def test_xor(bench: Any) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "exchange --mb 1 --runs 1 --lane tcp --peers ray",
+        "exchange --mb 1 --runs 1 --lane grpc --peers ray",
         "latency --exchanges 20 --peers ray",
         "xor --workers 2 --steps 5 --runs 1 --peers ray",
     ],

@@ -139,7 +139,7 @@ def test_gloo_sends_there_and_back() -> None:
 
 def test_sizes_of_a_sweep() -> None:
     def sizes(**given: Any) -> list[int]:
-        return ExchangeOptions(100, 1, "sync", "sgd", "raw", "tcp", **given).sizes
+        return ExchangeOptions(100, 1, "sync", "sgd", "raw", "grpc", **given).sizes
 
     assert sizes() == [100_000_000]
     assert sizes(sweep=True, max_mb=1) == [4000, 16000, 64000, 256000]
@@ -156,8 +156,8 @@ def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
 
 
 def test_lanes() -> None:
-    assert [one.name for one in variants_of("both")] == ["tcp", "shared", "shared, in place"]
-    assert [one.shared_memory for one in variants_of("tcp")] == [False]
+    assert [one.name for one in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
+    assert [one.lane for one in variants_of("direct")] == ["direct"]
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_kept_results_are_named_by_date_and_machine(tmp_path: Path) -> None:
 
 
 SWEEP = [
-    {"size_mb": mb, "ours": {"tcp": {"exchange_ms": mb}}, "peers": {"iperf": {"up_ms": mb, "down_ms": mb}}}
+    {"size_mb": mb, "ours": {"grpc": {"exchange_ms": mb}}, "peers": {"iperf": {"up_ms": mb, "down_ms": mb}}}
     for mb in (1.0, 10.0)
 ]
 
 
 def test_curves() -> None:
     assert curves(SWEEP) == [
-        ("tcp", True, [(1.0, 2.0), (10.0, 2.0)]),
+        ("grpc", True, [(1.0, 2.0), (10.0, 2.0)]),
         ("iperf", False, [(1.0, 1.0), (10.0, 1.0)]),
     ]
 
