@@ -66,7 +66,8 @@ class Resolved:
             for key, value in self._values(section).items():
                 # Of a dict, one source may have set the whole and others single keys.
                 found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
-                rows.append((key, str(value), ", ".join(dict.fromkeys(found)) or "default"))
+                shown = ",".join(value) if isinstance(value, tuple) and value else str(value)
+                rows.append((key, shown, ", ".join(dict.fromkeys(found)) or "default"))
         return rows
 
     def _values(self, section: str) -> dict[str, Any]:

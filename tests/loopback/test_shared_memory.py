@@ -27,7 +27,7 @@ TASK = (
     "--task", "digits", "--set", "task.args={channels: [8], hidden: 256}", "--optimizer", "adam", "--lr", "0.01",
     "--batch-size", "16", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
 )  # fmt: skip
-OFF = ("--set", "worker.shared_memory=false")
+OFF = ("--set", "worker.lanes=grpc")
 _LABEL = re.compile(r"/memfd:paramserver-([0-9a-f]{32})")
 
 
@@ -85,7 +85,7 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
     shared, weights, summary = train(cluster, "sync")
     assert shared == ["shared memory"] * 2
     for server_flags, worker_flags, expected in [
-        (("--set", "server.shared_memory=false"), ((), ()), ["grpc", "grpc"]),
+        (("--set", "server.shared_memory=false"), ((), ()), ["direct", "direct"]),
         ((), ((), OFF), ["shared memory", "grpc"]),
         ((), (OFF, ()), ["grpc", "shared memory"]),
     ]:
@@ -100,17 +100,19 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES.names() if mode != "sync"])
-def test_one_worker_alone_gets_the_same_weights_on_both_lanes(cluster, mode):
+def test_one_worker_alone_gets_the_same_weights_on_every_lane(cluster, mode):
     shared, weights, _ = train(cluster, mode, (), ((),))
-    tcp, same, _ = train(cluster, mode, (), (OFF,))
-    assert (shared, tcp) == (["shared memory"], ["grpc"])
-    assert_same(weights, same)
+    assert shared == ["shared memory"]
+    for lane in ("direct", "grpc"):
+        found, same, _ = train(cluster, mode, (), (("--set", f"worker.lanes={lane},grpc".replace("grpc,grpc", "grpc")),))
+        assert found == [lane]
+        assert_same(weights, same)
 
 
 @pytest.mark.slow
 def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
     found, _, summary = train(cluster, "async", (), (("--set", "worker.codec=bf16"), ()))
-    assert found == ["grpc", "shared memory"]
+    assert found == ["direct", "shared memory"]
     encoded, raw = summary["workers"]
     assert encoded["bytes_sent"] < 0.65 * raw["bytes_sent"]  # initial weights, which either may bring, are raw
 
@@ -125,7 +127,7 @@ def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster, mod
         "--mode", mode, "--workers", "3", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
         "--set", "policy.weighting=equal",
     )  # fmt: skip
-    flags = ({}, {}, {"PS_WORKER__SHARED_MEMORY": "false"})
+    flags = ({}, {}, {"PS_WORKER__LANES": "grpc"})
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING=PADDING, **env) for rank, env in enumerate(flags)]
     assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
     assert server.wait() == 0
