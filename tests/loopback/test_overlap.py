@@ -14,8 +14,8 @@ from ..faults.proxy import Plan, Proxy
 
 WAYS = {
     "shared memory": ((), {}),
-    "grpc": ((), {"PS_WORKER__SHARED_MEMORY": "false"}),
-    "direct": (("--set", "server.direct=true", "--set", "server.shared_memory=false"), {}),
+    "grpc": ((), {"PS_WORKER__LANES": "grpc"}),
+    "direct": (("--set", "server.shared_memory=false"), {}),
 }
 
 
@@ -35,7 +35,7 @@ def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
     without = train(cluster, False, *WAYS["grpc"])
     found = {way: train(cluster, True, *told) for way, told in WAYS.items()}
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", "again.safetensors")
-    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__OVERLAP": "true", "LATE": "yes"}
+    env = {"PS_WORKER__LANES": "grpc", "PS_WORKER__OVERLAP": "true", "LATE": "yes"}
     # The model is 1.6 MB: the first connection breaks in the second answer, the next ones in their first or second.
     plans = dict(enumerate([4_000_000, 1_000_000, 1_400_000, 2_200_000, 500_000]))
     with Proxy(cluster.address, lambda number: Plan(reset_after_down=plans.get(number))) as proxy:
@@ -74,7 +74,8 @@ def test_a_step_on_two_versions_does_not_count(cluster: Any) -> None:
     )  # fmt: skip
     env = {"PS_WORKER__OVERLAP": "true", "PS_WORKER__SHARED_MEMORY": "false", "PADDING": str(padding)}
     # Each connection carries an answer or two, the heart's none.
-    with Proxy(cluster.address, lambda number: Plan(reset_after_down=(3 + number % 3) * 1_700_000)) as proxy:
+    port = server.event("listening")["direct_port"]
+    with Proxy(cluster.address, lambda number: Plan(reset_after_down=(3 + number % 3) * 1_700_000), port) as proxy:
         workers = [cluster.script(0, "onehot.py", str(steps), **env, PS_SERVER=proxy.address)]
         workers.append(cluster.script(1, "onehot.py", str(steps), **env))
         assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output
