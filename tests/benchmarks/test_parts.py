@@ -161,18 +161,18 @@ def test_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "optimizer", "workers", "shared", "expected"),
+    ("mode", "optimizer", "workers", "lane", "expected"),
     [
-        ("sync", "adam", 16, False, (1, 2, 1, 4, 1)),
-        ("sync", "sgd", 2, False, (1, 0, 1, 2, 1)),
-        ("async", "adam", 16, False, (1, 2, 1, 4, 4)),
-        ("ssp", "adam", 1, False, (1, 2, 1, 1, 1)),
-        ("localsgd", "adam", 4, False, (1, 0, 1, 4, 1)),
-        ("sync", "adam", 16, True, (1, 2, 1, 16, 1)),
+        ("sync", "adam", 16, "direct", (1, 2, 1, 4, 1)),
+        ("sync", "sgd", 2, "direct", (1, 0, 1, 2, 1)),
+        ("async", "adam", 16, "direct", (1, 2, 1, 4, 4)),
+        ("ssp", "adam", 1, "direct", (1, 2, 1, 1, 1)),
+        ("localsgd", "adam", 4, "direct", (1, 0, 1, 4, 1)),
+        ("sync", "adam", 16, "shared", (1, 2, 1, 16, 1)),
     ],
 )
-def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, shared: bool, expected: Any) -> None:
-    assert tuple(expected_parts(mode, optimizer, workers, shared).values()) == expected
+def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, lane: str, expected: Any) -> None:
+    assert tuple(expected_parts(mode, optimizer, workers, lane).values()) == expected
 
 
 def test_state_of_optimizers() -> None:
