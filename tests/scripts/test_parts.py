@@ -47,8 +47,8 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(
 @pytest.mark.parametrize(
     ("flags", "shards"),
     [
-        pytest.param(("--set", "server.shared_memory=false"), 1, id="tcp"),
-        pytest.param(("--set", "server.shared_memory=false", "--set", "server.direct=true"), 1, id="direct"),
+        pytest.param(("--set", "server.shared_memory=false", "--set", "server.direct=false"), 1, id="grpc"),
+        pytest.param(("--set", "server.shared_memory=false"), 1, id="direct"),
         pytest.param(("--set", "server.shared_memory=false"), 2, id="shards"),
     ],
 )
