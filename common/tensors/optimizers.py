@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -79,11 +79,18 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is the class in torch.optim, e.g. AdamW. `tables` have optimizers of their own."""
+    """`name` is the class in torch.optim, e.g. AdamW; where groups are of several, that of each, as Adam+SGD. `tables`
+    have optimizers of their own."""
 
     name: str
     groups: tuple[GroupSpec, ...]
     tables: tuple[TableSpec, ...] = ()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Of each group."""
+        names = self.name.split("+")
+        return tuple(names) if len(names) == len(self.groups) else (self.name,) * len(self.groups)
 
     def differences(self, other: OptimizerSpec) -> list[str]:
         """How `other` differs, as sentences; empty when both mean the same."""
@@ -263,9 +270,31 @@ def build_optimizer(
     return cls(groups, **arguments)
 
 
+class JointOptimizer:
+    """Optimizers, of several classes perhaps, as one with the groups of all, in their order; what any of them remembers
+    lies in one `state`."""
+
+    def __init__(self, classes: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:
+        """`groups` as torch has them, and the class of each."""
+        self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self._steps: list[Callable[[], Any]] = []
+        found: dict[int, dict[str, Any]] = {}
+        for name in dict.fromkeys(classes):
+            mine = [index for index, other in enumerate(classes) if other == name]
+            one = build_optimizer(name, [groups[index] for index in mine])
+            found.update(zip(mine, one.param_groups, strict=True))
+            self.state.update(one.state)  # Adagrad begins with some
+            one.state = self.state
+            self._steps.append(partial(plain_step(type(one)), one))
+        self.param_groups = [found[index] for index in range(len(groups))]
+
+    def step(self) -> None:
+        for step in self._steps:
+            step()
+
+
 def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> OptimizerSpec:
     """The spec of torch optimizers as one with the groups of all; `names` maps id(parameter) to its name in the model.
-    Of several classes it has a name that no class has.
 
     Raises UsageError when they optimize tensors that are not trained parameters of the model, or one that another does.
     """
@@ -285,7 +314,8 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
             f"parameter '{twice[0]}' is in two parameter groups; its steps and moments would be two",
             fix="give every parameter to one group of one optimizer",
         )
-    return OptimizerSpec("+".join(dict.fromkeys(type(one).__name__ for one in optimizers)), tuple(groups))
+    classes = [type(one).__name__ for one in optimizers for _ in one.param_groups]
+    return OptimizerSpec("+".join(classes) if len(set(classes)) > 1 else classes[0], tuple(groups))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:

@@ -18,9 +18,9 @@ from ...common.tensors.layout import DTYPES, Entry, Kind, Layout, TensorSpec
 from ...common.tensors.optimizers import (
     NOT_HYPERPARAMETERS,
     Hyperparameters,
+    JointOptimizer,
     OptimizerSpec,
     apply_hyperparameters,
-    build_optimizer,
 )
 
 WEIGHTS: Final = "weights.safetensors"
@@ -193,8 +193,8 @@ def _try_out(
             raise CheckpointError(f"'{key}' is no hyperparameter")
     numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
     try:
-        tried = build_optimizer(
-            optimizer.name,
+        tried = JointOptimizer(
+            optimizer.classes,
             [{"params": [one], **group.hyperparameters} for one, group in zip(numbers, optimizer.groups, strict=True)],
         )
         for number, torch_group, now, members in zip(numbers, tried.param_groups, hyperparameters, groups, strict=True):

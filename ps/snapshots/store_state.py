@@ -117,7 +117,7 @@ def restore(store: Store, loaded: Loaded) -> None:
     if store.averaged is not None:
         _fill(store.layout, store.averaged, loaded.files.get(AVERAGED, weights))
     if store.optimizer is not None and loaded.manifest.hyperparameters is not None:
-        name, groups = type(store.optimizer.torch).__name__, store.optimizer.torch.param_groups
+        name, groups = store.optimizer.name, store.optimizer.torch.param_groups
         spec = loaded.manifest.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(

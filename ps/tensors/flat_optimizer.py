@@ -1,4 +1,4 @@
-"""A torch optimizer over flat weights, stepped window by window.
+"""Torch optimizers over flat weights, stepped window by window.
 
 Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. Right for
 optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries out for each class. A window's
@@ -22,11 +22,10 @@ from ...common.errors import ParamServerError
 from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
     Hyperparameters,
+    JointOptimizer,
     OptimizerSpec,
     apply_hyperparameters,
-    build_optimizer,
     current_hyperparameters,
-    plain_step,
 )
 from .windows import Window
 
@@ -87,9 +86,8 @@ class FlatOptimizer:
                 flats.append([_Flat(one, torch.nn.Parameter(one.view(weights)), _lying_in(one, held)) for one in parts])
             members = [flat.parameter for flats in self._windows for flat in flats[-1]]
             groups.append({"params": members, **group.hyperparameters})
-        self.torch = build_optimizer(spec.name, groups)
+        self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
         self._is_parted = False  # some flats have missed steps that others took
-        self._step = plain_step(type(self.torch))
 
     def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
@@ -140,7 +138,7 @@ class FlatOptimizer:
                 group["params"] = [
                     flat.parameter for flat in flats if has_state in (None, bool(state.get(flat.parameter)))
                 ]
-        self._step(self.torch)
+        self.torch.step()
 
     def _part(self, index: int, group: int, kind: Callable[[str], object]) -> None:
         """From now on tensors of different `kind` are not stepped as one: each flat of a window's group becomes as many
@@ -192,7 +190,7 @@ class FlatOptimizer:
                 scalars[key] = value.clone()
                 continue
             if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
-                raise ParamServerError(f"{type(self.torch).__name__} keeps {key} in a form unlike its weights")
+                raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
             keys.append(key)
             flat.run.view(state.body(key, self._layout)).copy_(value)
         return TensorState(frozenset(keys), scalars)

@@ -98,9 +98,9 @@ class Model:
                 what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
                 raise refusal(Reason.BAD_REQUEST, f"{what} weights", fix="use --mode sync, async or ssp")
             return
-        find_optimizer(optimizer.name)
-        for group in optimizer.groups:
-            check_hyperparameters(optimizer.name, group.hyperparameters)
+        for name, group in zip(optimizer.classes, optimizer.groups, strict=True):
+            find_optimizer(name)
+            check_hyperparameters(name, group.hyperparameters)
         store, aggregation = self._config.store, self._config.policy.aggregation
         if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
             raise refusal(
@@ -161,9 +161,9 @@ class Model:
     def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
         assert self.optimizer is not None
-        for known, told in zip(self.optimizer.groups, groups, strict=False):
+        for name, known, told in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
             if told and self._has_optimizer:
-                check_hyperparameters(self.optimizer.name, told, known.hyperparameters)
+                check_hyperparameters(name, told, known.hyperparameters)
         for table, told in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
             if told and not (told.keys() == {"lr"} and isinstance(told["lr"], float) and 0 <= told["lr"] <= 1e9):
                 raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(told)[:80]} is no learning rate")

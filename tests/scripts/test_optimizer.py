@@ -43,7 +43,6 @@ TOLD = {
     "shard": "session.shard() before session.optimizer()",
     "no parameters": "the model has no parameters to train: it has none",
     "frozen": "none of its 2 tensors is a parameter with requires_grad",
-    "classes": "optimizers of several classes (head Adam, body SGD): in mode async the server runs one for all",
     "shared": "parameter 'a.0.weight' is in two parameter groups",
     "parts": "takes NAME=(model, optimizer) for each part",
     "max_norm": "embedding '1' has a max_norm",

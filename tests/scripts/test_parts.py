@@ -27,6 +27,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     [
         pytest.param("gan", {}, (), marks=slow),
         pytest.param("gan", {"EVERY": "3"}, ("--set", "server.shared_memory=false"), marks=slow),
+        pytest.param("gan", {"SGD": "1"}, ("--set", "store.clip_norm=1000"), id="adam and sgd", marks=slow),
         pytest.param("actor_critic", {}, (), id="actor_critic"),
     ],
 )
@@ -78,10 +79,12 @@ def test_a_run_that_is_killed_between_two_parts_of_a_step_ends_as_one_that_was_n
     cluster: Cluster, tmp_path: Path, place: str
 ):
     """BatchNorm counts its batches, and noise comes from torch's generator."""
-    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", NOISE="1", BATCH=str(BATCH))
+    more = {"SGD": "1"} if place == "generator 7" else {}
+    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", NOISE="1", BATCH=str(BATCH), **more)
     flags = ("--mode", "sync", "--workers", "1", "--steps", "12", "--checkpoint-dir", "kept", "--checkpoint-every", "1")
     out = tmp_path / "together.pt"
     env = {"BATCH": str(BATCH), "OUT": str(out), "NOISE": "1", "GATE": str(tmp_path / "go"), "GATE_AT": place}
+    env |= more
     server = cluster.server(*flags)
     script = cluster.script(0, HERE / "gan.py", **env)
     script.until(lambda: "at the gate" in script.output, "gate")

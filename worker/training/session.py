@@ -286,13 +286,6 @@ def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) ->
     if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
         raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
     found = [optimizer for _, optimizer in parts.values()]
-    kinds = [type(optimizer).__name__ for optimizer in found]
-    if settings.source == "gradient" and len(set(kinds)) > 1 and settings.mode != "single":
-        told = ", ".join(f"{name} {kind}" for name, kind in zip(parts, kinds, strict=True))
-        raise UsageError(
-            f"optimizers of several classes ({told}): in mode {settings.mode} the server runs one for all",
-            fix="use one class, with hyperparameters for each part; or --mode localsgd, where each runs in the workers",
-        )
     if has_tables and len(found) > 1:
         raise UsageError("session.rows() with several optimizers: which of them steps a table's rows nobody says")
     if settings.pipelined and len(found) > 1:

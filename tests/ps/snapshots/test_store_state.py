@@ -123,7 +123,7 @@ OPTIMIZERS = [
     pytest.param("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, id="SGD-momentum"),
     pytest.param("Adam", {"amsgrad": True, "betas": [0.8, 0.95]}, id="Adam-amsgrad"),
     pytest.param("RMSprop", {"momentum": 0.5, "centered": True}, id="RMSprop-centered"),
-    *(pytest.param(name, {}, id=name) for name in ELEMENTWISE),
+    *(pytest.param(name, {}, id=name) for name in (*ELEMENTWISE, "Adam+SGD")),
 ]
 
 

@@ -19,6 +19,7 @@ from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, 
 from paramserver.ps.tensors.store import Store
 
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
+ELEMENTWISE += ["adamw+sgd", "sgd+adagrad"]  # of each group another
 NAMES = ("a", "b", "c", "d")
 GROUPS = ({"lr": 0.05}, {"lr": 0.02})
 # Who has a gradient, step by step; b has its first late, d never.
@@ -31,9 +32,10 @@ def layout(rows: int) -> Layout:
 
 
 def optimizer(name: str) -> OptimizerSpec:
+    first, second = name.split("+") if "+" in name else (name, name)
     groups = (
-        GroupSpec(("a", "b"), GROUPS[0] | MORE.get(name, {})),
-        GroupSpec(("c", "d"), GROUPS[1] | MORE.get(name, {})),
+        GroupSpec(("a", "b"), GROUPS[0] | MORE.get(first, {})),
+        GroupSpec(("c", "d"), GROUPS[1] | MORE.get(second, {})),
     )
     return OptimizerSpec(name, groups)
 
@@ -54,12 +56,13 @@ def plain(name: str, rows: int) -> dict[str, torch.Tensor]:
     weights = {key: torch.nn.Parameter(value) for key, value in values(0, rows).items()}
     spec = optimizer(name)
     groups = [{"params": [weights[one] for one in group.tensors], **group.hyperparameters} for group in spec.groups]
-    torch_optimizer = known_optimizers()[name](groups)
+    optimizers = [known_optimizers()[one]([group]) for one, group in zip(spec.classes, groups, strict=True)]
     for number, present in enumerate(STEPS, 1):
         gradients = values(number, rows)
         for key, weight in weights.items():
             weight.grad = gradients[key] if key in present else None
-        torch_optimizer.step()
+        for one in optimizers:
+            one.step()
     return {key: weight.detach() for key, weight in weights.items()}
 
 

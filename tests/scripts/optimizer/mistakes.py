@@ -31,8 +31,6 @@ with paramserver.connect() as session:
     wrong("shard", lambda: next(iter(session.shard(TensorDataset(torch.zeros(8, 4))))))
     wrong("no parameters", lambda: session.optimizer(torch.nn.ReLU(), inner))
     wrong("frozen", lambda: session.optimizer(torch.nn.Linear(4, 3).requires_grad_(False), inner))
-    body = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    wrong("classes", lambda: session.optimizers(head=(model[1], inner), body=(model[0], body)))
     wrong("shared", lambda: session.optimizers(a=(model, inner), b=(model, torch.optim.Adam(model.parameters()))))
     bounded = torch.nn.Sequential(model, torch.nn.Embedding(3, 4, max_norm=1.0))
     wrong("max_norm", lambda: session.optimizer(bounded, torch.optim.Adam(bounded.parameters())))

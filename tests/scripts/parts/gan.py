@@ -1,6 +1,6 @@
 """A GAN as the tutorials have it: the critic steps on a real and a fake batch, then the generator (each
 EVERY batches), whose loss goes through the critic. NOISE: from torch's generator, and BatchNorm in the generator.
-WIDTH of both, which have about 50 bytes for each unit."""
+SGD for the critic. WIDTH of both, which have about 50 bytes for each unit."""
 
 import os
 import time
@@ -25,6 +25,13 @@ generator = nn.Sequential(nn.Linear(3, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH,
 critic = nn.Sequential(nn.Linear(4, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1)).double()
 
 
+if os.environ.get("SGD"):  # of another class, with two groups
+    groups = [{"params": critic[:1].parameters()}, {"params": critic[1:].parameters(), "lr": 0.02}]
+    of_critic = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+else:
+    of_critic = torch.optim.Adam(critic.parameters(), lr=0.01, weight_decay=0.01)
+
+
 def gate(place):
     """Wait there for a file."""
     if place == os.environ.get("GATE_AT"):
@@ -41,7 +48,7 @@ def main():
     with paramserver.connect() as session:
         g_optimizer, c_optimizer = session.optimizers(
             generator=(generator, torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.999))),
-            critic=(critic, torch.optim.Adam(critic.parameters(), lr=0.01, weight_decay=0.01)),
+            critic=(critic, of_critic),
         )
         schedule = torch.optim.lr_scheduler.StepLR(g_optimizer, step_size=4, gamma=0.5)
         for number, (real, latent) in enumerate(session.shard(TensorDataset(real_data, latents), batch_size=BATCH)):
