@@ -56,16 +56,18 @@ class _Connection:
 
 
 class Proxy:
-    """Listens on a free port and passes on to `target`, HOST:PORT. Two threads a connection."""
+    """Listens on a free port of `host` and passes on to `target`, HOST:PORT. Two threads a connection."""
 
-    def __init__(self, target: str, plan: Callable[[int], Plan] = lambda _: Plan(), direct_port: int = 0) -> None:
-        host, _, port = target.rpartition(":")
+    def __init__(
+        self, target: str, plan: Callable[[int], Plan] = lambda _: Plan(), direct_port: int = 0, host: str = ""
+    ) -> None:
+        server, _, port = target.rpartition(":")
         self._plan = plan
-        here = "127.0.0.2" if direct_port else "127.0.0.1"
-        self._listeners = {socket.create_server((here, 0)): (host, int(port))}
+        here = host or ("127.0.0.2" if direct_port else "127.0.0.1")
+        self._listeners = {socket.create_server((here, 0)): (server, int(port))}
         self.address = f"{here}:{next(iter(self._listeners)).getsockname()[1]}"
         if direct_port:
-            self._listeners[socket.create_server((here, direct_port))] = (host, direct_port)
+            self._listeners[socket.create_server((here, direct_port))] = (server, direct_port)
         self.connections: list[_Connection] = []
         self.num_resets_up = 0
         self.num_resets_down = 0

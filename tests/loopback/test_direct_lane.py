@@ -16,10 +16,11 @@ from paramserver.common.security import PLAINTEXT
 from paramserver.worker.conversation.direct import Direct, DirectError
 
 from ..certificates import certs, flags
+from ..faults.proxy import Proxy
 
 STEPS = 12
 PADDING = 700_000  # 2.8 MB: two windows, and time to be read while it is made
-DIRECT = ("--set", "server.direct=true", "--set", "server.shared_memory=false")
+DIRECT = ("--set", "server.shared_memory=false")
 
 
 def environment(lab: Path, name: str) -> dict[str, str]:
@@ -91,6 +92,20 @@ def test_a_direct_connection_that_is_cut_is_made_again(cluster: Any) -> None:
     worker = cluster.script(0, "onehot.py", str(STEPS), PADDING=str(PADDING), CUT_EVERY="3")
     assert check(cluster, server, [worker]) == ["direct"]
     assert [event["resumed"] for event in server.events("joined")] == [False, True, True, True]
+
+
+@pytest.mark.slow
+def test_a_server_of_which_one_port_is_published(cluster: Any) -> None:
+    """As in a container, behind a proxy or a NAT: over gRPC, and everybody says why."""
+    server = serve(cluster, "async", 1)
+    port = server.event("listening")["direct_port"]
+    with Proxy(cluster.address, host="127.0.0.2") as proxy:
+        worker = cluster.script(0, "onehot.py", str(STEPS), PADDING=str(PADDING), PS_SERVER=proxy.address)
+        assert check(cluster, server, [worker]) == ["grpc"]
+    why = f"direct: port {port} (server.direct_port): connection refused"
+    assert why in worker.event("tensors")["reason"]
+    assert why in server.event("admitted")["reason"]
+    assert why in json.loads((cluster.folder / "s.json").read_text())["workers"][0]["lane_reason"]
 
 
 def test_a_port_that_is_taken(cluster: Any) -> None:
