@@ -56,6 +56,15 @@ def test_a_worker_that_crashes_at_the_same_place_again_is_shown_once_and_ends_th
     )
 
 
+def test_a_mistake_of_every_worker_is_shown_once_and_not_tried_again(marked) -> None:
+    run = marked.run("-n", "2", "--set", "launch.backoff_s=10", FAKE_WORKER="crash")
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback") == 1 and run.stderr.count("joined rank=") == 2
+    assert run.stderr.splitlines()[-1].startswith(
+        "ps-launch: every worker failed: RuntimeError: a mistake in the user's"
+    )
+
+
 def test_a_mismatch_is_not_tried_again(marked) -> None:
     run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_0="exit 12")
     assert run.returncode == 12
