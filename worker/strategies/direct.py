@@ -17,7 +17,7 @@ from ..tensors.transfer import ModelTensors, Source
 from ..tensors.waiting import num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
-from .late import LateWeights
+from .late import LateWeights, is_worth_it
 
 
 class Direct:
@@ -41,7 +41,7 @@ class Direct:
         backward pass for one of them fills gradients of others too."""
         self._may_send_early &= not is_parted
         self._model = model
-        may_be_late = self._may_come_late and not is_parted and model.layout.exchange_bytes >= MIN_MODEL_BYTES
+        may_be_late = self._may_come_late and not is_parted and is_worth_it(model.layout)
         users = [num_users(tensor) for tensor in model.tensors] if may_be_late else []
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights

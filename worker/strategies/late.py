@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Kind
+from ...common.tensors.layout import Kind, Layout
 from ..conversation.client import Lost
 from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
@@ -36,9 +36,12 @@ from ..tensors.arrival import Arrival
 from ..tensors.transfer import ModelTensors
 from ..tensors.waiting import MAY_WAIT, hidden, make_usual, make_wait, num_users
 from ..tensors.watch import Watch
+from .early import MIN_MODEL_BYTES
 
 log = get_logger()
 
+# Waiting for a tensor takes 10 to 20 us: as long as so many bytes of it should take to come, at the least.
+_MIN_TENSOR_BYTES = 64 << 10
 # An interrupted worker waits this long for what comes to reach a safe place.
 _STOP_S = 5.0
 
@@ -53,6 +56,7 @@ class LateWeights:
         self._flight: Future[None] | None = None
         self._arrival: Arrival | None = None
         self._awaited: set[int] = set()  # tensors that have not been taken into the model
+        self._num_awaited = 0  # in the beginning
         self._version = 0
         self._lock = threading.RLock()  # a forward pass may be computed once more on a thread of autograd
         self._process = os.getpid()
@@ -110,6 +114,7 @@ class LateWeights:
         self._version = self._exchange.progress.version
         self._arrival, receive = self._exchange.expect()
         self._awaited = set(self._arrival.awaited)
+        self._num_awaited = len(self._awaited)
         for index in self._awaited:
             make_wait(self._model.tensors[index], partial(self._come, index))
 
@@ -141,18 +146,23 @@ class LateWeights:
             started = time.perf_counter()
             is_whole = self._arrival.wait(index)
             self._waited_s += time.perf_counter() - started
-            if is_whole:
-                self._take(index)
+            if self._flight is None or not is_whole or (self._flight.done() and self._flight.exception() is None):
+                self._land()  # all at once costs less
             else:
-                self._land()
+                self._take([index])
 
-    def _take(self, index: int) -> None:
+    def _take(self, indices: list[int]) -> None:
         assert self._arrival is not None
-        self._give_back(index)
+        are_all = len(indices) == self._num_awaited
+        for index in indices:
+            self._give_back(index)
         with torch._C._DisableFuncTorch():  # whatever transform the reader is in
-            self._arrival.take(index)
-            if self._watch is not None:
-                self._watch.note_one(index)
+            for index in indices:
+                self._arrival.take(index)
+                if self._watch is not None and not are_all:
+                    self._watch.note_one(index)
+            if self._watch is not None and are_all:
+                self._watch.note()
 
     def _give_back(self, index: int) -> None:
         """The tensor is as any other."""
@@ -193,8 +203,7 @@ class LateWeights:
         except Lost as lost:
             self._recover(lost)
         finally:
-            for index in list(self._awaited):
-                self._take(index)
+            self._take(list(self._awaited))
             self._arrival = None
 
     def _recover(self, lost: Lost) -> None:
@@ -239,6 +248,12 @@ class LateWeights:
         self._flight = None
         for index in list(self._awaited):
             self._give_back(index)
+
+
+def is_worth_it(layout: Layout) -> bool:
+    """Whether a model is large enough, and its tensors are on average."""
+    num_tensors = sum(entry.spec.kind is not Kind.FROZEN for entry in layout.entries)
+    return layout.exchange_bytes >= max(MIN_MODEL_BYTES, num_tensors * _MIN_TENSOR_BYTES)
 
 
 def _owners(model: ModelTensors) -> dict[nn.Module, list[int]]:
