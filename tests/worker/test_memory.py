@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -171,8 +171,14 @@ def of_step(told: list[Any], step: int) -> list[Any]:
     return [one for one in told if one[0] == "end" or one[0] >= step]
 
 
+# The whole run is over, and the loop asks for a batch before it uses the one at hand.
+OVER = {"num_samples": 19, "shuffle": True, "is_outside": False, "has_epochs": False, "is_ahead": True, "accumulate": 2}
+
+
 @given(way=WAYS, local_steps=st.integers(1, LOCAL), kill_at=st.integers(1, 2 * STEPS), counted=st.floats(0, 1))
-@settings(max_examples=25, deadline=None, phases=(Phase.generate,))
+@example(way=OVER, local_steps=1, kill_at=2 * STEPS, counted=1.0)
+@example(way={**OVER, "has_epochs": True, "accumulate": 1}, local_steps=1, kill_at=2 * STEPS, counted=1.0)
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
 def test_whoever_takes_a_rank_does_what_the_one_before_would_have_done(way, local_steps, kill_at, counted) -> None:
     whole: list[Any] = []
     script(Strategy(Run(local_steps), 0), way, whole)

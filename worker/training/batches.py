@@ -110,7 +110,11 @@ class Batches:
         if memory is not None and taken.is_through(self.hand):
             self.hand.drop()
             memory.replayed()
-        if self._has_all or self._has_ended or self._is_over():
+        if self._has_all or taken.ends_with(self.hand):
+            if memory is not None:
+                memory.note()  # what is at hand has a step to come
+            raise StopIteration
+        if self._has_ended or self._is_over():
             raise StopIteration
         if memory is not None and memory.has_moved:
             if taken.epoch is not None:

@@ -178,9 +178,17 @@ class Taken:
 
     def is_through(self, hand: Hand) -> bool:
         """All batches of what is computed once more have been used and no step was taken: a scaler found infinities."""
-        is_replaying = self._progress().is_replaying
-        num_asked = sum(map(len, (*self._left, hand)))
-        return is_replaying and 0 < len(hand) <= hand.num_computed and self.place + num_asked >= self._ends_at
+        return 0 < len(hand) <= hand.num_computed and self._has_again(hand)
+
+    def ends_with(self, hand: Hand) -> bool:
+        """What is computed once more is the last of the run, and the loop has all of it, if it asks ahead or not."""
+        return self._progress().is_last and self._has_again(hand)
+
+    def _has_again(self, hand: Hand) -> bool:
+        """All batches of what is computed once more were asked for."""
+        if not hand or not self._progress().is_replaying:
+            return False
+        return self.place + sum(map(len, (*self._left, hand))) >= self._ends_at
 
     # ---- steps --------------------------------------------------------------------------------
 
