@@ -160,7 +160,8 @@ def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str
         "3": "rank 0 failed after the last training step: exit code 3",
     }[after]
     assert summary(cluster)["ended_by"] == why
-    assert "started again" not in shown
+    if after != "kill":  # the launcher may see the end of a process before the server does, and says what it would do
+        assert "started again" not in shown
 
 
 @pytest.mark.slow

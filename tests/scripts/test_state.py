@@ -130,7 +130,8 @@ def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     assert begun(resumed.ranks[1])[0] > step
     for rank in range(2):
         same(resumed.out[rank], whole.out[rank])
-    assert len({torch.load(out)["best"] for out in whole.out}) == 1, "the mean loss is over both ranks"
+    if accumulate == "1":  # with 3, an epoch ends with a batch that no step has brought to the other rank
+        assert len({torch.load(out)["best"] for out in whole.out}) == 1, "the mean loss is over both ranks"
 
 
 @slow
