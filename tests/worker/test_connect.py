@@ -24,6 +24,7 @@ from paramserver.worker.conversation import heartbeat
 from paramserver.worker.conversation.client import OPTIONS, Client
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.security import open_channel, wait_until_ready
+from paramserver.worker.conversation.spare import Spare
 
 AT_ONCE_S = 5.0
 
@@ -134,6 +135,16 @@ def test_what_was_tried_is_said_of_a_name_that_may_come_up_and_of_a_port_where_n
         ]:
             with pytest.raises(UnreachableError, match=rf"no server at {address} .*: .*{cause}"):
                 Exchange(WorkerConfig(server=address, give_up_s=0.5), rank=0)
+
+
+def test_a_spare_says_for_which_server_it_waits_and_gives_up_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(UnreachableError, match=f"no server at {address}"):
+            Spare(Config.model_validate({"worker": {"server": address, "give_up_s": 0.5}}))
+    said = "".join(capsys.readouterr())
+    assert said.count("waiting_for_server") == 1 and address in said
 
 
 def test_a_script_that_is_to_evaluate_never_trains_alone() -> None:

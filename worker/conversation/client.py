@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import grpc
 import torch
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, refusal
+from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import TableSpec
@@ -24,10 +26,13 @@ from ...common.wire.direct import Placed
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, layout_from_proto, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
+from ..session import Retry
 from .direct import Direct, DirectError
-from .interrupts import uninterrupted
+from .interrupts import sleep, uninterrupted
 from .messages import chunks, message
 from .security import open_channel, wait_until_ready
+
+log = get_logger()
 
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -54,6 +59,15 @@ _JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_
 
 class Lost(Exception):
     """The connection is gone, or was never there; the text says what gRPC said."""
+
+
+def wait_for_server(retry: Retry, lost: Lost) -> None:
+    """Returns when it is time to try again; the first time it says whom it waits for. Raises UnreachableError past
+    the give-up time."""
+    delay_s, reason = retry.failed(time.monotonic(), str(lost)), str(lost)
+    if retry.num_failures == 1:
+        log.info("waiting_for_server", address=retry.address, reason=reason, gives_up_in_s=retry.give_up_s)
+    sleep(delay_s)
 
 
 class Client:

@@ -32,7 +32,7 @@ from ..session import Progress, Retry
 from ..tensors.arrival import Arrival
 from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors, Source
-from .client import Client, Lost
+from .client import Client, Lost, wait_for_server
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
@@ -81,15 +81,7 @@ class Exchange:
                 welcome = self._shards[0].join(self._join_message(), _ATTEMPT_S)
                 break
             except Lost as lost:
-                delay_s = self._retry.failed(time.monotonic(), str(lost))
-                if self._retry.num_failures == 1:
-                    log.info(
-                        "waiting_for_server",
-                        address=self._config.server,
-                        reason=str(lost),
-                        gives_up_in_s=self._config.give_up_s,
-                    )
-                sleep(delay_s)
+                wait_for_server(self._retry, lost)
         self.progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)

@@ -18,8 +18,7 @@ from ..session import Retry
 from ..tensors.parts import part_of
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors
-from .client import Client, Lost
-from .interrupts import sleep
+from .client import Client, Lost, wait_for_server
 from .messages import Settings, read_settings, spare_beat
 from .security import worker_credentials
 
@@ -59,7 +58,7 @@ class Spare:
                 if self._was_there and (self.is_over or self._retry.num_failures > 4):
                     self.is_over = True
                     return self.settings, 0, 0
-                sleep(self._retry.failed(time.monotonic(), str(lost)))
+                wait_for_server(self._retry, lost)
                 continue
             self._retry.reached()
             self._was_there, self._run = True, status.run
