@@ -177,13 +177,18 @@ class DirectPeer(Peer):
             assert received.kind == "waiting", received
 
     def _next(self) -> Any:
-        """The next message with the bytes that follow it; None at the end."""
+        """The next message with the bytes that follow it; None at the end, also at one in the middle of a message."""
         try:
-            if len(length := self._file.read(4)) < 4:
+            if len(prefix := self._file.read(4)) < 4:
                 return None
-            received = parse(pb.ServerMessage, self._file.read(struct.unpack("<I", length)[0]))
+            (length,) = struct.unpack("<I", prefix)
+            if len(raw := self._file.read(length)) < length:
+                return None
+            received = parse(pb.ServerMessage, raw)
             data = memoryview(self._file.read(received.placed)) if received.placed else received.data
         except OSError:
+            return None
+        if len(data) < received.placed:
             return None
         return received._replace(data=data, placed=0)
 
