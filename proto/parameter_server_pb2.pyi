@@ -116,13 +116,14 @@ class Join(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., answers_taken: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct", "lane_reason")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct", "contribution", "lane_reason")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_CODEC_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     LANE_REASON_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
@@ -130,8 +131,9 @@ class Model(_message.Message):
     segment: Segment
     answer_codec: str
     direct: bool
+    contribution: RunSettings.ContributionKind
     lane_reason: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., lane_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., lane_reason: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")
@@ -472,9 +474,11 @@ class RunSettings(_message.Message):
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
         GRADIENT: _ClassVar[RunSettings.ContributionKind]
         WEIGHTS: _ClassVar[RunSettings.ContributionKind]
+        DELTA: _ClassVar[RunSettings.ContributionKind]
     CONTRIBUTION_KIND_UNSPECIFIED: RunSettings.ContributionKind
     GRADIENT: RunSettings.ContributionKind
     WEIGHTS: RunSettings.ContributionKind
+    DELTA: RunSettings.ContributionKind
     MODE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]

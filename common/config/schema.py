@@ -72,7 +72,7 @@ class TaskConfig(Section):
 class RunConfig(Section):
     mode: Annotated[Mode, Flag(metavar="MODE")] = Field(
         "sync",
-        description="sync, async, ssp, localsgd or an alias, or FILE.py:NAME (never taken from another process); "
+        description="sync, async, ssp, localsgd, diloco or an alias, or FILE.py:NAME (never from another process); "
         "ps-launch runs several, MODE,MODE, one after another and compares them, among them single: one worker alone "
         "on the union batch",
     )
@@ -140,8 +140,8 @@ class PolicyConfig(Section):
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
     aggregation: Annotated[str, AfterValidator(AGGREGATIONS.check)] = Field(
         "mean",
-        description="sync: how a round's gradients become one: mean, or median or trimmed_mean, which withstand some "
-        "that lie and hold every worker's gradient in memory",
+        description="sync, diloco: how a round's gradients or deltas become one: mean, or median or trimmed_mean, "
+        "which withstand some that lie and hold those of every worker in memory",
     )
     trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
 
@@ -218,10 +218,11 @@ class StoreConfig(Section):
     clip_norm: Annotated[float | None, Flag(Panel.OPTIMIZER)] = Field(
         None,
         gt=0,
-        description="sync: cap on the 2-norm of the mean gradient, as clip_grad_norm_ in one process; none: any",
+        description="sync: cap on the 2-norm of the mean gradient, as clip_grad_norm_ in one process; diloco: of the "
+        "mean delta; none: any",
     )
     max_norm: float | None = Field(
-        None, gt=0, description="cap on the 2-norm of each worker's gradient, before the mean; none: any"
+        None, gt=0, description="cap on the 2-norm of each worker's gradient, or delta, before the mean; none: any"
     )
     on_large: Literal["reject", "skip", "clip", "halt"] = Field(
         "clip", description="a gradient beyond store.max_norm: as on_nonfinite; clip scales it down to the cap"

@@ -106,6 +106,7 @@ def _what_to_do(seconds: float, seed: int) -> dict[str, Any]:
         "task.name": _LEDGER, "run.steps": steps, "run.batch_size": _BATCH_SIZE, "run.seed": seed,
         "optimizer.name": "sgd", "optimizer.lr": 1.0, "slowdown.base_s": step_s,
         "slowdown.jitter_s": round(step_s / 5, 3), "server.lease_s": _LEASE_S, "policy.local_steps": 4,
+        "policy.outer_lr": 1.0, "policy.outer_momentum": 0.0,  # the weights then count what was applied
     }  # fmt: skip
 
 

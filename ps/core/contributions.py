@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Policy, Refuse
+from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Outer, Policy, Refuse
 from . import effects
 from .drawn import Data, Drawn
 from .effects import Effect, Log
@@ -54,6 +54,7 @@ class Contributions:
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
+        self._outer: Outer | None = None  # that the newest commit was made with
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
@@ -163,7 +164,7 @@ class Contributions:
                     if held.is_folded:
                         yield effects.Fold(held.identity, weight, held.scale)
                 case Commit():
-                    yield self._commit(decision)
+                    yield from self._commit(decision)
                 case Answer(rank, outcome, reason):
                     yield from self._answer(rank, outcome, reason, at)
                 case Refuse(rank, kind, reason):
@@ -171,7 +172,7 @@ class Contributions:
                     if worker is not None:
                         yield effects.Refuse(rank, worker.incarnation, refusal(Reason[kind], reason))
 
-    def _commit(self, decision: Commit) -> Effect:
+    def _commit(self, decision: Commit) -> Iterator[Effect]:
         in_mean, self._in_mean = self._in_mean, []
         num_batches, num_steps = Counter[int](), Counter[int]()
         for held in in_mean:
@@ -185,11 +186,17 @@ class Contributions:
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
         told = [held for held in in_mean if held.hyperparameters is not None]
         newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
-        return effects.Commit(
+        hyperparameters = newest.hyperparameters if newest is not None else None
+        if (outer := self._policy.outer) is not None:
+            hyperparameters = (dict(outer.arguments),)
+            if outer != self._outer:
+                self._outer = outer
+                yield Log("info", "outer_optimizer", {**outer.arguments, "name": outer.name, "because": outer.reason})
+        yield effects.Commit(
             self._policy.version,
             folded,
             tuple(sorted(self._policy.members)),
-            newest.hyperparameters if newest is not None else None,
+            hyperparameters,
             decision.lr_scale(weights),
             decision.reason,
         )

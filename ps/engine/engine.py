@@ -62,7 +62,7 @@ class Engine:
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self._break("tensors", error))
-        self.model = Model(config, self.tensors, policy.contribution == "gradient")
+        self.model = Model(config, self.tensors, policy.contribution == "gradient", policy.outer)
         self.folding = Folding(
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
         )

@@ -39,12 +39,12 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
-from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Refuse
+from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
 from .rules import Rule
 from .standing import Standing
 
 __all__ = [
-    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome",
+    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome", "Outer",
     "Policy", "Refuse", "names",
 ]  # fmt: skip
 
@@ -80,8 +80,9 @@ class Policy(ABC):
     Options: ClassVar[type[Section]] = Section
     # What its histories must keep to, beyond what holds in every mode.
     rules: ClassVar[tuple[type[Rule], ...]] = ()
-    # What workers send: the server runs the optimizer on gradients and averages weights.
-    contribution: ClassVar[Literal["gradient", "weights"]] = "gradient"
+    # What workers send. The server runs their optimizer on gradients, averages weights, and runs its own (`outer`)
+    # on deltas: the weights that local steps began from minus those they led to.
+    contribution: ClassVar[Literal["gradient", "weights", "delta"]] = "gradient"
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
@@ -297,6 +298,11 @@ class Policy(ABC):
     def local_steps(self) -> int:
         """Training steps in one contribution."""
         return 1
+
+    @property
+    def outer(self) -> Outer | None:
+        """What the server steps with where deltas are contributed. Its numbers may change from commit to commit."""
+        return None
 
     @property
     def pull_every(self) -> int:

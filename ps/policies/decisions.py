@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -34,6 +34,15 @@ class Contribution:
     def continues(self) -> bool:
         """It belongs to the training step of the rank's contribution before, which was of another part."""
         return self.part > 0 and self.num_steps == 0
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The optimizer that the server steps along what workers contribute, where their own stays with them."""
+
+    name: str  # in torch.optim
+    arguments: Mapping[str, float | bool]
+    reason: str  # why these, as a phrase
 
 
 @dataclass(frozen=True)

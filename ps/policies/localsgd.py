@@ -19,7 +19,7 @@ from .rounds import RoundOptions, RoundPolicy
 
 
 class LocalSgdOptions(RoundOptions):
-    local_steps: int = Field(8, ge=1, description="localsgd: local optimizer steps between two averages")
+    local_steps: int = Field(8, ge=1, description="localsgd, diloco: local optimizer steps of a round; none: 8, 25")
 
 
 class LocalSgdPolicy(RoundPolicy):

@@ -24,9 +24,9 @@ from .rules import RoundRule
 
 class RoundOptions(Section):
     straggler_timeout_s: float | None = Field(
-        None, gt=0, description="sync, localsgd: seconds after a round's first contribution at which it closes"
+        None, gt=0, description="sync, localsgd, diloco: seconds after a round's first contribution at which it closes"
     )
-    backup_workers: int = Field(0, ge=0, description="sync, localsgd: a round closes without this many")
+    backup_workers: int = Field(0, ge=0, description="sync, localsgd, diloco: a round closes without this many")
 
 
 class RoundPolicy(Policy):

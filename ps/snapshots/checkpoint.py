@@ -113,7 +113,9 @@ def _written(path: Path) -> FileEntry:
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    text = manifest.model_dump_json(indent=1, by_alias=True).encode()
+    # What few runs have is left out elsewhere, so that older versions read those.
+    absent = {"outer"} if manifest.outer is None else None
+    text = manifest.model_dump_json(indent=1, by_alias=True, exclude=absent).encode()
     for name, content in ((MANIFEST, text), (_MANIFEST_HASH, _hash_line(text))):
         (folder / name).write_bytes(content)
         sync(folder / name)

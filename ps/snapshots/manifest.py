@@ -71,6 +71,9 @@ class Manifest(_Strict):
     training: dict[str, JsonValue] = Field(description="whatever else the server wants to know again")
     tensors: tuple[TensorSpec, ...] = Field(description="in the model's order")
     optimizer: OptimizerSpec | None = Field(description="the server's, or what its workers run")
+    outer: OptimizerSpec | None = Field(
+        None, description="the server's own, where its workers run theirs; what follows is of it then"
+    )
     hyperparameters: tuple[dict[str, JsonValue], ...] | None = Field(
         description="of each group now, schedules change them; none where workers run the optimizer"
     )
@@ -122,7 +125,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
             _check_names(file, model.keys(), files[file].keys())
             for name, spec in model.items():
                 _check_tensor(file, name, files[file][name], DTYPES[spec.dtype], spec.shape)
-    optimizer, hyperparameters = manifest.optimizer, manifest.hyperparameters
+    optimizer, hyperparameters = manifest.outer or manifest.optimizer, manifest.hyperparameters
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")

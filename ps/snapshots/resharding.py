@@ -8,6 +8,7 @@ import torch
 
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import Share, divide
+from ..tensors.model import outer_spec
 from .checkpoint import Loaded
 from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
 
@@ -28,7 +29,9 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     mine = share.optimizer(optimizer) if optimizer is not None else None
     if mine is not None and mine.tables:
         files[TABLES] = _tables_together([one.files[TABLES] for one in parts], mine.tables)
-    manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine})
+    if (outer := manifest.outer) is not None:
+        outer = outer_spec(outer.name, outer.groups[0].hyperparameters, share.layout)
+    manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine, "outer": outer})
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files, states)
 
 

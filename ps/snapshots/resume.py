@@ -47,7 +47,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     model.source = str(loaded.path)
     model.adopt(loaded.whole, optimizer)
     model.may_change = True
-    model.begin(model.new_memory(), lambda store: restore(store, loaded))
+    model.begin(model.new_memory(), lambda store: restore(store, loaded, model.outer is not None))
     saved = manifest.model_dump(by_alias=True, include=_SAVED)
     saved["states"] = loaded.states
     if mode_anywhere(config.run.mode) != mode_anywhere(manifest.mode):

@@ -118,13 +118,14 @@ class Snapshots:
             captured,
             model.layout,
             model.optimizer,
+            outer=model.outer,
             **saved,
             mode=run.mode,
             seed=run.seed,
             share=share,
             paramserver_version=PROGRAM_VERSION,
         )
-        written = write(self._directory, manifest, tensors_of(captured, model.layout, model.optimizer), states)
+        written = write(self._directory, manifest, tensors_of(captured, model.layout, model.running), states)
         self._not_common = written.path
         return written
 

@@ -71,8 +71,8 @@ def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | No
 
 
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **facts: Any) -> Manifest:
-    """The manifest of a snapshot; `facts` are its other fields: run, server_incarnation, mode, policy, steps (which
-    count contributions), num_joins, training, seed, share, paramserver_version."""
+    """The manifest of a snapshot; `facts` are its other fields: outer, run, server_incarnation, mode, policy, steps
+    (which count contributions), num_joins, training, seed, share, paramserver_version."""
     groups = captured.optimizer.groups if captured.optimizer is not None else []
     return Manifest(
         version=captured.version,
@@ -96,18 +96,19 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
 
 def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
     """The version, and what the optimizer here remembers at it, as `<key>/<parameter>`; copies."""
-    store, layout, optimizer = model.store, model.layout, model.optimizer
+    store, layout, optimizer = model.store, model.layout, model.running
     if store.optimizer is None or layout is None or optimizer is None:
         return store.version, {}
     return store.version, _state_tensors(layout, optimizer, store.optimizer.state())
 
 
-def restore(store: Store, loaded: Loaded) -> None:
+def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
     """Make `store`, built from the layout and the optimizer that were loaded, what it was when it was captured.
 
     Where the run has changed its mode, there may be an optimizer without state or state without an optimizer: the one
-    starts fresh, the other is left out; so with the Polyak average, which starts at the weights. Raises CheckpointError
-    for another model or optimizer.
+    starts fresh, the other is left out; so with the Polyak average, which starts at the weights; and nothing of the
+    workers' optimizer is taken for an outer one (`is_outer`: the store has such), or the other way round. Raises
+    CheckpointError for another model or optimizer.
     """
     differences = loaded.layout.differences(store.layout)
     if differences:
@@ -116,9 +117,11 @@ def restore(store: Store, loaded: Loaded) -> None:
     _fill(store.layout, store.weights, weights)
     if store.averaged is not None:
         _fill(store.layout, store.averaged, loaded.files.get(AVERAGED, weights))
-    if store.optimizer is not None and loaded.manifest.hyperparameters is not None:
+    outer = loaded.manifest.outer
+    is_same_kind = is_outer == (outer is not None)
+    if store.optimizer is not None and loaded.manifest.hyperparameters is not None and is_same_kind:
         name, groups = store.optimizer.name, store.optimizer.torch.param_groups
-        spec = loaded.manifest.optimizer
+        spec = outer or loaded.manifest.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(
                 f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",

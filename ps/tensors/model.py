@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,19 @@ from ...common.errors import Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind, Layout, as_bytes
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, check_hyperparameters, find_optimizer
+from ...common.tensors.optimizers import (
+    GroupSpec,
+    Hyperparameters,
+    OptimizerSpec,
+    check_hyperparameters,
+    find_optimizer,
+)
 from ...common.tensors.sharding import Share, divide
 from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
+from ..policies.decisions import Outer
 from .publication import Changes, Publisher
 from .staging import StagingPool
 from .store import Store
@@ -32,7 +39,7 @@ log = get_logger()
 class Model:
     """The run's model. `store`, `staging`, `publisher` and `changes` exist once there are weights.
 
-    `has_optimizer`: workers contribute gradients, and the optimizer runs here.
+    `has_optimizer`: workers contribute gradients, and their optimizer runs here; or `outer` does, along their deltas.
     """
 
     store: Store
@@ -40,14 +47,15 @@ class Model:
     publisher: Publisher
     changes: Changes
 
-    def __init__(self, config: Config, tensors: TensorThread, has_optimizer: bool) -> None:
+    def __init__(self, config: Config, tensors: TensorThread, has_optimizer: bool, outer: Outer | None = None) -> None:
         self._config = config
         self._tensors = tensors
         self._has_optimizer = has_optimizer
+        self._outer = outer
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
         self.share: Share | None = None  # what this server holds of it: all, where it is the only one
-        self.optimizer: OptimizerSpec | None = None  # over the share
+        self.optimizer: OptimizerSpec | None = None  # the workers', over the share
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
         self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
@@ -63,6 +71,16 @@ class Model:
     def layout(self) -> Layout | None:
         """Of the bodies here."""
         return self.share.layout if self.share is not None else None
+
+    @property
+    def outer(self) -> OptimizerSpec | None:
+        """The server's own optimizer, over the share; None where workers' own runs here, or none does."""
+        return outer_spec(self._outer.name, self._outer.arguments, self.layout) if self._outer and self.layout else None
+
+    @property
+    def running(self) -> OptimizerSpec | None:
+        """The optimizer that runs here."""
+        return self.outer or (self.optimizer if self._has_optimizer else None)
 
     # ---- what all workers agree on --------------------------------------------------------
 
@@ -96,7 +114,8 @@ class Model:
         if not self._has_optimizer:
             if optimizer.tables:
                 what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
-                raise refusal(Reason.BAD_REQUEST, f"{what} weights", fix="use --mode sync, async or ssp")
+                sent = "weights" if self._outer is None else "how far their weights went"
+                raise refusal(Reason.BAD_REQUEST, f"{what} {sent}", fix="use --mode sync, async or ssp")
             return
         for name, group in zip(optimizer.classes, optimizer.groups, strict=True):
             find_optimizer(name)
@@ -227,7 +246,7 @@ class Model:
         self.store = Store(
             self.layout,
             weights.body,
-            self.optimizer if self._has_optimizer else None,
+            self.running,
             buffers=store.buffers,
             polyak=store.polyak,
             aggregation=AGGREGATIONS.load(policy.aggregation),
@@ -262,6 +281,12 @@ class Model:
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         """Version and a copy of the weights, uint8 [total_bytes], or of their Polyak average. On the tensor thread."""
         return self.store.version, self.store.body(averaged).clone()
+
+
+def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> OptimizerSpec:
+    """One group of all that is trained."""
+    trained = tuple(entry.spec.name for entry in layout.entries if entry.spec.kind is Kind.PARAMETER)
+    return OptimizerSpec(name, (GroupSpec(trained, dict(arguments)),))
 
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:

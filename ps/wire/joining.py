@@ -33,6 +33,7 @@ log = get_logger()
 
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
+_KINDS = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS, "delta": pb.RunSettings.DELTA}
 _MAX_REASON = 300  # characters
 
 
@@ -143,6 +144,10 @@ class Joining:
             engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
             return None
         offered = second.of(pb.Model)
+        if _KINDS[engine.run.policy.contribution] == pb.RunSettings.DELTA != offered.contribution:
+            sends = "deltas (RunSettings.DELTA), which this worker does not say that it sends"
+            fix = "install the same version of paramserver on both"
+            raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
         layout, optimizer = await _read_model(offered)
         why_no_better = offered.lane_reason[:_MAX_REASON]
         if offered.HasField("segment"):
@@ -162,10 +167,9 @@ class Joining:
 
 def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
     """What every worker is told of the run."""
-    kinds = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS}
     return pb.RunSettings(
         mode=config.run.mode,
-        contribution=kinds[policy.contribution],
+        contribution=_KINDS[policy.contribution],
         num_workers=config.run.workers or 0,
         steps=config.run.steps or 0,
         epochs=config.run.epochs or 0,

@@ -125,7 +125,8 @@ def make_fault(kind: str, chance: random.Random, num_shards: int) -> Fault:
 
 def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     """One job; the points it gave by kind, and what is wrong."""
-    mode, lane = MODES.names()[seed % 4], list(LANES)[seed // 4 % 3]
+    modes = MODES.names()
+    mode, lane = modes[seed % len(modes)], list(LANES)[seed // len(modes) % 3]
     steps = STEPS_WITH_SHARDS if num_shards > 1 else STEPS
     folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
     chosen = {

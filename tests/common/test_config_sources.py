@@ -192,7 +192,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", "known: async, localsgd, ssp, sync"),
+        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", "known: async, diloco, localsgd, ssp, sync"),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
         ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
         ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),
@@ -485,5 +485,5 @@ def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_se
     resolved = load(path, {"run.mode": "async", "policy.straggler_timeout_s": 2.0})
     error = mistake(lambda: resolved.check_options(["async"]))
     assert error.message == "flag --straggler-timeout-s: mode async has no such option, it would change nothing"
-    assert error.fix == "leave it out, or take a mode that has it: localsgd, sync"
+    assert error.fix == "leave it out, or take a mode that has it: diloco, localsgd, sync"
     resolved.check_options(["async", "sync"])

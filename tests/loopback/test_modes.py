@@ -26,7 +26,11 @@ XOR = (
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "ssp") else mode for mode in MODES.names()]
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "diloco", "ssp") else mode
+        for mode in MODES.names()
+    ],
 )
 def test_mode_trains_saves_and_summarises(cluster, mode):
     server = cluster.server(

@@ -135,7 +135,7 @@ class Exchange:
                     shard.join(self._join_message(self._welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
-            shard.offer(self._model.layout, self._optimizer)
+            shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution)
         log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
 
     def _begin(self) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from ...common.wire.frames import CHUNK_BYTES, frame, message_frames
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
 from ...proto import parameter_server_pb2 as pb
 from ..session import Place, Progress
+from ..tensors.transfer import Source
 
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
@@ -26,6 +27,7 @@ Final = pb.Final
 Waiting = pb.Waiting
 State = pb.State
 SharedMemory = pb.SharedMemory
+ContributionKind = pb.RunSettings.ContributionKind
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Settings:
     """What the server decides for every worker (RunSettings in the proto)."""
 
     mode: str
-    source: Literal["gradient", "weights"]
+    source: Source
     num_workers: int  # 0: any number
     steps: int | None  # None: nobody has set them
     batch_size: int
@@ -205,11 +207,24 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
+_SOURCES: dict[int, Source] = {
+    pb.RunSettings.GRADIENT: "gradient",
+    pb.RunSettings.WEIGHTS: "weights",
+    pb.RunSettings.DELTA: "delta",
+}
+
+
 def read_settings(message: pb.RunSettings) -> Settings:
+    """Raises UsageError for a run that this worker cannot take part in."""
+    if message.contribution not in _SOURCES:
+        raise UsageError(
+            f"mode {message.mode} wants contributions of kind {message.contribution}, which this worker does not know",
+            fix="install the same version of paramserver on both",
+        )
     arguments = from_struct(message.optimizer.groups[0].hyperparameters) if message.optimizer.groups else {}
     return Settings(
         mode=message.mode,
-        source="weights" if message.contribution == pb.RunSettings.WEIGHTS else "gradient",
+        source=_SOURCES[message.contribution],
         num_workers=message.num_workers,
         steps=message.steps or None,
         epochs=message.epochs or None,

@@ -30,6 +30,7 @@ from .client import Client, Lost
 from .messages import (
     Answer,
     Begun,
+    ContributionKind,
     Final,
     Goodbye,
     SharedMemory,
@@ -108,9 +109,10 @@ class Shard:
         self.model, self.transfer = model, make_transfer(model)
         self.up.transfer = self.down.transfer = self.transfer
 
-    def offer(self, whole: Layout, optimizer: OptimizerSpec) -> None:
-        """Say what this worker trains, and agree on the lane."""
+    def offer(self, whole: Layout, optimizer: OptimizerSpec, kind: ContributionKind) -> None:
+        """Say what this worker trains and contributes (as RunSettings has it), and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
+        model.contribution = kind
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
         model.lane_reason = self.lanes.reason
         self.client.offer(model)

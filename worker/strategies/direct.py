@@ -13,6 +13,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Work
 from ..session import Place
+from ..tensors.anchor import Anchor
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.waiting import num_users
 from ..tensors.watch import Watch
@@ -45,6 +46,7 @@ class Direct:
         users = [num_users(tensor) for tensor in model.tensors] if may_be_late else []
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
+        self._anchor = Anchor(model) if self.source == "delta" else None
         if may_be_late:
             self._late = LateWeights(self._exchange, model, self._watch, users)
 
@@ -101,9 +103,18 @@ class Direct:
         self._look()
         if parameters is not None:
             self._model.step_only(parameters)
+        if self._anchor is not None:
+            self._anchor.measure()
         self._contribute(self._described(work))
-        if self._watch is not None and not (self._late is not None and self._late.is_coming):
+        if not (self._late is not None and self._late.is_coming):
+            self._note()
+
+    def _note(self) -> None:
+        """The model holds weights that came."""
+        if self._watch is not None:
             self._watch.note()
+        if self._anchor is not None:
+            self._anchor.note()
 
     def _look(self) -> None:
         """Whether the model is still what the run knows."""
@@ -135,7 +146,7 @@ class Direct:
 
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
-        if self.source == "weights":
+        if self.source != "gradient":
             return work
         return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)
 
@@ -147,8 +158,7 @@ class Direct:
         self._look_again()
         final = self._finish(can_evaluate)
         self.progress.is_done |= final is not None  # also when there were steps left to take
-        if self._watch is not None:
-            self._watch.note()
+        self._note()
         return final
 
     def _finish(self, can_evaluate: bool) -> Final | None:

@@ -53,7 +53,7 @@ class Pipelined(Direct):
         self.progress: Progress = copy.copy(exchange.progress)
         self._turn = self._turn_gradient if self.source == "gradient" else self._turn_weights
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
-        self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source == "weights" else set())
+        self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source != "gradient" else set())
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._shadow = Shadow(model)

@@ -27,7 +27,7 @@ _PLACED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
-Source = Literal["gradient", "weights"]
+Source = Literal["gradient", "weights", "delta"]
 Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 
@@ -57,6 +57,7 @@ def together(modules: Mapping[str, nn.Module]) -> nn.Module:
 class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
 
+    deltas: Mapping[int, torch.Tensor] = {}  # of parameters by index, where differences are sent (`anchor.py`)
     _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
 
     def __init__(self, model: nn.Module, stepped: Iterable[torch.Tensor] = ()) -> None:
@@ -178,12 +179,14 @@ class ModelTensors:
         """
         found: list[torch.Tensor | None] = []
         for index in indices if indices is not None else range(self.num_exchanged):
-            tensor = self.tensors[index]
-            if source == "gradient" and self.layout.entries[index].spec.kind is Kind.PARAMETER:
+            is_parameter = self.layout.entries[index].spec.kind is Kind.PARAMETER
+            if source == "gradient" and is_parameter:
                 gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+            elif source == "delta" and is_parameter:
+                found.append(self.deltas[index])
             else:
-                found.append(tensor)
+                found.append(self.tensors[index])
         return found
 
 

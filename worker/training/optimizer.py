@@ -22,14 +22,14 @@ _PLACE = "paramserver"  # in a saved state: where the rest of it is
 class ExchangeOptimizer(torch.optim.Optimizer):
     """Stands in for the optimizer it is made from, and shares its parameter groups and state, so schedulers work on it
     as on any other: the current hyperparameters go with every contribution. Where gradients are contributed the server
-    steps; where weights are, the given optimizer does, here.
+    steps; where weights or deltas are, the given optimizer does, here.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, steps: Steps) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._steps = steps
         self.inner = inner  # where the server steps, without state
-        self._steps_here = steps.strategy.source == "weights"  # otherwise the server steps
+        self._steps_here = steps.strategy.source != "gradient"  # otherwise the server steps
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)

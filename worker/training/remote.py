@@ -108,9 +108,9 @@ class RemoteSession(Session):
         return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
-        if self.settings.source == "weights":
+        if self.settings.source != "gradient":
             raise UsageError(
-                f"session.rows() in mode {self.settings.mode}: its workers send weights, and rows need gradients",
+                f"session.rows() in mode {self.settings.mode}: its workers step themselves, and rows need gradients",
                 fix="use --mode sync, async or ssp, or an nn.Embedding of the model's own",
             )
         if self._steps is not None:

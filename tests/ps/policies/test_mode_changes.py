@@ -9,7 +9,7 @@ from paramserver.ps.engine.modes import policy_of
 
 TOTAL, K, RANKS = 100, 8, range(4)
 # After 48 training steps of each of four ranks: version, contributions of each.
-AFTER = {"sync": (48, 48), "localsgd": (6, 6), "async": (192, 48), "ssp": (192, 48)}
+AFTER = {"sync": (48, 48), "localsgd": (6, 6), "diloco": (6, 6), "async": (192, 48), "ssp": (192, 48)}
 SETTINGS = {"training_steps": TOTAL, "num_workers": len(RANKS), "local_steps": K}
 
 
@@ -35,7 +35,7 @@ def test_as_many_are_done_and_left_in_every_mode(then, now):
     for rank in (*RANKS, 7):  # one that is new begins where the others are
         policy.joined(rank, 0.0)
         assert policy.steps_done(rank) == 48
-        assert policy.next_local_steps(rank) == (K if now == "localsgd" else 1)
+        assert policy.next_local_steps(rank) == (K if now in ("localsgd", "diloco") else 1)
     assert policy.min_steps_done == 48
 
 
@@ -57,7 +57,7 @@ def test_who_has_ended_early_takes_nobody_back():
 
 def test_it_may_change_again_and_again():
     version, saved = 48, saved_by("sync", dict.fromkeys(RANKS, 48), 48)
-    for mode in ("localsgd", "async", "localsgd", "sync", "ssp"):
+    for mode in ("localsgd", "async", "diloco", "localsgd", "sync", "ssp"):
         run = restored(mode, saved, version)
         assert run.policy.min_steps_done == 48
         saved = run.saved(0.0)

@@ -277,16 +277,16 @@ def test_all_bodies_are_kept_to_the_commit_and_come_back_once(name: str, may_kee
 @pytest.mark.parametrize("mode", MODES.names())
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.names())
 def test_only_a_round_of_gradients_is_aggregated_in_another_way(mode: str, aggregation: str) -> None:
-    if mode == "sync" or aggregation == "mean":
+    if mode in ("sync", "diloco") or aggregation == "mean":
         check_contributions(mode, aggregation, None)
         return
     with pytest.raises(UsageError, match=f"policy.aggregation is {aggregation}") as caught:
         check_contributions(mode, aggregation, None)
-    assert "take a mode that does: sync" in caught.value.fix
+    assert "take a mode that does: diloco, sync" in caught.value.fix
 
 
 def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
-    for mode in ("sync", "async", "ssp"):
+    for mode in ("sync", "async", "ssp", "diloco"):
         check_contributions(mode, "mean", 1.0)
     with pytest.raises(UsageError, match=r"store.max_norm is 1, and workers of mode localsgd send weights"):
         check_contributions("localsgd", "mean", 1.0)

@@ -182,7 +182,7 @@ class Steps:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
         if self.progress.is_replaying:
             self._memory.replayed()
-        if self._newest is not None and self.strategy.source == "weights" and self.progress.cut_short():
+        if self._newest is not None and self.strategy.source != "gradient" and self.progress.cut_short():
             self._begins = True
             self._contribute(self._newest)
 
@@ -200,7 +200,7 @@ class Steps:
             return None
         self._told_at = self.progress.num_starts
         gradients = [one.grad for one in part.parameters if one.grad is not None]
-        sent = part.parameters if self.strategy.source == "weights" else gradients
+        sent = gradients if self.strategy.source == "gradient" else part.parameters
         return self.taken.num_samples, digest_of(sent), self.taken.run_steps
 
     def _slow_down(self) -> None:

@@ -1,0 +1,67 @@
+"""diloco: every worker takes H steps of its own optimizer, and the server one along what they come to.
+
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105; OpenDiLoCo, 2407.07852). A worker contributes how far it went, the
+weights it began from minus those it has now: positive points downhill, as a gradient does. With D the mean of these,
+weighted by samples, the server's own *outer* optimizer, Nesterov's of torch.optim.SGD, does
+
+    buf <- mu buf + D;   weights <- weights - lr (D + mu buf)
+
+and every worker goes on from the new weights; its own optimizer (AdamW, say), with what that remembers, stays with it.
+With lr 1 and mu 0 it is localsgd. A persistent direction is multiplied by up to 1 + mu / (1 - mu), which many rounds
+make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of 24 to 96 rounds, and 0.5 better.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .decisions import Outer
+from .rounds import RoundOptions, RoundPolicy
+
+_MANY_ROUNDS = 500
+_MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.9, 0.5
+
+
+class DilocoOptions(RoundOptions):
+    local_steps: int = Field(25, ge=1, description="localsgd, diloco: local optimizer steps of a round; none: 8, 25")
+    outer_lr: float = Field(0.7, gt=0, description="diloco: learning rate of the server's outer optimizer")
+    outer_momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5",
+    )
+
+
+class DilocoPolicy(RoundPolicy):
+    Options = DilocoOptions
+    options: DilocoOptions
+    contribution = "delta"
+    may_aggregate = True
+
+    @classmethod
+    def told(cls, options: DilocoOptions) -> str:
+        return f"{options.local_steps} local steps"
+
+    @property
+    def local_steps(self) -> int:
+        return self.options.local_steps
+
+    @property
+    def outer(self) -> Outer:
+        momentum, reason = self._momentum()
+        # Nesterov without momentum is what torch refuses, and plain descent.
+        return Outer("SGD", {"lr": self.options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
+
+    def _momentum(self) -> tuple[float, str]:
+        if (told := self.options.outer_momentum) is not None:
+            return told, "as policy.outer_momentum says"
+        if self.training_steps is None:
+            return _MOMENTUM_OF_FEW, "nobody has said how many rounds there are"
+        rounds = -(-self.training_steps // self.local_steps)
+        if rounds >= _MANY_ROUNDS:
+            return _MOMENTUM_OF_MANY, f"{rounds:,} rounds, of which {_MANY_ROUNDS} are enough for it"
+        return _MOMENTUM_OF_FEW, f"{rounds:,} rounds: {_MOMENTUM_OF_MANY} needs {_MANY_ROUNDS}"
+
+
+ENTRY = DilocoPolicy
