@@ -38,7 +38,7 @@ class Conversation:
         if peer is None:
             return
         delivery = Delivery(self._engine, self._stream, peer)
-        lane = await joining.meet(self._stream, peer, delivery.lane)
+        lane = await joining.meet(self._stream, peer, delivery.lane, context)
         if lane is None:
             return
         self._lane = delivery.lane = lane

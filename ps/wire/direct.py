@@ -1,4 +1,4 @@
-"""The port for direct connections, and one of them: see `common/wire/direct.py`.
+"""One direct connection: see `common/wire/direct.py`, and `port.py` for where they are made.
 
 Sockets are read and written on the event loop, without a task or a copy of their own: what has not come yet is waited
 for, and a body is received in the memory that it belongs to.
@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import itertools
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ...common.config.addresses import split_address
-from ...common.config.schema import Config, SecurityConfig
-from ...common.errors import BindError, Reason, refusal
-from ...common.reporting.log import get_logger
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, TICKET_BYTES, TICKET_S, length_of, prepare
+from ...common.errors import Reason, refusal
+from ...common.wire.direct import LENGTH_BYTES, length_of
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
-log = get_logger()
-
 _BUFFER_BYTES = 64 << 10
-_HELLO_S = 10.0
-_MAX_STRANGERS = 64  # connections that have not shown a ticket yet
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -153,6 +146,14 @@ class Connection:
             except ssl.SSLWantReadError:
                 await self._wait(self._loop.add_reader, self._loop.remove_reader)
 
+    def certificate_name(self) -> str | None:
+        """The common name of the peer's certificate, after the handshake; None when it was not asked for one."""
+        shown = self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
+        if not shown:
+            return None
+        pairs: Iterable[tuple[str, str]] = itertools.chain.from_iterable(shown["subject"])  # type: ignore[arg-type]
+        return "".join(value for key, value in pairs if key == "commonName")
+
 
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
@@ -166,131 +167,3 @@ def _after(pieces: list[bytes | memoryview], num_bytes: int) -> list[bytes | mem
             return [memoryview(piece)[num_bytes:], *pieces[index + 1 :]]
         num_bytes -= len(piece)
     return []
-
-
-class Ticket:
-    """Good for one connection. `arrived` is it, when somebody has shown the ticket in time."""
-
-    def __init__(self) -> None:
-        self.secret = secrets.token_bytes(TICKET_BYTES)
-        self.arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-
-    def drop(self) -> None:
-        """Nobody waits for it any more."""
-        if self.arrived.done() and not self.arrived.cancelled():
-            self.arrived.result().close()
-        self.arrived.cancel()
-
-
-class Port:
-    """Where direct connections are made. Nothing is there unless `server.direct`."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._socket: socket.socket | None = None
-        self._tickets: dict[bytes, Ticket] = {}
-        self._strangers: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
-        self.number = 0
-
-    def bind(self) -> None:
-        """Take the port; BindError when one was asked for by number and cannot be had."""
-        server = self._config.server
-        if not server.direct:
-            return
-        host, _ = split_address(server.listen)
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, server.direct_port, type=socket.SOCK_STREAM)[0]
-            is_any = host in ("::", "0.0.0.0")
-            self._socket = socket.create_server(
-                address[:2], family=family, backlog=1024, dualstack_ipv6=is_any and family == socket.AF_INET6
-            )
-        except OSError as error:
-            if server.direct_port:
-                raise BindError(
-                    f"cannot listen on port {server.direct_port} for direct connections (server.direct_port): "
-                    f"{error.strerror}",
-                    fix="stop the other process, or take another port (0: a free one), or --set server.direct=false",
-                ) from None
-            log.warning("no_direct_port", reason=str(error), meaning="workers exchange over gRPC")
-            return
-        self._socket.setblocking(False)
-        self.number = self._socket.getsockname()[1]
-
-    def open(self) -> None:
-        if self._socket is not None:
-            self._accepting = asyncio.create_task(self._accept(self._socket))
-
-    def offer(self) -> Ticket | None:
-        """A new one; None where there is no port."""
-        if self._accepting is None:
-            return None
-        ticket = Ticket()
-        self._tickets[ticket.secret] = ticket
-        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket.secret, None)
-        return ticket
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                stranger, _ = await loop.sock_accept(listening)
-            except OSError as error:  # no descriptors left, as a rule
-                log.warning("direct_not_accepted", reason=str(error))
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._strangers) >= _MAX_STRANGERS:
-                stranger.close()
-                continue
-            task = asyncio.create_task(self._meet(stranger))
-            self._strangers.add(task)
-            task.add_done_callback(self._strangers.discard)
-
-    async def _meet(self, stranger: socket.socket) -> None:
-        """Hear a ticket, or close. A stranger is told nothing."""
-        connection: Connection | None = None
-        try:
-            async with asyncio.timeout(_HELLO_S):
-                stranger.setblocking(False)
-                prepare(stranger)
-                if self._config.security.cert is not None:
-                    stranger = _context(self._config.security).wrap_socket(
-                        stranger, server_side=True, do_handshake_on_connect=False
-                    )
-                connection = Connection(stranger)
-                await connection.handshake()
-                hello = bytearray(len(HELLO) + TICKET_BYTES)
-                is_whole = await connection.receive_into(memoryview(hello))
-                ticket = self._tickets.pop(bytes(hello[len(HELLO) :]), None)
-                if not is_whole or not hello.startswith(HELLO) or ticket is None or ticket.arrived.done():
-                    log.info("direct_refused", reason="no ticket of ours, or one that was used or is too old")
-                    connection.close()
-                    return
-                ticket.arrived.set_result(connection)
-                await connection.send([TAKEN])
-        except (OSError, TimeoutError, asyncio.CancelledError) as error:
-            if connection is not None:
-                connection.close()
-            stranger.close()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-
-    async def close(self) -> None:
-        tasks = [*self._strangers, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._accepting = None
-        if self._socket is not None:
-            self._socket.close()
-
-
-def _context(security: SecurityConfig) -> ssl.SSLContext:
-    """As the files are now: they may have been renewed. Raises ssl.SSLError, OSError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert security.cert is not None
-    context.load_cert_chain(security.cert, security.key)
-    if security.mutual and security.ca is not None:
-        context.load_verify_locations(security.ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context

@@ -20,13 +20,13 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
-from .direct import Port
 from .intake import codec_named
 from .lanes.direct import DirectLane
 from .lanes.grpc import Lane
 from .lanes.shared import Probe
 from .limits import Joins
-from .security import check_rank
+from .port import Port
+from .security import certificate_name, check_rank
 from .stream import Stream
 
 log = get_logger()
@@ -107,11 +107,11 @@ class Joining:
                 f"within a lease ({lease_s:g} s)",
             ) from None
 
-    async def meet(self, stream: Stream, peer: Peer, lane: Lane) -> Lane | None:
+    async def meet(self, stream: Stream, peer: Peer, lane: Lane, context: grpc.aio.ServicerContext) -> Lane | None:
         """Say who it is, and hear what it trains. The lane of its bodies, which is another than `lane` where it has
         offered one; None when it has gone instead."""
         engine, run = self._engine, self._engine.run
-        ticket = self._port.offer() if self._port is not None else None
+        ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         welcome = pb.Welcome(
             run=run.name,
             rank=peer.rank,

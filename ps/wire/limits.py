@@ -16,6 +16,7 @@ from ...common.errors import Reason, refusal
 LOOK_S = 0.2
 # A longer pause between two looks means that this process stood still: nobody could move then.
 _STANDSTILL_S = 1.0
+_LOG_INTERVAL_S = 1.0
 
 
 class Pace:
@@ -33,6 +34,22 @@ class Pace:
     def wait_s(self) -> float:
         """Seconds until more may be taken."""
         return max(0.0, self._free_at - self._now())
+
+
+class Seldom:
+    """One line of the log in a second: whoever knocks again and again must not fill the disk with it."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next_s, self._num_left_out = float("-inf"), 0
+
+    def left_out(self) -> int | None:
+        """Since the last line; None where this is not the time for one."""
+        if (now := self._now()) < self._next_s:
+            self._num_left_out += 1
+            return None
+        left_out, self._num_left_out, self._next_s = self._num_left_out, 0, now + _LOG_INTERVAL_S
+        return left_out
 
 
 class Joins:

@@ -15,7 +15,7 @@ from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 from ...common.wire.protocol import SERVICE
-from .direct import Port
+from .port import Port
 from .security import bind, insecurity, interceptors
 
 log = get_logger()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -31,13 +31,12 @@ from ...common.security import (
     warn_of_readable_secrets,
 )
 from ...common.wire.protocol import refusal_to_status
+from .limits import Seldom
 
 log = get_logger()
 
 _HEALTH = "/grpc.health.v1.Health/"
 _RANK_NAME = re.compile(rf"{RANK_PREFIX}(0|[1-9][0-9]{{0,5}})")
-# Whoever tries tokens must not fill the disk with our log.
-_LOG_INTERVAL_S = 1.0
 _GIVE_TOKEN = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
 
 
@@ -144,11 +143,14 @@ class _Rotation:
         log.info("certificate", names=list(facts.names), valid_until=utc_text(facts.not_after))
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.ca)
 
+    def has_changed(self) -> bool:
+        """Since it was asked last."""
+        before, self._seen = self._seen, self._stamps()
+        return self._seen != before
+
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        stamps = self._stamps()
-        if stamps == self._seen:
+        if not self.has_changed():
             return None
-        self._seen = stamps
         try:
             return self.current()
         except AuthError as error:
@@ -165,6 +167,35 @@ class _Rotation:
         return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
 
 
+class Contexts:
+    """The same for connections without gRPC."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._security = security
+        self._rotation = _Rotation(security)
+        self._context: ssl.SSLContext | None = None
+
+    def current(self) -> ssl.SSLContext:
+        """Raises ssl.SSLError, OSError where there has been none yet."""
+        if self._context is None or self._rotation.has_changed():
+            try:
+                read_pem(self._security)
+                self._context = self._made()
+            except (AuthError, OSError):
+                if self._context is None:
+                    raise
+        return self._context
+
+    def _made(self) -> ssl.SSLContext:
+        context, security = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._security
+        assert security.cert is not None
+        context.load_cert_chain(security.cert, security.key)
+        if security.mutual and security.ca is not None:
+            context.load_verify_locations(security.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
 # ---- the token ----------------------------------------------------------------------------------
 
 
@@ -179,7 +210,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._next_log_s, self._num_left_out = 0.0, 0
+        self._seldom = Seldom()
 
     async def intercept_service(
         self,
@@ -206,13 +237,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _report(self, peer: str, message: str) -> None:
-        """At most one line in a second, with the number of those that were left out."""
-        now, left_out = time.monotonic(), self._num_left_out
-        if now < self._next_log_s:
-            self._num_left_out += 1
-            return
-        log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=left_out)
-        self._next_log_s, self._num_left_out = now + _LOG_INTERVAL_S, 0
+        if (left_out := self._seldom.left_out()) is not None:
+            log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=left_out)
 
 
 # ---- identity -------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
-from .direct import Port
 from .intake import figures_told
 from .joining import Joining, settings_of
 from .limits import Watch
+from .port import Port
 from .stream import Stream, StreamLost
 
 log = get_logger()

@@ -342,15 +342,18 @@ def test_hostile_conversations_leave_a_server_as_it_was(server, wire):
 
 
 @pytest.mark.slow
-def test_a_server_takes_every_bomb(server):
-    """Each as the message after a polite Join; the next worker is served at once, and memory comes back."""
+@pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
+def test_a_server_takes_every_bomb(server, wire):
+    """Each as the message after a polite Join, or after a Model the first over a direct connection; the next worker is
+    served at once, and memory comes back."""
     server.check_is_well(7)
     grown = []
     for bombs in (BOMBS, dict(list(BOMBS.items())[:6])):
         before, most = server.rss_bytes, 0
         for bomb in bombs.values():
             peer = server.peer(8)
-            peer.send(pb.WorkerMessage(join=pb.Join(rank=8)).SerializeToString(), bomb)
+            polite = [wire.join_bytes(8), *([wire.model_bytes()] if server.lane == "direct" else [])]
+            peer.send(*polite, bomb)
             peer.hang_up()
             assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
             peer.close()
@@ -362,7 +365,8 @@ def test_a_server_takes_every_bomb(server):
     server.check_is_well(7)
 
 
-# ---- what gRPC refuses by itself --------------------------------------------------------------------
+# ---- what gRPC refuses by itself ---------------------------------------------------------------------
+# Of one lane; `test_direct.py` has the lengths, and the bytes that are no ticket, of the other.
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
+from paramserver.common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.wire.limits import Allowance, Joins, Pace, Watch
+from paramserver.ps.wire.limits import Allowance, Joins, Pace, Seldom, Watch
 
 NUM_JOINS = 200
 
@@ -76,6 +77,20 @@ def test_bytes_keep_to_their_rate():
     assert clock.now - 1000.0 == pytest.approx(29, abs=1)
 
 
+def test_a_line_in_a_second_says_how_many_were_left_out():
+    clock = Clock()
+    seldom = Seldom(clock)
+    said = []
+    for _ in range(25):
+        said.append(seldom.left_out())
+        clock.now += 0.1
+    assert [(index, left_out) for index, left_out in enumerate(said) if left_out is not None] == [
+        (0, 0),
+        (10, 9),
+        (20, 9),
+    ]
+
+
 @given(st.floats(1, 100), st.integers(1000, 10**6), st.floats(0.01, 3))
 def test_who_keeps_the_least_pace_is_never_late_and_who_does_not_is(limit_s, bytes_per_limit, factor):
     """Pieces of a tenth of what must come in the time; `factor` times as fast as they must be."""
@@ -127,31 +142,54 @@ def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
 
 
 class Joiner:
-    """One connection and one join, played on an event loop with many others."""
+    """One connection and one join, played on an event loop with many others; with the direct connection that it is
+    offered where `lane` is direct."""
 
-    def __init__(self, address: str, rank: int, wire: Any) -> None:
+    def __init__(self, address: str, rank: int, wire: Any, lane: str) -> None:
+        self._host = address.rpartition(":")[0]
         self._channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
         self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")()
-        self._rank, self._wire = rank, wire
+        self._rank, self._wire, self._is_direct = rank, wire, lane == "direct"
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
     async def join(self) -> float:
         """Seconds from the first byte to the answer that says where to start."""
         started = time.perf_counter()
         await self._call.write(self._wire.join_bytes(self._rank))
-        await self._call.write(self._wire.model_bytes())
+        model = pb.WorkerMessage.FromString(self._wire.model_bytes())
+        if self._is_direct:
+            await self._connect((await self._next("welcome")).header.direct)
+            model.model.direct = True
+        await self._call.write(model.SerializeToString())
+        await self._next("answer")
+        return time.perf_counter() - started
+
+    async def _connect(self, offered: pb.Direct) -> None:
+        self._reader, self._writer = await asyncio.open_connection(self._host, offered.port)
+        self._writer.write(HELLO + offered.ticket)
+        assert await self._reader.readexactly(1) == TAKEN
+
+    async def _next(self, kind: str) -> Any:
         while True:
-            raw = await self._call.read()
-            assert raw is not grpc.aio.EOF, await self._call.details()
-            if parse(pb.ServerMessage, raw).kind == "answer":
-                return time.perf_counter() - started
+            if self._reader is not None:
+                raw = await self._reader.readexactly(length_of(await self._reader.readexactly(LENGTH_BYTES)))
+            else:
+                raw = await self._call.read()
+                assert raw is not grpc.aio.EOF, await self._call.details()
+            received = parse(pb.ServerMessage, raw)
+            if received.kind == kind:
+                return received
 
     async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
         await self._channel.close()
 
 
 async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, str, str]]:
     """How long each join took; and how one more than the limit ended while all were there."""
-    joiners = [Joiner(server.address, rank, wire) for rank in range(1, NUM_JOINS)]
+    joiners = [Joiner(server.address, rank, wire, server.lane) for rank in range(1, NUM_JOINS)]
     try:
         took = list(await asyncio.gather(*(joiner.join() for joiner in joiners)))
         late = server.peer(NUM_JOINS)
@@ -162,18 +200,21 @@ async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, 
             await joiner.close()
 
 
-def test_two_hundred_workers_join_at_once(start_server, wire):
+@pytest.mark.parametrize("lane", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
+def test_two_hundred_workers_join_at_once(start_server, wire, lane):
     """And again when all connections are lost at once; one more than the limit is refused, and says why."""
     rate = 1_000_000
     limits = ("--set", f"limits.workers={NUM_JOINS}", "--set", f"limits.upload_bytes_per_s={rate}")
     server = start_server(*wire.ENDLESS, *limits)
+    server.lane = lane
     first = server.peer(0)
     first.join()
     for what in ("join", "join again"):
         took, late = asyncio.run(join_at_once(server, wire))
         p50, p99 = statistics.median(took), sorted(took)[int(len(took) * 0.99)]
-        print(f"{NUM_JOINS} workers {what}: p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
+        print(f"{NUM_JOINS} workers {what} ({lane}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
         assert p99 < 10
+        assert {event["tensors"] for event in server.events("admitted")} == {lane}
         assert late[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
         assert f"{NUM_JOINS} workers are here" in late[2]
     assert {event["reason"] for event in server.events("refused")} == {"LIMIT_EXCEEDED"}

@@ -8,11 +8,15 @@ import select
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-both_lanes = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
+from paramserver.common.wire.direct import HELLO
+from paramserver.common.wire.frames import placed_frame
+
+both_lanes = pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
 NUM_SILENT = 1500
 NUM_STEPS = 60
 
@@ -64,15 +68,21 @@ def compare(what: str, before: list[float], during: list[float]) -> None:
     assert ms[1] < 3 * ms[0] + 20
 
 
+@both_lanes
 def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descriptors):
-    """Some say nothing at all, some begin HTTP/2 and stop: gRPC's own deadlines end both."""
-    host, _, port = server.address.rpartition(":")
+    """Some say nothing at all, some begin (HTTP/2, or to show a ticket) and stop: deadlines end both, gRPC's own or the
+    direct port's."""
+    port, begun = int(server.address.rpartition(":")[2]), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    if server.lane == "direct":
+        port, begun = server.events("listening")[0]["direct_port"], HELLO[:3]
     before = pair.steps(NUM_STEPS)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(NUM_SILENT)]
+        sockets = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(NUM_SILENT)]
         for one in sockets[::2]:
-            one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            with contextlib.suppress(ConnectionError):  # of so many the oldest have been closed already
+                one.sendall(begun)
         at_first = pair.steps(NUM_STEPS)
+        server.check_is_well(7)  # who comes now is let in
         during = pair.steps(NUM_STEPS)
         poll, left = select.poll(), {one.fileno(): one for one in sockets}
         for descriptor in left:
@@ -91,9 +101,15 @@ def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descrip
     server.check_is_well(7)
 
 
-def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
-    """It has joined, announced a contribution and the message that carries it, and then sends byte by byte."""
-    before = pair.steps(NUM_STEPS)
+def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
+    """Who has joined, and announced a contribution and what carries it: a message over gRPC, bytes that are placed
+    over a direct connection. Its rank, and what sends some of these."""
+    if server.lane == "direct":
+        peer = server.peer(47)
+        peer.join()
+        header = wire.contribution_header(peer.step + 1, peer.version, in_segment=True)
+        peer.send(header.SerializeToString(), placed_frame(0, header.contribution.body_bytes))
+        return 47, peer.raw
     slow = server.raw_peer()
     slow.call("Exchange")
     slow.message(wire.join_bytes(42))
@@ -102,39 +118,62 @@ def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
     server.until_event("admitted", rank=42)
     slow.message(wire.contribution_header(1).SerializeToString())
     slow.message(b"\x7a", num_announced=wire.NUM_FLOATS * 4)
-    during = []
-    started = time.monotonic()
-    while not slow.has_ended.is_set() and time.monotonic() - started < 10:
-        slow.more(b"\0")
-        during += pair.steps(3)
-    refused = server.until_event("refused", rank=42)
-    assert (refused["reason"], "of an upload are missing" in refused["message"]) == ("TOO_SLOW", True)
-    assert time.monotonic() - started < 8
-    compare("a sender of single bytes", before, during)
-    server.check_is_well(42)
+    return 42, slow.more
 
 
-def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
-    """Its first weights fill the window of its connection; the server does not wait for ever with the rest."""
+@both_lanes
+def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
+    """Slower than limits.progress_s allows, while others train."""
     before = pair.steps(NUM_STEPS)
+    rank, send = announces(server, wire)
+    during, refused = [], []
+    started = time.monotonic()
+    while not refused and time.monotonic() - started < 10:
+        with contextlib.suppress(OSError):  # it has been let go
+            send(b"\0")
+        during += pair.steps(3)
+        refused = [event for event in server.events("refused") if event["rank"] == rank]
+    assert (refused[0]["reason"], "of an upload are missing" in refused[0]["message"]) == ("TOO_SLOW", True)
+    compare("a sender of single bytes", before, during)
+    server.check_is_well(rank)
+
+
+def asks_and_never_reads(server: Any, wire: Any) -> int:
+    """Its rank. Over gRPC its first weights fill the window of its connection, over a direct one answers fill what the
+    system holds of them."""
+    if server.lane == "direct":
+        deaf = server.peer(50)
+        deaf.join()
+        for number in range(1, 40):
+            deaf.send(*wire.contribution(deaf.step + number, deaf.version))
+        return 50
     deaf = server.raw_peer(room=False)
     deaf.call("Exchange")
     deaf.message(wire.join_bytes(43))
     server.until_event("joined", rank=43)
     deaf.message(wire.model_bytes())
     server.until_event("admitted", rank=43)
+    return 43
+
+
+@both_lanes
+def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
+    """The server does not wait for ever with the rest."""
+    before = pair.steps(NUM_STEPS)
+    rank = asks_and_never_reads(server, wire)
+    during, left = [], []
     started = time.monotonic()
-    during = []
-    while not any(event["rank"] == 43 for event in server.events("left")) and time.monotonic() - started < 15:
+    while not left and time.monotonic() - started < 15:
         during += pair.steps(5)
-    left = [event for event in server.events("left") if event["rank"] == 43]
+        left = [event for event in server.events("left") if event["rank"] == rank]
     assert left and "nothing of it was read within 1.5 s (limits.progress_s)" in left[0]["reason"]
     compare("a reader that never reads", before, during)
-    server.check_is_well(43)
+    server.check_is_well(rank)
 
 
 def test_who_pulls_and_never_reads_is_let_go(server, pair):
-    """Each pull holds a copy of the weights: a few do so at once, and none for ever."""
+    """Each pull holds a copy of the weights: a few do so at once, and none for ever. Of one lane: pulls go over gRPC
+    whatever the workers' lane is."""
     num_before = len(server.events("refused"))
     deaf = [server.raw_peer(room=False) for _ in range(6)]
     for one in deaf:
@@ -157,7 +196,7 @@ def test_who_does_not_send_what_it_announced(server, wire):
     assert f"{wire.NUM_FLOATS * 4} bytes of an upload are missing" in text
 
 
-@pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
+@both_lanes
 def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, wire):
     """Gradients leave during backward, which takes as long as it takes."""
     peer = server.peer(45)

@@ -4,20 +4,25 @@ that is shown a ticket too late, or in the wrong way."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.security import PLAINTEXT, Credentials
-from paramserver.ps.wire import direct
-from paramserver.ps.wire.direct import Connection, Port
+from paramserver.ps.wire import port as ports
+from paramserver.ps.wire.direct import Connection
+from paramserver.ps.wire.port import Port
 from paramserver.worker.conversation.direct import Direct, DirectError
 
-from ...certificates import certs
+from ...certificates import certs, secured
 
 
 def pair() -> tuple[Connection, socket.socket]:
@@ -65,14 +70,14 @@ def test_a_second_close_leaves_the_next_connection_alone() -> None:
 # ---- the port ---------------------------------------------------------------------------------------
 
 
-def met(config: Config, arrive: Callable[[int, bytes], object]) -> bool:
-    """Whether a ticket that `arrive(port, ticket)` shows, in a thread of its own, is taken."""
+def met(config: Config, arrive: Callable[[int, bytes], object], name: str | None = None) -> bool:
+    """Whether a ticket for `name` that `arrive(port, ticket)` shows, in a thread of its own, is taken."""
 
     async def play() -> bool:
         port = Port(config)
         port.bind()
         port.open()
-        ticket = port.offer()
+        ticket = port.offer(name)
         assert ticket is not None
         try:
             await asyncio.to_thread(arrive, port.number, ticket.secret)
@@ -84,7 +89,7 @@ def met(config: Config, arrive: Callable[[int, bytes], object]) -> bool:
     return asyncio.run(play())
 
 
-def config_of(**security: str) -> Config:
+def config_of(**security: Any) -> Config:
     return Config.model_validate({"server": {"listen": "127.0.0.1:0"}, "security": security})
 
 
@@ -95,7 +100,7 @@ def test_a_ticket_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
             Direct("127.0.0.1:1", port, ticket, PLAINTEXT)
 
     assert met(config_of(), lambda port, ticket: Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close())
-    monkeypatch.setattr(direct, "TICKET_S", 0.05)
+    monkeypatch.setattr(ports, "TICKET_S", 0.05)
     assert not met(config_of(), arrive)
 
 
@@ -116,3 +121,64 @@ def test_tls_against_plaintext_and_back(tmp_path: Path) -> None:
     assert not met(config_of(), refused(in_tls))
     assert not met(config_of(cert=cert, key=key), refused(PLAINTEXT))
     assert met(config_of(cert=cert, key=key), lambda port, ticket: Direct("127.0.0.1:1", port, ticket, in_tls).close())
+
+
+def test_a_ticket_belongs_to_the_name_of_a_certificate(tmp_path: Path) -> None:
+    """With mutual TLS: another worker's certificate, or none, does not do, and does not spoil it for whom it is for."""
+    lab = tmp_path / "lab"
+    certs("init", lab, "--workers", "2")
+    names = {name: str(lab / file) for name, file in (("ca", "ca.crt"), ("cert", "server.crt"), ("key", "server.key"))}
+    config = config_of(mutual=True, **names)
+    of_both = [secured(lab, f"rank-{rank}", None) for rank in range(2)]
+
+    def arrive(port: int, ticket: bytes) -> None:
+        for wrong in (of_both[0], Credentials(ca=of_both[0].ca)):
+            with pytest.raises(DirectError):
+                Direct("127.0.0.1:1", port, ticket, wrong)
+        Direct("127.0.0.1:1", port, ticket, of_both[1]).close()
+
+    assert met(config, arrive, "rank-1")
+
+
+# ---- strangers --------------------------------------------------------------------------------------
+
+
+def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are let in, and as many again: they end, the oldest first, and whoever has a ticket comes through."""
+    monkeypatch.setattr(ports, "_MORE_STRANGERS", 8)
+
+    def arrive(port: int, ticket: bytes) -> None:
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(16)]
+        Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
+        assert [one.recv(1) for one in silent[:8]] == [b""] * 8
+        for one in silent:
+            one.close()
+
+    assert met(config_of(), arrive)
+
+
+def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
+    """Who waits is let in when there are some again, and the oldest stranger makes room."""
+
+    def arrive(port: int, ticket: bytes) -> None:
+        silent = socket.create_connection(("127.0.0.1", port), timeout=5)
+        with pytest.raises(DirectError):
+            Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)  # the silent one has been let in before
+        late = [socket.socket() for _ in range(2)]
+        was, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), most))
+        with contextlib.suppress(OSError):
+            while True:
+                late.append(late[0].dup())
+        try:
+            for one in late[:2]:
+                one.connect(("127.0.0.1", port))
+            assert silent.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (was, most))
+        Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
+        for one in (silent, *late):
+            one.close()
+
+    assert met(config_of(), arrive)
+    assert "direct_not_accepted" in "".join(capfd.readouterr())

@@ -1,0 +1,166 @@
+"""The port where direct connections are made, by whoever shows a ticket: see `common/wire/direct.py`.
+
+Who has not shown one is a stranger. There are as many of them as tickets that nobody has shown, and some; who comes
+when there are more takes the place of the one that has been there longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+
+from ...common.config.addresses import split_address
+from ...common.config.schema import Config
+from ...common.errors import BindError
+from ...common.reporting.log import get_logger
+from ...common.wire.direct import HELLO, TAKEN, TICKET_BYTES, TICKET_S, prepare
+from .direct import Connection
+from .limits import Seldom
+from .security import Contexts
+
+log = get_logger()
+
+_HELLO_S = 10.0
+_MORE_STRANGERS = 64  # than there are tickets
+_ACCEPT_AGAIN_S = 0.1
+
+
+class Ticket:
+    """Good for one connection, of a peer whose certificate has this `name` where one is asked for. `arrived` is it,
+    when somebody has shown the ticket in time."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.secret = secrets.token_bytes(TICKET_BYTES)
+        self.arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        if self.arrived.done() and not self.arrived.cancelled():
+            self.arrived.result().close()
+        self.arrived.cancel()
+
+
+class Port:
+    """Where direct connections are made. Nothing is there unless `server.direct`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._socket: socket.socket | None = None
+        self._tickets: dict[bytes, Ticket] = {}
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._contexts = Contexts(config.security) if config.security.cert is not None else None
+        self._seldom_refused, self._seldom_accepted = Seldom(), Seldom()
+        self._accepting: asyncio.Task[None] | None = None
+        self.number = 0
+
+    def bind(self) -> None:
+        """Take the port; BindError when one was asked for by number and cannot be had."""
+        server = self._config.server
+        if not server.direct:
+            return
+        host, _ = split_address(server.listen)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, server.direct_port, type=socket.SOCK_STREAM)[0]
+            is_any = host in ("::", "0.0.0.0")
+            self._socket = socket.create_server(
+                address[:2], family=family, backlog=1024, dualstack_ipv6=is_any and family == socket.AF_INET6
+            )
+        except OSError as error:
+            if server.direct_port:
+                raise BindError(
+                    f"cannot listen on port {server.direct_port} for direct connections (server.direct_port): "
+                    f"{error.strerror}",
+                    fix="stop the other process, or take another port (0: a free one), or --set server.direct=false",
+                ) from None
+            log.warning("no_direct_port", reason=str(error), meaning="workers exchange over gRPC")
+            return
+        self._socket.setblocking(False)
+        self.number = self._socket.getsockname()[1]
+
+    def open(self) -> None:
+        if self._socket is not None:
+            self._accepting = asyncio.create_task(self._accept(self._socket))
+
+    def offer(self, name: str | None) -> Ticket | None:
+        """A new one, for the peer whose certificate has this common name; None where there is no port."""
+        if self._accepting is None:
+            return None
+        ticket = Ticket(name)
+        self._tickets[ticket.secret] = ticket
+        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket.secret, None)
+        return ticket
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                stranger, _ = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptors left, as a rule
+                if (left_out := self._seldom_accepted.left_out()) is not None:
+                    log.warning("direct_not_accepted", reason=error.strerror or str(error), left_out=left_out)
+                self._drop_oldest()
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            if len(self._strangers) >= _MORE_STRANGERS + len(self._tickets):
+                self._drop_oldest()
+            task = asyncio.create_task(self._meet(stranger))
+            self._strangers[task] = None
+            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+
+    def _drop_oldest(self) -> None:
+        for task in self._strangers:
+            del self._strangers[task]
+            task.cancel()
+            return
+
+    async def _meet(self, stranger: socket.socket) -> None:
+        """Hear a ticket, or close. A stranger is told nothing."""
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                stranger.setblocking(False)
+                prepare(stranger)
+                if self._contexts is not None:
+                    stranger = self._contexts.current().wrap_socket(
+                        stranger, server_side=True, do_handshake_on_connect=False
+                    )
+                connection = Connection(stranger)
+                await connection.handshake()
+                hello = bytearray(len(HELLO) + TICKET_BYTES)
+                is_whole = await connection.receive_into(memoryview(hello))
+                ticket = self._ticket_of(bytes(hello), connection) if is_whole else None
+                if ticket is None:
+                    connection.close()
+                    return
+                ticket.arrived.set_result(connection)
+                await connection.send([TAKEN])
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:
+            if connection is not None:
+                connection.close()
+            stranger.close()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    def _ticket_of(self, hello: bytes, connection: Connection) -> Ticket | None:
+        """What was said is a ticket of ours, for the first time, and by whom it was given to."""
+        secret, name = hello[len(HELLO) :], connection.certificate_name()
+        ticket = self._tickets.get(secret) if hello.startswith(HELLO) else None
+        why = "no ticket of ours, or one that was used or is too old"
+        if ticket is not None and ticket.name != name:
+            why = f"another's ticket, shown by {(name or '')[:100]!a}"
+        elif ticket is not None and not ticket.arrived.done():
+            return self._tickets.pop(secret)
+        if (left_out := self._seldom_refused.left_out()) is not None:
+            log.info("direct_refused", reason=why, left_out=left_out)
+        return None
+
+    async def close(self) -> None:
+        tasks = [*self._strangers, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._accepting = None
+        if self._socket is not None:
+            self._socket.close()
