@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from dataclasses import asdict
 
 import torch
 
@@ -134,6 +135,7 @@ class Server:
                 run.name, run.incarnation, config.run.mode, run.policy.version, run.policy.num_committed(),
                 config.run.workers, run.policy.staleness_bound, source=engine.model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
+                common=asdict(run.policy.common),
             )
         )  # fmt: skip
         self._has_begun = True

@@ -5,12 +5,15 @@ in the same file. A worker writes each line at once; a server's lines come from 
 killed may leave out its last few. `drills/check.py` reads it.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
-                      skipped [damaged snapshots], options {name: value} of the mode
+                      skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
+                      mode (training steps, num_workers, min_workers, weighting, pipelined)
             join      rank, incarnation, step, resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
                       finished: it takes no more steps, and stays for the final weights
             accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated
-                      | rejected | skipped | refused
+                      | rejected | skipped | refused; samples, compute_s (for it), transfer_s (of the exchange
+                      before, without what the mode held it), num_steps (training steps in it, where its worker says
+                      so), part (of a model in parts), run_steps (training steps of the run, where it says so)
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
             answer    rank, incarnation, step, version, outcome
             snapshot  version, steps {rank: step}, path, sha256 (of the weights)

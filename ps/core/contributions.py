@@ -149,7 +149,8 @@ class Contributions:
         is_over = outcome in _ENDS_EXCHANGE
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
         told = (event.base_version, version, outcome, event.num_samples, exchange_s)
-        return effects.ContributionTaken(event.identity, *told)
+        work = (event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps)
+        return effects.ContributionTaken(event.identity, *told, *work)
 
     # ---- decisions ------------------------------------------------------------------------
 

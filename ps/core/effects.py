@@ -109,6 +109,11 @@ class ContributionTaken(Fact):
     outcome: str  # accepted, dropped, repeated, rejected, skipped, refused
     num_samples: int
     exchange_s: float  # that the worker's exchange before this one took; negative: unknown
+    compute_s: float = 0.0  # for it, as its worker says
+    transfer_s: float = 0.0  # of the exchange before, without what the mode held it
+    num_steps: int | None = None  # training steps in it; None: as many as its worker was told
+    part: int = 0  # of a model that is stepped in parts, from 1
+    run_steps: int = 0  # training steps of the run, as its worker says with it; 0: it says nothing
 
 
 @dataclass(slots=True)
@@ -258,6 +263,7 @@ class RunStarted(Fact):
     source: str | None
     skipped: tuple[str, ...]  # snapshots that were newer and damaged
     options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
+    common: dict[str, Any] = field(default_factory=dict)  # what every mode is told (`policies.Common`)
 
 
 @dataclass(slots=True)

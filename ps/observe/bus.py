@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ...common.reporting.log import get_logger
 from ..core.effects import Fact
-from ..engine.engine import Engine
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 log = get_logger()
 

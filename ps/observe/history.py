@@ -39,7 +39,11 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
         case effects.ContributionTaken((rank, incarnation, number)):
             return "accept", {
                 "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
-                "version": fact.version, "outcome": fact.outcome,
+                "version": fact.version, "outcome": fact.outcome, "samples": fact.num_samples,
+                "compute_s": round(fact.compute_s, 6), "transfer_s": round(fact.transfer_s, 6),
+                **({} if fact.num_steps is None else {"num_steps": fact.num_steps}),
+                **({"part": fact.part} if fact.part else {}),
+                **({"run_steps": fact.run_steps} if fact.run_steps else {}),
             }  # fmt: skip
         case effects.Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}
@@ -59,6 +63,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
                 "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
+                "common": fact.common,
             }  # fmt: skip
         case effects.RunEnded(version, contributions):
             return "end", {"version": version, "steps": contributions}
