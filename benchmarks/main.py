@@ -22,6 +22,7 @@ from .options import (
     check_task,
     checked,
     numbers,
+    prepare,
     show,
 )
 
@@ -39,6 +40,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
+  ps-bench policies --workers 64,10000  what deciding costs, by mode
   ps-bench xor --peers ray              worker-steps per second of a small task
 
 Tables go to standard output; --keep writes the figures to benchmarks/results
@@ -236,6 +238,26 @@ def checkpoint(
     from .measures.checkpoint import CheckpointOptions, measure_checkpoint
 
     show(measure_checkpoint(CheckpointOptions(mb, every, compute_ms, steps, runs, optimizer)), json_path, keep)
+
+
+@app.command(help="Deciding alone: microseconds of the run and the mode's policy for an event, without network.")
+def policies(
+    workers: Annotated[str, typer.Option(help="How many, e.g. 1,64,10000.", rich_help_panel=_RUN)] = "1,64,1000,10000",
+    contributions: Annotated[
+        int, typer.Option(min=1, help="Measured at least, of all together.", rich_help_panel=_RUN)
+    ] = 20_000,
+    mode: Annotated[str | None, typer.Option("--mode", help="e.g. sync,async; all", rich_help_panel=_RUN)] = None,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    from ..common.registry import MODES, canonical_mode
+
+    counts = numbers(workers, "--workers", most=100_000)
+    modes = [canonical_mode(one) for one in mode.split(",")] if mode else MODES.names()
+    prepare(json_path, keep)
+    from .measures.policies import PolicyOptions, measure_policies
+
+    show(measure_policies(PolicyOptions(modes, counts, contributions)), json_path, keep)
 
 
 @app.command(help="A task too small for its arithmetic to matter: worker-steps per second of whole runs.")

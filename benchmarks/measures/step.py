@@ -23,12 +23,12 @@ from rich.console import RenderableType
 from ..output.machine import machine
 from ..output.report import Report, median
 from ..output.tables import figures, page
+from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.moments import Watch
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import set_lane
-from .bandwidth import stream_bytes_per_s
 from .ours import lanes_of
 
 _NUM_WARMUP = 3

@@ -7,13 +7,12 @@ or is replaced before it is folded.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outcome, Outer, Policy, Refuse
+from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outer, Policy, Refuse
 from . import effects
 from .drawn import Data, Drawn
 from .effects import Effect, Log
@@ -61,69 +60,75 @@ class Contributions:
 
     # ---- taking ---------------------------------------------------------------------------
 
-    def taken(self, worker: Worker, event: Contributed) -> Iterator[Effect]:
+    def taken(self, worker: Worker, event: Contributed) -> list[Effect]:
         """A contribution of a live worker, whole on all shards."""
-        rank, policy, stats = worker.rank, self._policy, self._roster.stats[worker.rank]
+        rank, policy, stats, at = worker.rank, self._policy, self._roster.stats[worker.rank], event.at
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
-        worker.waiting_since, worker.wants_weights = event.at - event.looked_s, event.wants_weights
+        worker.waiting_since, worker.wants_weights = at - event.looked_s, event.wants_weights
         worker.evaluates = event.evaluates
         if event.hyperparameters is not None:
             worker.hyperparameters = event.hyperparameters
         if event.judgement.action in ("reject", "halt"):
-            yield from self._rejected(stats, event)
-            return
+            return list(self._rejected(stats, event))
+        found: list[Effect] = []
         if math.isfinite(event.loss):
             stats.loss = event.loss
         if event.data is not None and not worker.num_contributed:
-            yield from self._data.told(rank, event.base_version, *event.data)
+            found += self._data.told(rank, event.base_version, *event.data)
         contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps, event.part)
         worker.staleness = policy.staleness(rank, contribution)
-        num_counted, version = policy.num_counted[rank], policy.version
-        decisions = policy.contributed(rank, contribution, event.at)
+        num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity
+        decisions = policy.contributed(rank, contribution, at)
         if policy.num_counted[rank] > num_counted:
-            yield self._note(event, "accepted" if event.judgement.is_taken else "skipped", version)
-            yield from self._counted(worker, stats, event)
+            outcome = "accepted" if event.judgement.is_taken else "skipped"
+            found.append(self._note(event, identity, outcome, version))
+            self._counted(worker, stats, event, identity, found)
         else:
             outcome = "repeated" if event.number == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
                 outcome = "refused"
-            yield self._note(event, outcome, version)
-            yield effects.Discard(event.identity)
-        yield from self.perform(decisions, event.at)
+            found.append(self._note(event, identity, outcome, version))
+            found.append(effects.Discard(identity))
+        self._perform(decisions, at, found)
+        return found
 
-    def refuse(self, event: Contributed) -> Iterator[Effect]:
+    def refuse(self, event: Contributed) -> list[Effect]:
         """It comes from nobody who may contribute now."""
-        yield effects.Discard(event.identity)
-        yield self._note(event, "refused", self._policy.version)
+        identity = event.identity
+        return [effects.Discard(identity), self._note(event, identity, "refused", self._policy.version)]
 
-    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
+    def _counted(
+        self, worker: Worker, stats: WorkerStats, event: Contributed, identity: Identity, found: list[Effect]
+    ) -> None:
         """Hold it until it is folded, and say what was not sound about it."""
-        rank, found = worker.rank, event.judgement
+        rank, judged = worker.rank, event.judgement
         worker.num_contributed += 1
         num_steps = self._policy.local_steps if event.num_steps is None else event.num_steps
-        num_batches = num_steps if event.num_batches is None else event.num_batches
-        told = (worker.hyperparameters, num_batches, num_steps, worker.num_contributed)
-        self._held[rank] = Held(event.identity, *told, found.is_taken, found.scale)
+        self._held[rank] = Held(
+            identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
+            worker.num_contributed, judged.is_taken, judged.scale,
+        )  # fmt: skip
         stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
         self._ended_at = event.at
-        self._empty.pop(rank, None)
-        if found.is_clipped:
+        if self._empty:
+            self._empty.pop(rank, None)
+        if judged.is_clipped:
             stats.clipped += 1
-            yield Log("debug", "clipped", {"rank": rank, "step": event.number, "reason": found.what})
-        if found.is_taken:
-            yield effects.Keep(event.identity)
+            found.append(Log("debug", "clipped", {"rank": rank, "step": event.number, "reason": judged.what}))
+        if judged.is_taken:
+            found.append(effects.Keep(identity))
         else:
             stats.skipped += 1
-            self._empty[rank] = f"{found.what} ({found.limit}): counted as a contribution, nothing folded"
-            yield Log("warning", "skipped", {"rank": rank, "step": event.number, "reason": found.what})
-            yield effects.Discard(event.identity, is_counted=True)
+            self._empty[rank] = f"{judged.what} ({judged.limit}): counted as a contribution, nothing folded"
+            found.append(Log("warning", "skipped", {"rank": rank, "step": event.number, "reason": judged.what}))
+            found.append(effects.Discard(identity, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
         """Answered with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
         rank, version, found = event.rank, self._policy.version, event.judgement
         yield effects.Discard(event.identity)
-        yield self._note(event, "rejected", version)
+        yield self._note(event, event.identity, "rejected", version)
         stats.rejected += 1
         stats.rejected_in_a_row += 1
         row, limit = stats.rejected_in_a_row, self._max_rejected
@@ -136,107 +141,107 @@ class Contributions:
             self._rejected_for[rank] = f"{found.what}: nothing folded"
             yield from self.perform(self._policy.rejected(rank, event.at), event.at)
 
-    def repeated(self, worker: Worker, number: int, at: float) -> Iterator[Effect]:
+    def repeated(self, worker: Worker, number: int, at: float) -> list[Effect]:
         """It asks again for the answer to a contribution that counts."""
         worker.waiting_since = at
         version = self._policy.version
         decisions = self._policy.contributed(worker.rank, Contribution(number, version), at)
         identity = Identity(worker.rank, worker.incarnation, number)
-        yield effects.ContributionTaken(identity, version, version, "repeated", 0, -1.0)
-        yield from self.perform(decisions, at)
+        found: list[Effect] = [effects.ContributionTaken(identity, version, version, "repeated", 0, -1.0)]
+        self._perform(decisions, at, found)
+        return found
 
-    def _note(self, event: Contributed, outcome: str, version: int) -> Effect:
+    def _note(self, event: Contributed, identity: Identity, outcome: str, version: int) -> Effect:
         is_over = outcome in _ENDS_EXCHANGE
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
-        told = (event.base_version, version, outcome, event.num_samples, exchange_s)
-        work = (event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps)
-        return effects.ContributionTaken(event.identity, *told, *work)
+        return effects.ContributionTaken(
+            identity, event.base_version, version, outcome, event.num_samples, exchange_s,
+            event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps,
+        )  # fmt: skip
 
     # ---- decisions ------------------------------------------------------------------------
 
-    def perform(self, decisions: list[Decision], at: float) -> Iterator[Effect]:
+    def perform(self, decisions: list[Decision], at: float) -> list[Effect]:
         """The policy's decisions as effects. What is to be discarded is what did not count: it has been."""
-        for decision in decisions:
-            match decision:
-                case Fold(rank, weight):
-                    held = self._held.pop(rank)
-                    held.weight = weight
-                    self._in_mean.append(held)
-                    if held.is_folded:
-                        yield effects.Fold(held.identity, weight, held.scale)
-                case Commit():
-                    yield from self._commit(decision)
-                case Answer(rank, outcome, reason):
-                    yield from self._answer(rank, outcome, reason, at)
-                case Refuse(rank, kind, reason):
-                    worker = self._roster.workers.get(rank)
-                    if worker is not None:
-                        yield effects.Refuse(rank, worker.incarnation, refusal(Reason[kind], reason))
+        found: list[Effect] = []
+        self._perform(decisions, at, found)
+        return found
 
-    def _commit(self, decision: Commit) -> Iterator[Effect]:
-        in_mean, self._in_mean = self._in_mean, []
-        num_batches, num_steps = Counter[int](), Counter[int]()
+    def _perform(self, decisions: list[Decision], at: float, found: list[Effect]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Answer):
+                self._answer(decision, at, found)
+            elif isinstance(decision, Fold):
+                held = self._held.pop(decision.rank)
+                held.weight = decision.weight
+                self._in_mean.append(held)
+                if held.is_folded:
+                    found.append(effects.Fold(held.identity, held.weight, held.scale))
+            elif isinstance(decision, Commit):
+                self._commit(decision, found)
+            elif isinstance(decision, Refuse):
+                worker = self._roster.workers.get(decision.rank)
+                if worker is not None:
+                    error = refusal(Reason[decision.kind], decision.reason)
+                    found.append(effects.Refuse(decision.rank, worker.incarnation, error))
+
+    def _commit(self, decision: Commit, found: list[Effect]) -> None:
+        in_mean, self._in_mean, policy = self._in_mean, [], self._policy
+        drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
         for held in in_mean:
-            num_batches[held.identity.rank] += held.num_batches
-            num_steps[held.identity.rank] += held.num_steps
-        for rank, num in num_batches.items():
-            self.drawn.committed(rank, num, num_steps[rank], self._policy.steps_done(rank))
-        folded = tuple(held.identity for held in in_mean if held.is_folded)
-        weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
+            num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
+            drawn[held.identity.rank] = num_batches + held.num_batches, num_steps + held.num_steps
+        for rank, (num_batches, num_steps) in drawn.items():
+            self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
         # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
         told = [held for held in in_mean if held.hyperparameters is not None]
-        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
+        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank)) if told else None
         hyperparameters = newest.hyperparameters if newest is not None else None
-        if (outer := self._policy.outer) is not None:
+        if (outer := policy.outer) is not None:
             hyperparameters = (dict(outer.arguments),)
             if outer != self._outer:
                 self._outer = outer
-                yield Log("info", "outer_optimizer", {**outer.arguments, "name": outer.name, "because": outer.reason})
-        yield effects.Commit(
-            self._policy.version,
-            folded,
-            tuple(sorted(self._policy.members)),
+                told_of = {**outer.arguments, "name": outer.name, "because": outer.reason}
+                found.append(Log("info", "outer_optimizer", told_of))
+        weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
+        found.append(effects.Commit(
+            policy.version,
+            tuple([held.identity for held in in_mean if held.is_folded]),
+            policy.committed_by or (),
             hyperparameters,
-            decision.lr_scale(weights),
+            decision.lr_scale(weights) if decision.scales else 1.0,
             decision.reason,
-        )
+        ))  # fmt: skip
 
-    def _answer(self, rank: int, outcome: Outcome, reason: str, at: float) -> Iterator[Effect]:
+    def _answer(self, decision: Answer, at: float, found: list[Effect]) -> None:
+        rank, name, reason = decision.rank, decision.outcome.name, decision.reason
         worker = self._roster.workers.get(rank)
         if worker is None or worker.is_away:
             return  # it asks again when it is back
-        name, stats, policy = outcome.name, self._roster.stats[rank], self._policy
-        if outcome in (Outcome.APPLIED, Outcome.REPEATED) and rank in self._empty:
+        stats, policy, is_start = self._roster.stats[rank], self._policy, name == "START"
+        if self._empty and rank in self._empty and name in ("APPLIED", "REPEATED"):
             name, reason = "REJECTED", self._empty[rank]  # it is not to build on what it sent
         elif name == "REJECTED":
             reason = self._rejected_for.pop(rank, reason)
-        if name == "DROPPED":
+        elif name == "DROPPED":
             stats.dropped += 1
         held_s = at - worker.waiting_since if worker.waiting_since is not None else 0.0
-        if name != "START":
+        if not is_start:
             stats.wait_s += held_s
         elif self._started_at is None:
             self._started_at = at
-            yield Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode})
-        num_workers, index = self._division(rank)
-        in_step = policy.in_step_of(rank) if name == "START" else 0
-        yield effects.Answer(
+            found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
+        num_workers, index = self._roster.division(rank)
+        steps_done = policy.steps_done(rank)
+        found.append(effects.Answer(
             rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0), policy.version,
-            has_weights=worker.wants_weights or name != "APPLIED",
-            next_local_steps=policy.next_local_steps(rank), training_steps=policy.steps_done(rank),
-            staleness=worker.staleness, held_s=held_s, num_workers=num_workers, worker_index=index,
-            num_batches=self.drawn.place(rank, policy.steps_done(rank)) if name == "START" else None, in_step=in_step,
-            steps=policy.training_steps, has_spare=bool(self._roster.spares), is_evaluated=worker.evaluates,
-        )  # fmt: skip
+            worker.wants_weights or name != "APPLIED", policy.next_local_steps(rank), steps_done,
+            worker.staleness, held_s, num_workers, index,
+            self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
+            bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
+        ))  # fmt: skip
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
-
-    def _division(self, rank: int) -> tuple[int, int]:
-        """(num_workers, index): how the data is divided for this rank."""
-        if self._roster.num_workers is not None:
-            return self._roster.num_workers, rank
-        ranks = sorted(self._roster.workers)
-        return len(ranks), ranks.index(rank)
 
     # ---- for the summary, and what survives -------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,19 @@ class Drawn:
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}  # by rank: batches, and the training steps they were for
+        self._per_step: Counter[int] = Counter()  # how many ranks draw so many batches for a training step
 
     def committed(self, rank: int, num_batches: int, num_steps: int, steps_done: int) -> None:
         """Contributions of the rank, of `num_steps` training steps, are in a version; with them so many count."""
-        self._places[rank] = (self.place(rank, steps_done - num_steps) + num_batches, steps_done)
+        self._set(rank, self.place(rank, steps_done - num_steps) + num_batches, steps_done)
+
+    def _set(self, rank: int, batches: int, steps: int) -> None:
+        old_batches, old_steps = self._places.get(rank, (0, 0))
+        old, new = old_batches // old_steps if old_steps else 0, batches // steps if steps else 0
+        if old != new:
+            self._per_step[old] -= 1
+            self._per_step += Counter({new: 1})  # and forget those that nobody draws
+        self._places[rank] = (batches, steps)
 
     def place(self, rank: int, steps_done: int) -> int:
         """Batches behind a rank with so many training steps. Steps that counted without it (it was away, or the
@@ -24,8 +34,7 @@ class Drawn:
         batches, steps = self._places.get(rank, (0, 0))
         if steps_done <= steps:
             return batches
-        per_step = max((num // of for num, of in self._places.values() if of), default=1)
-        return batches + (steps_done - steps) * max(1, per_step)
+        return batches + (steps_done - steps) * max(1, max(self._per_step, default=1))
 
     def saved(self) -> dict[str, list[int]]:
         return {str(rank): list(place) for rank, place in self._places.items()}
@@ -35,7 +44,7 @@ class Drawn:
         for rank, place in saved.items() if isinstance(saved, dict) else ():
             match place:
                 case [int(batches), int(steps)] if rank.isdecimal():
-                    self._places[int(rank)] = (batches, steps)
+                    self._set(int(rank), batches, steps)
 
 
 class Data:
@@ -45,6 +54,7 @@ class Data:
         self._version = 0
         self._firsts: dict[int, int] = {}  # ranks, by digest, of those that began with this version
         self._lengths: dict[int, int] = {}  # by rank, of its data set
+        self._num_of: Counter[int] = Counter()  # ranks, by that length
         self._is_said: set[str] = set()
 
     def told(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
@@ -63,8 +73,11 @@ class Data:
             )
         if not num_samples:
             return
+        if rank in self._lengths:
+            self._num_of -= Counter({self._lengths[rank]: 1})
         self._lengths[rank] = num_samples
-        if len(set(self._lengths.values())) > 1:
+        self._num_of[num_samples] += 1
+        if len(self._num_of) > 1 and "data_differs" not in self._is_said:
             found = ", ".join(f"rank {rank} {num:,}" for rank, num in sorted(self._lengths.items()))
             yield from self._warn(
                 "data_differs",

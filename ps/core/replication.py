@@ -97,36 +97,45 @@ class Gather:
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._found: dict[tuple[object, ...], dict[int, Event]] = {}
+        # By rank (None: of no worker) and by what it is: what has come to which shard.
+        self._found: dict[int | None, dict[tuple[object, ...], dict[int, Event]]] = {}
         self._withdrawn: dict[int, int] = {}
 
     def add(self, shard: int, event: Event) -> list[Event]:
         """Everyone's, in the order of shards, when this one completes them; empty otherwise."""
         if isinstance(event, events.OfAWorker) and event.incarnation <= self._withdrawn.get(event.rank, 0):
             return []
-        key = events.key_of(event)
-        found = self._found.setdefault(key, {})
+        key, rank = events.key_of(event), event.rank if isinstance(event, events.OfAWorker) else None
+        of_rank = self._found.setdefault(rank, {})
+        found = of_rank.setdefault(key, {})
         found[shard] = event
         if len(found) < self._num_shards:
             return []
-        del self._found[key]
+        del of_rank[key]
+        if not of_rank:
+            del self._found[rank]
         return [found[index] for index in range(self._num_shards)]
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """The worker is gone, or begins again as another incarnation."""
         self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
-        for key, found in list(self._found.items()):
-            one = next(iter(found.values()))
-            if isinstance(one, events.OfAWorker) and one.rank == rank and one.incarnation <= incarnation:
-                del self._found[key]
+        of_rank = self._found.pop(rank, {})
+        if left := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
+            self._found[rank] = left
 
     def missing(self, rank: int) -> tuple[str, list[int]]:
         """The kind of event of this rank that some shard waits for, and the shards that it has not come to."""
-        for found in self._found.values():
-            one = next(iter(found.values()))
-            if isinstance(one, events.OfAWorker) and one.rank == rank:
-                return type(one).__name__, [shard for shard in range(self._num_shards) if shard not in found]
+        for found in self._found.get(rank, {}).values():
+            name = type(next(iter(found.values()))).__name__
+            return name, [shard for shard in range(self._num_shards) if shard not in found]
         return "", []
+
+
+def _incarnation(found: dict[int, Event]) -> int:
+    """Of what has come of a worker."""
+    one = next(iter(found.values()))
+    assert isinstance(one, events.OfAWorker)
+    return one.incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ its stream ends.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,10 @@ class Roster:
     def __init__(self, num_workers: int | None, limit: int, lease_s: float) -> None:
         self.num_workers = num_workers
         self.workers: dict[int, Worker] = {}
+        self.num_finished = 0  # of those
+        self._ranks: list[int] = []  # of those, ascending
+        self._ranks_of: dict[str, dict[int, None]] = {}  # of those, by process
+        self._heard: OrderedDict[int, None] = OrderedDict()  # of those that have a lease, who was heard last comes last
         self.stats: dict[int, WorkerStats] = {}
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._limit = limit
@@ -113,15 +118,19 @@ class Roster:
         is_newest = asked.process == known if asked.process and known else previous == newest
         if previous and not is_newest:
             raise replaced(rank, previous)
-        old = self.workers.pop(rank, None)
+        if (old := self.workers.get(rank)) is not None:
+            self.remove(old)
         worker = self.workers[rank] = Worker(rank, newest + 1, asked.process)
+        insort(self._ranks, rank)
+        self._ranks_of.setdefault(asked.process, {})[rank] = None
         self.num_joins[rank], self._processes[rank] = worker.incarnation, asked.process
         self.stats.setdefault(rank, WorkerStats(rank)).num_joins += not previous  # the same process is no restart
         self.was_anyone_here = True
         return worker, old
 
     def _free_rank(self) -> int:
-        rank = next(rank for rank in range(len(self.workers) + 1) if rank not in self.workers)
+        # Ranks ascend, so those below the first gap are where they would be without one.
+        rank = bisect_left(range(len(self._ranks)), 1, key=lambda place: int(self._ranks[place] > place))
         if self.num_workers is not None and rank >= self.num_workers:
             raise refusal(
                 Reason.RUN_FULL,
@@ -132,8 +141,27 @@ class Roster:
 
     def remove(self, worker: Worker) -> None:
         """The worker is gone; nothing happens when its rank is another's already."""
-        if self.find(worker.rank, worker.incarnation) is worker:
-            del self.workers[worker.rank]
+        rank = worker.rank
+        if self.find(rank, worker.incarnation) is not worker:
+            return
+        del self.workers[rank]
+        del self._ranks[bisect_left(self._ranks, rank)]
+        del self._ranks_of[worker.process][rank]
+        if not self._ranks_of[worker.process]:
+            del self._ranks_of[worker.process]
+        self._heard.pop(rank, None)
+        self.num_finished -= worker.is_finished
+
+    def finished(self, worker: Worker) -> None:
+        """It takes no more training steps."""
+        self.num_finished += not worker.is_finished
+        worker.is_finished = True
+
+    def division(self, rank: int) -> tuple[int, int]:
+        """(num_workers, index): how the data is divided for this rank."""
+        if self.num_workers is not None:
+            return self.num_workers, rank
+        return len(self._ranks), bisect_left(self._ranks, rank)
 
     def find(self, rank: int, incarnation: int) -> Worker | None:
         """The worker of this incarnation, while it holds the rank."""
@@ -149,12 +177,15 @@ class Roster:
             return None
         del self.hearts[process]
         self.spares.discard(process)
-        return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
+        seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
+        return next((worker for worker in seats if worker.is_away), None)
 
     def heard(self, rank: int, process: str, now: float) -> None:
         """A heartbeat: from the first one on, the worker has a lease."""
         if self.is_member(rank, process):
             self.workers[rank].heard_at = now
+            self._heard[rank] = None
+            self._heard.move_to_end(rank)
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
@@ -164,21 +195,24 @@ class Roster:
         """Something of its exchange came: as good as a heartbeat, for who has a lease."""
         if worker.heard_at is not None:
             worker.heard_at = now
+            self._heard.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every fraction of
         a second. The time in which this process was frozen itself does not count: nobody could be heard then."""
         stood_still = self._looked_at is not None and now - self._looked_at > _STANDSTILL_S
         self._looked_at = now
+        if stood_still:
+            for rank in self._heard:
+                self.workers[rank].heard_at = now
         found = []
-        for _, worker in sorted(self.workers.items()):
-            if worker.heard_at is None:
-                continue
-            if stood_still:
-                worker.heard_at = now
-            elif now - worker.heard_at > self._lease_s:
-                found.append((worker, now - worker.heard_at))
-        return found
+        for rank in self._heard:
+            worker = self.workers[rank]
+            assert worker.heard_at is not None
+            if now - worker.heard_at <= self._lease_s:
+                break  # the others were heard later
+            found.append((worker, now - worker.heard_at))
+        return sorted(found, key=lambda silent: silent[0].rank)
 
 
 def replaced(rank: int, incarnation: int) -> ParamServerError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
 from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
@@ -72,77 +72,76 @@ class Run:
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self.length = Length(policy, options.epochs)
         self._lost_at: dict[int, float] = {}
+        self._happens = self._handlers()
 
     # ---- one event ------------------------------------------------------------------------
 
     def apply(self, event: events.Event) -> list[Effect]:
         """What happens changes the state; what is to be done about it is returned, in order."""
-        found: Iterable[Effect] = ()
-        match event:
-            case events.OfAWorker():
-                found = self._of_a_worker(self.roster.find(event.rank, event.incarnation), event)
-            case events.Joined():
-                found = self._joined(event)
-            case events.HeartBegan(process=process, evaluates=evaluates):
-                self.roster.hearts[process] += 1
-                if evaluates:
-                    self.roster.spares.add(process)
-                    found = [Log("info", "spare", {"meaning": "a process that does not train evaluates"})]
-            case events.FiguresTold():
-                found = self._told_figures(event)
-            case events.CopyAsked() if self.has_weights:
-                found = [effects.KeepWeights(self.policy.version)]
-            case events.CopyAsked():
-                pass
-            case events.HeartStopped(process=process):
-                if (gone := self.roster.heart_stopped(process)) is not None:
-                    found = self._leave(gone, "closed", "connection lost", event.at)
-            case events.Heard(rank=rank, process=process):
-                self.roster.heard(rank, process, event.at)
-            case events.Measured(version=version, norm=norm):
-                found = [effects.Clip(version, norm)]
-            case events.Stored():
-                found = self._stored(event)
-            case events.Ticked():
-                found = self._ticked(event.at)
-            case events.Stopped():
-                found = self._close(_stopping(), event.at)
-            case events.Failed():
-                found = self._failed(event)
-            case _:
-                raise AssertionError(event)
-        return list(found)
+        found = self._happens[type(event)](event)
+        return found if isinstance(found, list) else list(found)
 
-    def _of_a_worker(self, worker: Worker | None, event: events.OfAWorker) -> Iterable[Effect]:
-        if isinstance(event, events.Contributed) and (worker is None or self.is_closed):
-            return self.contributions.refuse(event)
+    def _handlers(self) -> dict[type[events.Event], Callable[[Any], Iterable[Effect]]]:
+        """By kind of event, what it leads to."""
+        of_a_worker: dict[type[events.Event], Callable[..., Iterable[Effect]]] = {
+            events.Repeated: self._repeated,
+            events.Disconnected: self._disconnected,
+            events.Left: self._left,
+            events.Expelled: self._expelled,
+            events.Offered: self._offered,
+            events.Brought: self._brought,
+            events.Finished: self._finished,
+            events.StopAsked: self._stop_asked,
+        }
+        return {
+            events.Contributed: self._contributed,
+            **{kind: partial(self._of_a_worker, follows) for kind, follows in of_a_worker.items()},
+            events.Joined: self._joined,
+            events.HeartBegan: self._heart_began,
+            events.HeartStopped: self._heart_stopped,
+            events.Heard: self._heard,
+            events.FiguresTold: self._told_figures,
+            events.CopyAsked: self._copy_asked,
+            events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
+            events.Stored: self._stored,
+            events.Ticked: self._ticked,
+            events.Stopped: lambda event: self._close(_stopping(), event.at),
+            events.Failed: self._failed,
+        }
+
+    def _of_a_worker(self, follows: Callable[..., Iterable[Effect]], event: events.OfAWorker) -> Iterable[Effect]:
+        worker = self.roster.find(event.rank, event.incarnation)
         if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
             return ()  # it was let go, or a newer process has its rank, or the run has ended: it has been told
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
-        match event:
-            case events.Contributed():
-                return self._contributed(worker, event)
-            case events.Repeated():
-                return self._repeated(worker, event)
-            case events.Disconnected():
-                return self._disconnected(worker, event)
-            case events.Left(how=how, reason=reason, figures=figures):
-                self.final |= figures
-                left = self._leave(worker, how, reason, event.at, event.exit_code)
-                is_final = self.is_done and figures
-                return chain(self._evaluated(self.policy.min_steps_done, figures, event.at), left) if is_final else left
-            case events.Expelled(reason=name, message=message):
-                return self._expel(worker, refusal(Reason[name], message), event.at)
-            case events.Offered():
-                return self._offered(worker, event)
-            case events.Brought():
-                return self._brought(worker, event)
-            case events.Finished():
-                return self._finished(worker, event)
-            case events.StopAsked():
-                return self._stop_asked(worker, event)
-        raise AssertionError(event)
+        return follows(worker, event)
+
+    def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
+        self.final |= event.figures
+        if self.is_done and event.figures:
+            yield from self._evaluated(self.policy.min_steps_done, event.figures, event.at)
+        yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
+
+    def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
+        return self._expel(worker, refusal(Reason[event.reason], event.message), event.at)
+
+    def _heart_began(self, event: events.HeartBegan) -> Iterator[Effect]:
+        self.roster.hearts[event.process] += 1
+        if event.evaluates:
+            self.roster.spares.add(event.process)
+            yield Log("info", "spare", {"meaning": "a process that does not train evaluates"})
+
+    def _heart_stopped(self, event: events.HeartStopped) -> Iterable[Effect]:
+        gone = self.roster.heart_stopped(event.process)
+        return () if gone is None else self._leave(gone, "closed", "connection lost", event.at)
+
+    def _heard(self, event: events.Heard) -> Iterable[Effect]:
+        self.roster.heard(event.rank, event.process, event.at)
+        return ()
+
+    def _copy_asked(self, event: events.CopyAsked) -> Iterable[Effect]:
+        return [effects.KeepWeights(self.policy.version)] if self.has_weights else ()
 
     # ---- a worker's way in ----------------------------------------------------------------
 
@@ -257,36 +256,42 @@ class Run:
 
     # ---- contributions --------------------------------------------------------------------
 
-    def _contributed(self, worker: Worker, event: events.Contributed) -> Iterator[Effect]:
-        if worker.rank in self.policy.members:
-            if event.steps:
-                yield from self.length.told(worker.rank, event.steps)
-            yield from self._after(self.contributions.taken(worker, event), event.at)
-            return
-        yield from self.contributions.refuse(event)
-        error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
-        yield from self._expel(worker, error, event.at)
+    def _contributed(self, event: events.Contributed) -> Iterable[Effect]:
+        worker = self.roster.find(event.rank, event.incarnation)
+        if worker is None or self.is_closed:
+            return self.contributions.refuse(event)
+        self.roster.spoke(worker, event.at)
+        if worker.rank not in self.policy.members:
+            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
+            return [*self.contributions.refuse(event), *self._expel(worker, error, event.at)]
+        told = list(self.length.told(worker.rank, event.steps)) if event.steps else []
+        found = self._after(self.contributions.taken(worker, event), event.at)
+        return told + found if told else found
 
-    def _repeated(self, worker: Worker, event: events.Repeated) -> Iterator[Effect]:
+    def _repeated(self, worker: Worker, event: events.Repeated) -> Iterable[Effect]:
         number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
         if worker.rank not in self.policy.members or number != counted:
             what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
             return self._expel(worker, refusal(Reason.STEP_GAP, what), event.at)
         return self._after(self.contributions.repeated(worker, number, event.at), event.at)
 
-    def _perform(self, decisions: list[Decision], at: float) -> Iterator[Effect]:
+    def _perform(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)
 
-    def _after(self, found: Iterator[Effect], at: float) -> Iterator[Effect]:
+    def _after(self, found: list[Effect], at: float) -> list[Effect]:
         """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
         for effect in found:
-            yield effect
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
-            elif isinstance(effect, effects.End):
-                yield from self._close(effect.error or _stopping(), at)
-        if self.rhythm.is_due(self.policy.min_steps_done, at) and not self.is_closed:
-            yield from self._take_snapshot(at)
+            elif isinstance(effect, effects.End):  # nothing comes after it
+                found += self._close(effect.error or _stopping(), at)
+                break
+        if self.rhythm.is_kept and not self.is_closed and self.rhythm.is_due(self._min_steps_done, at):
+            found += self._take_snapshot(at)
+        return found
+
+    def _min_steps_done(self) -> int:
+        return self.policy.min_steps_done
 
     # ---- snapshots ------------------------------------------------------------------------
 
@@ -369,8 +374,8 @@ class Run:
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
-        worker.is_finished, worker.can_evaluate = True, event.can_evaluate
-        worker.waiting_since = None
+        self.roster.finished(worker)
+        worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
         yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
@@ -440,14 +445,16 @@ class Run:
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
         """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""
-        live = list(self.roster.workers.values())
-        if self.is_closed or (not self.is_done and self.absent(at)):
+        roster = self.roster
+        if self.is_closed or (roster.workers and (self.is_done or roster.num_finished < len(roster.workers))):
+            return  # said at every tick and whenever somebody goes: asks no more than it must
+        if not self.is_done and self.absent(at):
             return
-        is_through = self.is_done or self.has_finished or self.is_any_rank_through
-        if not live and self.roster.was_anyone_here and is_through:
-            self.is_closed = True
-            yield effects.End(self.failure)
-        if self.is_done or not live or not all(worker.is_finished for worker in live):
+        if not roster.workers:
+            is_through = self.is_done or self.has_finished or self.is_any_rank_through
+            if roster.was_anyone_here and is_through:
+                self.is_closed = True
+                yield effects.End(self.failure)
             return
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
             # Once a worker has left, what it did cannot be done again.
@@ -455,6 +462,7 @@ class Run:
                 yield from self._take_snapshot(at)
             return
         self.is_done = True
+        live = list(roster.workers.values())
         able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None]
         self.evaluator = min(able, default=None)
         told = tuple((worker.rank, worker.incarnation) for worker in live)
@@ -491,7 +499,8 @@ class Run:
             yield effects.Refuse(worker.rank, worker.incarnation, error)
         yield effects.End(error)
 
-    def _ticked(self, at: float) -> Iterator[Effect]:
+    def _ticked(self, event: events.Ticked) -> Iterator[Effect]:
+        at = event.at
         silent = self.roster.silent(at)
         if self.is_closed:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 DEFAULT_EVERY_S = 30.0
@@ -31,13 +32,13 @@ class Rhythm:
         """There is a new version."""
         self._has_committed = True
 
-    def is_due(self, min_training_steps: int, at: float) -> bool:
+    def is_due(self, min_training_steps: Callable[[], int], at: float) -> bool:
         """Whether one is to be taken of the newest version."""
         if not self.is_kept or self.is_writing or not self._has_committed:
             return False
         if self._last_at is None:  # the time since the start of this process counts from its first commit
             self._last_at = at
-        if self._every_steps is not None and min_training_steps - self._last_steps >= self._every_steps:
+        if self._every_steps is not None and min_training_steps() - self._last_steps >= self._every_steps:
             return True
         return self._every_s is not None and at - self._last_at >= self._every_s
 

@@ -15,7 +15,7 @@ _RECENT = 20
 _NOT_SAVED = {"rank", "contributions", "recent", "loss", "exchanged"}
 
 
-@dataclass
+@dataclass(slots=True)
 class WorkerStats:
     """Sums of one rank; times in seconds."""
 
@@ -42,8 +42,10 @@ class WorkerStats:
         self.contributions += 1
         self.samples += num_samples
         self.staleness_sum += staleness
-        self.staleness_max = max(self.staleness_max, staleness)
-        self.lead_max = max(self.lead_max, lead)
+        if staleness > self.staleness_max:
+            self.staleness_max = staleness
+        if lead > self.lead_max:
+            self.lead_max = lead
         self.rejected_in_a_row = 0
         self.recent.append((now, num_samples))
 

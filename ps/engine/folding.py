@@ -147,8 +147,8 @@ class Folding:
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         work = partial(
-            store.commit, len(commit.members), min(commit.members, default=0), told, publication.segment.body,
-            publication.made, lr_scale=commit.lr_scale,
+            store.commit, len(commit.members), commit.members[0] if commit.members else 0, told,
+            publication.segment.body, publication.made, lr_scale=commit.lr_scale,
         )  # fmt: skip
         if not (self._model.clips_parts and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)

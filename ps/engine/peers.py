@@ -19,6 +19,7 @@ from ...common.wire.segments import Segment
 from ..core import effects
 from ..core.replication import Sequencer
 from ..core.run import Run
+from ..policies.base import names
 from ..tensors.model import Model
 from ..tensors.publication import Publication
 from ..tensors.thread import TensorThread
@@ -182,13 +183,12 @@ class Streams:
 def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequencer, now: float) -> dict[int, str]:
     """Why every worker here waits, as people are told, by rank; empty for one that waits for nothing."""
     by_policy = run.policy.waiting(now) if run.has_weights else {}
-    busy = sorted(rank for rank, worker in run.roster.workers.items() if not worker.is_finished)
+    to_finish = _who_finishes(run, now) if run.roster.num_finished else ""
     found = {}
     for rank, worker in run.roster.workers.items():
         peer = peers.get((rank, worker.incarnation))
         if worker.is_finished:
-            names = ", ".join(map(str, busy or run.absent(now)))
-            found[rank] = f"rank {names} to {'finish' if busy else 'come back'}" if names else ""
+            found[rank] = to_finish
         elif worker.is_away:
             found[rank] = "its connection"
         elif shard := sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
@@ -201,6 +201,13 @@ def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequence
         else:
             found[rank] = by_policy.get(rank, "")
     return found
+
+
+def _who_finishes(run: Run, now: float) -> str:
+    busy = sorted(rank for rank, worker in run.roster.workers.items() if not worker.is_finished)
+    if busy or (absent := run.absent(now)):
+        return f"rank {names(busy)} to finish" if busy else f"rank {names(absent)} to come back"
+    return ""
 
 
 def _go_as_frames(peer: Peer, answer: effects.Answer) -> bool:

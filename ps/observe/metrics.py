@@ -214,7 +214,7 @@ def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple
 
 def _sums(engine: Engine, rank: int) -> Tally[str]:
     """What is counted of one rank in its exchanges with this process."""
-    values = vars(engine.run.roster.stats[rank]) | asdict(engine.traffic.get(rank, Traffic()))
+    values = asdict(engine.run.roster.stats[rank]) | asdict(engine.traffic.get(rank, Traffic()))
     return Tally({key: value for key, value in values.items() if type(value) in (int, float)})
 
 

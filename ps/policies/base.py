@@ -31,8 +31,8 @@ is kept up to date instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Hashable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from itertools import islice
@@ -40,12 +40,13 @@ from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
 from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .members.standing import Standing
+from .members.waiting import Closed, Waiting
 from .rules import Rule
-from .standing import Standing
 
 __all__ = [
-    "Answer", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome", "Outer",
-    "Policy", "Refuse", "names",
+    "Answer", "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome",
+    "Outer", "Policy", "Refuse", "names",
 ]  # fmt: skip
 
 _NUM_NAMED = 8  # ranks in a sentence
@@ -63,7 +64,7 @@ class Common:
     pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     """A live worker."""
 
@@ -110,8 +111,10 @@ class Policy(ABC):
         self.num_counted: dict[int, int] = {}
         self.out: set[int] = set()  # ranks that take no more training steps, and are not missed
         self.is_stopping = False  # nobody begins another contribution
-        self._num_open: Counter[int] = Counter()  # of those, by rank, which no version holds yet
+        self._num_open: dict[int, int] = {}  # of those, by rank, which no version holds yet
         self.has_started = False
+        self._ranks: list[int] = []  # of the members, ascending
+        self.committed_by: tuple[int, ...] | None = None  # those, at the newest commit; None: others have come or gone
         self._first_number = 0  # of a rank that is new while nobody is live
         # Training steps of each rank beyond those that its contributions, or the rounds, come to: another mode's.
         self._offsets: dict[int, int] = {}
@@ -120,9 +123,8 @@ class Policy(ABC):
         # Of a model that is stepped in parts: contributions of each rank's newest training step; of rounds, one count.
         self.in_step: dict[int, int] = {}
         self._standing = Standing()  # of the live ranks, by those numbers
-        self._waiting: set[int] = set()  # ranks with an answer pending that would reach them
-        self._new_waiting: set[int] = set()  # of those, whose gate nobody has asked yet
-        self._gates_asked_at: Hashable = None
+        self._waiting = Waiting()
+        self._needed = self._num_needed()
 
     @classmethod
     def told(cls, options: Any) -> str:
@@ -136,7 +138,7 @@ class Policy(ABC):
         return {rank: self.committed_of(rank) for rank in self.num_counted}
 
     def committed_of(self, rank: int) -> int:
-        return self.num_counted.get(rank, 0) - self._num_open[rank]
+        return self.num_counted.get(rank, 0) - self._num_open.get(rank, 0)
 
     def saved_state(self) -> dict[str, Any]:
         """What else this mode has to know to go on from the newest version, as JSON; nothing of what came after it."""
@@ -148,13 +150,14 @@ class Policy(ABC):
         self.version = version
         self.num_counted = dict(contributions)
         self._first_number = min(contributions.values(), default=0)
+        self._needed = self._num_needed()
 
     def committed_steps(self) -> dict[int, int]:
         """Training steps of each rank that the newest version holds."""
         done = {rank: self.steps_done(rank) for rank in self.num_counted}
         if self.has_rounds:
             return done
-        return {rank: steps - self._num_open[rank] * self.local_steps for rank, steps in done.items()}
+        return {rank: steps - self._num_open.get(rank, 0) * self.local_steps for rank, steps in done.items()}
 
     def count_from(self, steps: Mapping[int, int]) -> None:
         """After `restore`: what it has brought comes to these training steps (`committed_steps`), in whatever mode they
@@ -187,7 +190,10 @@ class Policy(ABC):
             self._offsets[rank] = self.min_steps_done - self.slowest  # contributions are no training steps
         number = self.num_counted.setdefault(rank, self.slowest)
         self.members[rank] = member = Member(rank)
+        insort(self._ranks, rank)
+        self.committed_by = None
         self.out.discard(rank)
+        self._needed = self._num_needed()
         self._standing.add(rank, number)
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
@@ -196,26 +202,31 @@ class Policy(ABC):
         """A worker is gone; whoever waited for it is looked at again at once."""
         if self.members.pop(rank, None) is None:
             return []
+        del self._ranks[bisect_left(self._ranks, rank)]
+        self.committed_by = None
+        self._needed = self._num_needed()
         self._standing.remove(rank, self.num_counted[rank])
-        self._no_longer_waits(rank)
+        self._waiting.remove(rank)
         return self._left(rank) + self._settle(now)
 
     def finished(self, rank: int, now: float) -> list[Decision]:
         """It takes no more training steps: as if it had left, but nobody misses it."""
         self.out.add(rank)
+        self._needed = self._num_needed()
         return self.left(rank, now)
 
     def stopped(self, now: float) -> list[Decision]:
         """Whoever is answered from now on has no steps left. A round that is open is closed as any other, so that
         all end at one version; nothing else is waited for."""
-        self.is_stopping = True
+        self.is_stopping, self._needed = True, 0
+        self._waiting.ask_all()
         return self._settle(now)
 
     def disconnected(self, rank: int) -> None:
         """A worker is still a member, but an answer would not reach it: it will ask again."""
         if rank in self.members:
             self.members[rank].is_away = True
-            self._no_longer_waits(rank)
+            self._waiting.remove(rank)
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """A contribution is staged: fold it, or discard it with an answer or a refusal."""
@@ -230,12 +241,16 @@ class Policy(ABC):
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", told)]
         member, counted = self.members[rank], self.num_counted[rank]
         num_steps = None if contribution.continues else contribution.num_steps
-        self._too_many[rank] = 0 if num_steps is None else max(0, self.local_steps - num_steps)
+        if num_steps is not None and num_steps < self.local_steps:
+            self._too_many[rank] = self.local_steps - num_steps
+        elif self._too_many:
+            self._too_many.pop(rank, None)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
         if contribution.part and not self.has_rounds and self.num_counted[rank] > counted:
             self._stepped_part(rank, contribution.continues)
-        return decisions + self._settle(now)
+        decisions += self._settle(now)
+        return decisions
 
     def rejected(self, rank: int, now: float) -> list[Decision]:
         """The rank's next contribution cannot be used, and nothing of it is staged. It counts for nothing; before
@@ -316,7 +331,8 @@ class Policy(ABC):
 
     def staleness(self, rank: int, contribution: Contribution) -> int:
         """Versions between the weights a contribution was computed on and those it is about to meet."""
-        return max(0, self.version - contribution.base_version)
+        behind = self.version - contribution.base_version
+        return behind if behind > 0 else 0
 
     def upload_position(self, rank: int) -> int:
         """How many contributions are folded before this worker's; uploads are staged in this order."""
@@ -325,12 +341,26 @@ class Policy(ABC):
     def waiting(self, now: float) -> dict[int, str]:
         """Why each waiting worker waits."""
         hold = self._why_hold()
-        return {rank: hold or self._gate(self.members[rank], now) or "" for rank in sorted(self._waiting)}
+        told: dict[object, str] = {}  # the same sentence is made once
+        return {rank: hold or self._why_shut(rank, now, told) for rank in sorted(self._waiting.ranks)}
+
+    def why_waits(self, rank: int, now: float) -> str:
+        """The same of one worker; empty for one that does not wait."""
+        return (self._why_hold() or self._why_shut(rank, now)) if rank in self._waiting.ranks else ""
+
+    def _why_shut(self, rank: int, now: float, told: dict[object, str] | None = None) -> str:
+        gate = self._gate(self.members[rank], now)
+        if not isinstance(gate, Closed):
+            return gate or ""
+        told = {} if told is None else told
+        return told[gate.why] if gate.why in told else told.setdefault(gate.why, gate.why())
 
     def waiting_reason(self, now: float) -> str:
         """What everyone waits for, as one sentence; empty when somebody may compute."""
-        reasons = self.waiting(now) if len(self._waiting) == len(self.members) else {}
-        return self._why_hold() or next(iter(reasons.values()), "")
+        if (hold := self._why_hold()) is not None:
+            return hold
+        all_wait = self._ranks and len(self._waiting.ranks) == len(self._ranks)
+        return self._why_shut(self._ranks[0], now) if all_wait else ""
 
     # ---- what a mode says -----------------------------------------------------------------
 
@@ -338,14 +368,14 @@ class Policy(ABC):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on the next contribution of a live worker. Call `_count` when it is accepted."""
 
-    def _gate(self, member: Member, now: float) -> str | None:
-        """Why this worker may not compute its next contribution yet; None when it may."""
+    def _gate(self, member: Member, now: float) -> Closed | str | None:
+        """Why this worker may not compute its next contribution yet; None when it may. A sentence: it is asked again
+        after every event, which takes time in proportion to those who wait. `Closed`: when progress has come there."""
         return None
 
-    def _gates_depend_on(self, now: float) -> Hashable:
-        """While this stays equal, whoever's gate was closed need not be asked again. None: ask after every event,
-        which takes time in proportion to those who wait."""
-        return None
+    def _progress(self) -> int:
+        """What gates that are `Closed` wait for."""
+        return 0
 
     def _advance(self, now: float) -> list[Decision]:
         """Commits that became possible; called after every event, before anyone is answered."""
@@ -367,7 +397,7 @@ class Policy(ABC):
         """The member's next contribution is accepted."""
         number = self.num_counted[member.rank]
         self.num_counted[member.rank] = number + 1
-        self._num_open[member.rank] += 1
+        self._num_open[member.rank] = self._num_open.get(member.rank, 0) + 1
         self._standing.advance(member.rank, number)
         self._owe(member, Outcome.APPLIED)
 
@@ -386,13 +416,15 @@ class Policy(ABC):
         """The member is to be answered so, as soon as it may go on."""
         member.pending, member.is_away = outcome, False
         self._waiting.add(member.rank)
-        self._new_waiting.add(member.rank)
 
     def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
         """A version is made of what these ranks have contributed: all that was folded since the one before."""
         self.version += 1
-        self._num_open.subtract(ranks)
-        for rank in self._too_many.keys() & set(ranks):
+        if self.committed_by is None:
+            self.committed_by = tuple(self._ranks)
+        for rank in ranks:
+            self._num_open[rank] -= 1
+        for rank in self._too_many.keys() & set(ranks) if self._too_many else ():
             self._offsets[rank] = self._offsets.get(rank, self._offset) - self._too_many.pop(rank)
         return Commit(ranks, reason, scales)
 
@@ -415,7 +447,6 @@ class Policy(ABC):
         reason = f"rank {rank} sent contribution {number}, and has to ask for the answer to {counted} first"
         return Refuse(rank, "STEP_GAP", reason)
 
-    @property
     def _num_needed(self) -> int:
         """Live workers without whom nobody may go on, whatever the mode."""
         if self.is_stopping:
@@ -425,34 +456,33 @@ class Policy(ABC):
 
     def _why_hold(self) -> str | None:
         live, num_workers = len(self.members), self.common.num_workers
-        if live >= self._num_needed:
+        if live >= self._needed:
             return None
         if not self.has_started and num_workers is not None and live < num_workers:
             missing = (rank for rank in range(num_workers) if rank not in self.members and rank not in self.out)
             return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
         return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"
 
-    def _no_longer_waits(self, rank: int) -> None:
-        self._waiting.discard(rank)
-        self._new_waiting.discard(rank)
-
     def _settle(self, now: float) -> list[Decision]:
         """Commit what can be committed, then answer everyone who may go on."""
-        if len(self.members) < self._num_needed:
+        if len(self.members) < self._needed:
             return []
-        self.has_started = True
-        decisions = self._advance(now)
-        key = self._gates_depend_on(now)
+        if not self.has_started:
+            self.has_started = True
+            self._needed = self._num_needed()
+        decisions, waiting = self._advance(now), self._waiting
         are_open = self.is_stopping and not self.has_rounds
-        is_asked = not are_open and key is not None and key == self._gates_asked_at
-        asked = self._new_waiting if is_asked else self._waiting
-        self._gates_asked_at, self._new_waiting = key, set()
-        for rank in sorted(asked):
+        for rank in waiting.due(self._progress()):
             member = self.members[rank]
-            if member.pending is not None and (are_open or self._gate(member, now) is None):
+            if member.pending is None:
+                continue
+            gate = None if are_open else self._gate(member, now)
+            if gate is None:
                 decisions.append(Answer(rank, member.pending, member.pending.value))
-                self._waiting.discard(rank)
+                waiting.ranks.discard(rank)
                 member.pending = None
+            else:
+                waiting.shut(rank, gate.until if isinstance(gate, Closed) else None)
         return decisions
 
 

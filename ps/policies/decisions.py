@@ -20,7 +20,7 @@ class Outcome(Enum):
     REJECTED = "rejected: nothing folded"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Contribution:
     """The facts of one staged contribution."""
 
@@ -45,7 +45,7 @@ class Outer:
     reason: str  # why these, as a phrase
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fold:
     """Add the contribution of `rank` that counts and is not folded yet to the mean being formed, with this weight."""
 
@@ -53,14 +53,14 @@ class Fold:
     weight: float
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Discard:
     """Forget the staged contribution of `rank`: it does not count."""
 
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Commit:
     """Make the mean of what was folded, from `ranks`, the next version. A rank is named once for each contribution.
 
@@ -86,7 +86,7 @@ class Commit:
         return sum(weight * scale for weight, scale in weighted) / total if total else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Answer:
     """Let `rank` go on, with the newest weights."""
 
@@ -95,7 +95,7 @@ class Answer:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Refuse:
     """End this worker's call: `kind` is a Reason of the proto."""
 

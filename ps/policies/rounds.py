@@ -13,12 +13,11 @@ it starts with the next.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 
 from pydantic import Field
 
 from ...common.config.option import Section
-from .base import ROUNDS, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
 from .rules import RoundRule
 
 
@@ -103,7 +102,7 @@ class RoundPolicy(Policy):
     def _why_close(self, now: float) -> str | None:
         """Why the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
-        if contributed < max(1, self._num_needed):
+        if contributed < max(1, self._needed):
             return None
         if not num_missing:
             gone = contributed - len(self.members)
@@ -124,18 +123,19 @@ class RoundPolicy(Policy):
         commit = self._commit(tuple(rank for rank in self._order if rank in self._weights), reason)
         if self._part:
             self._stepped_part(ROUNDS, self._continues)
-        self._order, self._missing = sorted(self.members), sorted(self.members)
+        self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_sorted, self._num_folded = len(self._order), 0
         self._weights, self._opened_at = {}, None
         return [commit]
 
-    def _gate(self, member: Member, now: float) -> str | None:
-        if member.rank not in self._weights:
-            return None
+    def _gate(self, member: Member, now: float) -> Closed | None:
+        return Closed(self.version + 1, self._why_open) if member.rank in self._weights else None
+
+    def _why_open(self) -> str:
         live = len(self.members)
         return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
 
-    def _gates_depend_on(self, now: float) -> Hashable:
+    def _progress(self) -> int:
         return self.version
 
     def staleness(self, rank: int, contribution: Contribution) -> int:

@@ -17,12 +17,10 @@ admitted as one in flight. The difference is 2s.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from pydantic import Field
 
 from ...common.config.option import Section
-from .base import Member, names
+from .base import Closed, Member, names
 from .rules import LeadRule, SingleRule
 from .single import SinglePolicy
 
@@ -45,18 +43,20 @@ class SspPolicy(SinglePolicy):
     def staleness_bound(self) -> int:
         return self.options.staleness
 
-    def _gate(self, member: Member, now: float) -> str | None:
-        bound, in_flight = self.options.staleness, int(self.common.pipelined)
-        ahead = self.lead(member.rank) + in_flight
-        if ahead <= bound:
+    def _gate(self, member: Member, now: float) -> Closed | None:
+        ahead = self.lead(member.rank) + self.common.pipelined
+        if ahead <= self.options.staleness:
             return None
-        counted = " with the one in flight" if in_flight else ""
+        return Closed(self.slowest + ahead - self.options.staleness, lambda: self._why_ahead(ahead))
+
+    def _why_ahead(self, ahead: int) -> str:
+        counted = " with the one in flight" if self.common.pipelined else ""
         return (
-            f"{ahead} contributions ahead{counted}, at most {bound} allowed; slowest is "
+            f"{ahead} contributions ahead{counted}, at most {self.options.staleness} allowed; slowest is "
             f"rank {names(self._standing.slowest_ranks)} at {self.slowest}"
         )
 
-    def _gates_depend_on(self, now: float) -> Hashable:
+    def _progress(self) -> int:
         return self.slowest
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.measures.bandwidth import sender_life, stream_bytes_per_s
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
 from paramserver.benchmarks.measures.ours import variants_of
@@ -22,6 +21,7 @@ from paramserver.benchmarks.output.plot import curves, plot_sweep
 from paramserver.benchmarks.output.report import Report, kept_path, percentile
 from paramserver.benchmarks.peers import PEERS
 from paramserver.benchmarks.peers.base import Peer, choose, split_names
+from paramserver.benchmarks.rig.bandwidth import sender_life, stream_bytes_per_s
 from paramserver.benchmarks.rig.model import synthetic_model
 from paramserver.benchmarks.rig.team import slowest, team
 from paramserver.benchmarks.rig.turns import Measured, Samples, in_parts, measure

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..output.report import median
-from ..rig.team import Team, team
-from ..rig.turns import Measured, timed
+from .team import Team, team
+from .turns import Measured, timed
 
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 200

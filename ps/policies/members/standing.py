@@ -1,0 +1,52 @@
+"""Which live ranks are at which number, and which is the slowest: without looking through all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+_SPARE = 64  # numbers that may be in the heap though nobody is there any more, beyond as many as there are
+
+
+@dataclass
+class Standing:
+    """Ranks by number. However many there are, an event takes the time of a heap's: log of the different numbers."""
+
+    least: int | None = None
+    _ranks: dict[int, dict[int, None]] = field(default_factory=dict)  # by number, in the order they came to it
+    _numbers: list[int] = field(default_factory=list)  # a heap of those, and of some where nobody is any more
+
+    def add(self, rank: int, number: int) -> None:
+        there = self._ranks.get(number)
+        if there is not None:
+            there[rank] = None
+            return
+        self._ranks[number] = {rank: None}
+        if len(self._numbers) > 2 * len(self._ranks) + _SPARE:
+            self._numbers = list(self._ranks)
+            heapify(self._numbers)
+        else:
+            heappush(self._numbers, number)
+        if self.least is None or number < self.least:
+            self.least = number
+
+    def remove(self, rank: int, number: int) -> None:
+        there = self._ranks[number]
+        del there[rank]
+        if there:
+            return
+        del self._ranks[number]
+        if number == self.least:
+            while self._numbers and self._numbers[0] not in self._ranks:
+                heappop(self._numbers)
+            self.least = self._numbers[0] if self._numbers else None
+
+    def advance(self, rank: int, number: int) -> None:
+        """The rank goes from `number` to the next."""
+        self.add(rank, number + 1)
+        self.remove(rank, number)
+
+    @property
+    def slowest_ranks(self) -> dict[int, None]:
+        """Ranks at the least number."""
+        return {} if self.least is None else self._ranks[self.least]
