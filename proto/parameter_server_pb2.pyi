@@ -658,7 +658,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "mode", "version", "elapsed_s", "steps", "step", "waiting", "workers", "settings")
+    __slots__ = ("run", "mode", "version", "elapsed_s", "steps", "step", "waiting", "workers", "left_out", "settings")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -667,6 +667,7 @@ class StatusReply(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     run: str
     mode: str
@@ -676,8 +677,9 @@ class StatusReply(_message.Message):
     step: int
     waiting: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    left_out: int
     settings: RunSettings
-    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., steps: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., steps: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., left_out: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "state", "step", "lead", "loss", "samples_per_s", "compute_share", "transfer_share", "wait_share", "waiting_for", "lane")

@@ -56,6 +56,7 @@ def status_panel(status: Status) -> RenderableType:
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),
+        *([Text(f"and {status.left_out:,} more workers", style="dim")] if status.left_out else []),
         *_reasons(status),
     )
 

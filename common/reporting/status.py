@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from .curve import Point
 
+_OFTEN_EMPTY = ("versions", "held_bytes", "evaluated", "left_out", "total")
+
 
 class WorkerStatus(BaseModel):
     """One rank at one moment. Shares are parts (0..1) of its time."""
@@ -29,6 +31,13 @@ class WorkerStatus(BaseModel):
     lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
 
 
+class Total(BaseModel):
+    """What a status says of all ranks together."""
+
+    loss: float | None = None  # mean over those that have one
+    samples_per_s: float = 0.0
+
+
 class Status(BaseModel):
     """The run at one moment. `step` is the smallest of the live workers, in training steps."""
 
@@ -40,7 +49,9 @@ class Status(BaseModel):
     num_joined: int = 0
     evaluated: Point | None = None  # the newest evaluation
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
-    workers: list[WorkerStatus] = Field(default_factory=list)
+    workers: list[WorkerStatus] = Field(default_factory=list)  # of many, those that others wait for first
+    left_out: int = 0  # ranks that are not among them
+    total: Total | None = None  # of all ranks, where some are left out
     versions: list[int] = Field(default_factory=list)  # of each shard, where there are several
     held_bytes: list[int] = Field(default_factory=list)  # by each shard
 
@@ -54,19 +65,19 @@ class Status(BaseModel):
 
     def fields(self) -> dict[str, Any]:
         """For an event of the log."""
-        return self.model_dump(
-            exclude={name for name in ("versions", "held_bytes", "evaluated") if not getattr(self, name)}
-        )
+        return self.model_dump(exclude={name for name in _OFTEN_EMPTY if not getattr(self, name)})
 
     @property
     def loss(self) -> float | None:
         """Mean over the workers that have one."""
+        if self.total is not None:
+            return self.total.loss
         losses = [worker.loss for worker in self.workers if worker.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def samples_per_s(self) -> float:
-        return sum(worker.samples_per_s for worker in self.workers)
+        return self.total.samples_per_s if self.total else sum(worker.samples_per_s for worker in self.workers)
 
     @property
     def eta_s(self) -> float | None:

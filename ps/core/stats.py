@@ -12,7 +12,7 @@ from ...common.reporting.summary import WorkerSummary
 # The live view's rates cover this many contributions.
 _RECENT = 20
 # Of this process alone; in files and summaries the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "loss", "exchanged"}
+_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchanged"}
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class WorkerStats:
     clipped: int = 0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
+    recent_samples: int = 0  # of `recent`
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
     def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
@@ -47,7 +48,10 @@ class WorkerStats:
         if lead > self.lead_max:
             self.lead_max = lead
         self.rejected_in_a_row = 0
+        if len(self.recent) == _RECENT:
+            self.recent_samples -= self.recent[0][1]
         self.recent.append((now, num_samples))
+        self.recent_samples += num_samples
 
     def exchange_s(self, incarnation: int) -> float:
         """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""
@@ -77,7 +81,7 @@ class WorkerStats:
         if len(self.recent) < 2:
             return 0.0
         elapsed_s = self.recent[-1][0] - self.recent[0][0]
-        return sum(n for _, n in list(self.recent)[1:]) / elapsed_s if elapsed_s > 0 else 0.0
+        return (self.recent_samples - self.recent[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def shares(self) -> tuple[float, float, float]:

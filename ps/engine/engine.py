@@ -10,7 +10,7 @@ import asyncio
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -161,9 +161,9 @@ class Engine:
             self._said_waiting_at = now
             self.streams.say_why(self.waiting(now))
 
-    def waiting(self, now: float) -> dict[int, str]:
-        """Why each worker waits, by rank; empty for one that does not."""
-        return reasons(self.run, self.peers, self.sequencer, now)
+    def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Why each of these workers waits, or every one, by rank; empty for one that does not."""
+        return reasons(self.run, self.peers, self.sequencer, now, ranks)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Returns when this is so; it is looked at when something has happened. TimeoutError after `timeout_s`."""

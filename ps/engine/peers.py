@@ -6,7 +6,7 @@ The service puts each item of an outbox into messages; nothing here knows how.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -180,12 +180,21 @@ class Streams:
                 peer.say(why.get(peer.rank, ""))
 
 
-def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequencer, now: float) -> dict[int, str]:
-    """Why every worker here waits, as people are told, by rank; empty for one that waits for nothing."""
-    by_policy = run.policy.waiting(now) if run.has_weights else {}
+def reasons(
+    run: Run,
+    peers: Mapping[tuple[int, int], Peer],
+    sequencer: Sequencer,
+    now: float,
+    ranks: Iterable[int] | None = None,
+) -> dict[int, str]:
+    """Why every worker here waits, or these, as people are told, by rank; empty for one that waits for nothing."""
+    workers = run.roster.workers
+    if ranks is not None:
+        workers = {rank: workers[rank] for rank in ranks if rank in workers}
+    by_policy = run.policy.waiting(now, workers) if run.has_weights else {}
     to_finish = _who_finishes(run, now) if run.roster.num_finished else ""
     found = {}
-    for rank, worker in run.roster.workers.items():
+    for rank, worker in workers.items():
         peer = peers.get((rank, worker.incarnation))
         if worker.is_finished:
             found[rank] = to_finish
@@ -205,9 +214,10 @@ def reasons(run: Run, peers: Mapping[tuple[int, int], Peer], sequencer: Sequence
 
 def _who_finishes(run: Run, now: float) -> str:
     busy = sorted(rank for rank, worker in run.roster.workers.items() if not worker.is_finished)
-    if busy or (absent := run.absent(now)):
-        return f"rank {names(busy)} to finish" if busy else f"rank {names(absent)} to come back"
-    return ""
+    if busy:
+        return f"rank {names(busy)} to finish"
+    absent = run.absent(now)
+    return f"rank {names(absent)} to come back" if absent else ""
 
 
 def _go_as_frames(peer: Peer, answer: effects.Answer) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from heapq import nsmallest
 
-from ...common.reporting.status import Status, WorkerStatus
+from ...common.reporting.status import Status, Total, WorkerStatus
 from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
 from ..core.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
+
+_MOST_SHOWN = 64  # workers in a status: making it, sending it and drawing it do not grow with the run
 
 
 def status(engine: Engine) -> Status:
@@ -16,7 +20,9 @@ def status(engine: Engine) -> Status:
     run, now = engine.run, engine.now()
     is_one = engine.config.server.shards == 1
     versions = [state.version for state in engine.shard_states.values()]
-    why = engine.waiting(now)
+    ranks = _shown(engine)
+    stats, left_out = run.roster.stats, len(run.roster.stats) - len(ranks)
+    why = engine.waiting(now, ranks)
     return Status(
         mode=engine.config.run.mode,
         version=run.policy.version,
@@ -26,10 +32,29 @@ def status(engine: Engine) -> Status:
         num_joined=len(run.roster.workers),
         evaluated=run.curve.points[-1] if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
-        workers=[_worker(engine, stats, why) for _, stats in sorted(run.roster.stats.items())],
+        workers=[_worker(engine, stats[rank], why) for rank in ranks],
+        left_out=left_out,
+        total=_total(stats.values()) if left_out else None,
         versions=[] if is_one else [run.policy.version, *versions],
         held_bytes=[shard.lasting_bytes for shard in _shards(engine)],
     )
+
+
+def _shown(engine: Engine) -> list[int]:
+    """The ranks that a status has a line for, ascending; of very many those that others may wait for."""
+    policy, stats = engine.run.policy, engine.run.roster.stats
+    if len(stats) <= _MOST_SHOWN:
+        return sorted(stats)
+    return sorted(nsmallest(_MOST_SHOWN, policy.members or stats, key=lambda rank: policy.num_counted.get(rank, 0)))
+
+
+def _total(stats: Iterable[WorkerStats]) -> Total:
+    losses, samples_per_s = [], 0.0
+    for one in stats:
+        samples_per_s += one.samples_per_s
+        if math.isfinite(one.loss):
+            losses.append(one.loss)
+    return Total(loss=sum(losses) / len(losses) if losses else None, samples_per_s=round(samples_per_s, 1))
 
 
 def _worker(engine: Engine, stats: WorkerStats, why: dict[int, str]) -> WorkerStatus:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from itertools import islice
@@ -338,15 +338,12 @@ class Policy(ABC):
         """How many contributions are folded before this worker's; uploads are staged in this order."""
         return 0
 
-    def waiting(self, now: float) -> dict[int, str]:
-        """Why each waiting worker waits."""
+    def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Why each waiting worker waits, or of these."""
         hold = self._why_hold()
+        asked = self._waiting.ranks if ranks is None else [rank for rank in ranks if rank in self._waiting.ranks]
         told: dict[object, str] = {}  # the same sentence is made once
-        return {rank: hold or self._why_shut(rank, now, told) for rank in sorted(self._waiting.ranks)}
-
-    def why_waits(self, rank: int, now: float) -> str:
-        """The same of one worker; empty for one that does not wait."""
-        return (self._why_hold() or self._why_shut(rank, now)) if rank in self._waiting.ranks else ""
+        return {rank: hold or self._why_shut(rank, now, told) for rank in sorted(asked)}
 
     def _why_shut(self, rank: int, now: float, told: dict[object, str] | None = None) -> str:
         gate = self._gate(self.members[rank], now)
