@@ -89,7 +89,7 @@ class Family:
 _NO_MODES = frozenset({"base", "decisions", "members", "rounds", "rules", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
-CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base"}))
+CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "by_tensor"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 

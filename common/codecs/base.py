@@ -53,6 +53,13 @@ class Codec(Protocol):
     is_identity: bool = False
     # Beyond it a value becomes infinite, where the dtype of the body has larger ones.
     largest: float = math.inf
+    # Tensors may be encoded one by one, as they are ready.
+    goes_in_parts: bool = False
+    # What it leaves out of a contribution is to be added to the next one (error feedback), times `decay`.
+    has_feedback: bool = False
+    decay: float = 1.0
+    # It may encode weights themselves, and not only what is added to them.
+    takes_weights: bool = True
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:

@@ -1,48 +1,55 @@
 """float32 and float64 as bfloat16: half or a quarter of the bytes, 8 bits of mantissa.
 
 The range of float32 is kept, so a gradient neither overflows nor vanishes as it can in float16; the rounding is to
-nearest even. Other dtypes travel as they are.
+nearest even. Other dtypes travel as they are. All tensors of one dtype lie one after another, from a multiple of 8
+bytes on. What rounding leaves out is not kept: it is little of every value, and no direction of it lasts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from ..tensors.layout import FlatRun, Kind, Layout
-from .base import Stateless
-
-_WIDE = (torch.float32, torch.float64)
+from .by_tensor import ByTensor, aligned
 
 
-def _places(layout: Layout) -> Iterator[tuple[FlatRun, int, int]]:
-    """(run, start, end) of every parameter run in the encoded part."""
-    at = 0
-    for run in layout.runs_of(Kind.PARAMETER):
-        at = -(-at // 8) * 8  # an element of any dtype may be viewed in place
-        end = at + run.num_elements * (2 if run.dtype in _WIDE else run.dtype.itemsize)
-        yield run, at, end
-        at = end
-
-
-class Bf16Codec(Stateless):
+class Bf16Codec(ByTensor):
     name = "bf16"
-    half = torch.bfloat16
-
-    def encoded_bytes(self, layout: Layout) -> int:
-        return max((end for _, _, end in _places(layout)), default=0)
+    has_feedback = False
+    takes_weights = True
+    aligns = False
+    least = largest = math.inf
 
     def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
-        for run, start, end in _places(layout):
-            out[start:end].view(self._wire_dtype(run)).copy_(run.view(body))
+        """As piece by piece, in fewer calls."""
+        for run, place in self._places(layout, out):
+            place.copy_(run.view(body))
 
     def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        for run, start, end in _places(layout):
-            run.view(body).copy_(encoded[start:end].view(self._wire_dtype(run)))
+        for run, place in self._places(layout, encoded):
+            run.view(body).copy_(place)
 
-    def _wire_dtype(self, run: FlatRun) -> torch.dtype:
-        return self.half if run.dtype in _WIDE else run.dtype
+    def _places(self, layout: Layout, encoded: torch.Tensor) -> Iterator[tuple[FlatRun, torch.Tensor]]:
+        """Every parameter run, and what of `encoded` it is, [n]."""
+        at = 0
+        for run in layout.runs_of(Kind.PARAMETER):
+            short = self.short(run.dtype)
+            at = aligned(at)
+            end = at + run.num_elements * short.itemsize
+            yield run, encoded[at:end].view(short)
+            at = end
+
+    def size(self, num_elements: int) -> int:
+        raise AssertionError("nothing is encoded otherwise")
+
+    def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        self.size(len(values))
+
+    def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        self.size(len(out))
 
 
 ENTRY = Bf16Codec

@@ -10,7 +10,7 @@ from .base import Stateless
 
 class RawCodec(Stateless):
     name = "raw"
-    is_identity = True
+    is_identity = goes_in_parts = True
 
     def encoded_bytes(self, layout: Layout) -> int:
         return layout.parameter_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from paramserver.common.codecs.base import Coder
+from paramserver.common.codecs.base import Codec, Coder
 from paramserver.common.tensors.layout import Kind, Layout
 
 _COUNT_BYTES = 8
@@ -60,7 +60,7 @@ class DeltaDecoder(Memory):
         self.attempt(values)
 
 
-class DeltaCodec:
+class DeltaCodec(Codec):
     name = "delta"
     is_identity = False
 

@@ -233,7 +233,7 @@ DOWN_FATES = ["taken", "taken", "broken off", "never came", "taken, then reset",
 
 
 def memories(pair: Pair) -> tuple[Any, Any]:
-    encoder, decoder = pair.up._encoder, pair.memory._decoders.get("delta")
+    encoder, decoder = pair.up.encoding._coder, pair.memory._decoders.get("delta")
     return encoder, decoder
 
 

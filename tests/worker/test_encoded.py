@@ -36,16 +36,18 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
     net, tensors = model()
     transfer, codec = make_transfer(tensors), kind()
     made: list[int] = []
-    monkeypatch.setattr(
-        "paramserver.common.codecs.base.new_body", lambda num: made.append(num) or new_body(num)  # type: ignore[func-returns-value]
-    )  # fmt: skip
+    for where in ("common.codecs.base", "worker.lanes.encoding"):
+        monkeypatch.setattr(
+            f"paramserver.{where}.new_body", lambda num: made.append(num) or new_body(num)  # type: ignore[func-returns-value]
+        )  # fmt: skip
     up, down = Up(codec, tensors, transfer, lambda frames: None), Down(kind(), tensors, transfer)
     server, num_made = CodecMemory(tensors.layout), 0
     for number in range(3):
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
-        (sent,) = up._encode("gradient")
-        assert up._encode("gradient")[0] is sent, "what was not answered is sent as it was"
+        assert up.encoding.body is None
+        sent = up.encoding.whole(transfer.gather("gradient")[0])
+        assert up.encoding.body == sent, "what was not answered is sent as it was"
         body = new_body(tensors.layout.exchange_bytes)
         server.take(codec, torch.frombuffer(bytearray(sent), dtype=torch.uint8), body)
         up.answered(pb.Answer.APPLIED)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
+from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import TableSpec, describe_optimizers
 from ..conversation.exchange import Exchange
@@ -44,7 +45,9 @@ class RemoteSession(Session):
         self._config = config
         self._steps: Steps | None = None
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
-        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw", may_overlap)
+        self._strategy = make_strategy(
+            self._exchange, may_overlap and CODECS.load(config.worker.codec).goes_in_parts, may_overlap
+        )
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._exchange.settings

@@ -1,0 +1,160 @@
+"""What codecs share that encode each tensor for itself: which tensors they encode, and where each lies.
+
+A tensor of one dimension (a bias, a norm's scale), or a small one, is hardly any of the bytes and much of the result:
+it travels as bf16. Any other is cut into pieces of `piece` elements, in C order, the last one shorter; each piece is
+encoded by itself, from float32. Tensors are in the order of the body, each from a multiple of 8 bytes on. Pieces fit
+into a core's cache, so that all that is done with one costs one pass over the memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ..tensors.layout import DTYPES, Kind, Layout
+from .base import Stateless
+
+_ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
+_HALF_BYTES = 2
+
+
+class Piece(NamedTuple):
+    """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a body, bytes [start, end) of what
+    is sent."""
+
+    dtype: torch.dtype
+    offset: int
+    offset_end: int
+    start: int
+    end: int
+    is_encoded: bool  # else it is bf16, or as it is where that is no longer
+
+    def of_body(self, body: torch.Tensor) -> torch.Tensor:
+        """[n] of `dtype` of uint8 [>= offset_end]; shares memory."""
+        return body[self.offset : self.offset_end].view(self.dtype)
+
+
+class ByTensor(Stateless):
+    """A codec of pieces. Subclasses say how one is encoded."""
+
+    goes_in_parts = has_feedback = True
+    takes_weights = False
+    largest = torch.finfo(torch.float32).max
+    half = torch.bfloat16  # of what is not encoded
+    aligns = True  # every tensor; else only the first one of a dtype
+    least: ClassVar[float] = 1024  # elements of a tensor that is encoded
+    piece: ClassVar[int] = 1 << 17  # elements; 512 KiB of float32
+
+    @abstractmethod
+    def size(self, num_elements: int) -> int:
+        """Bytes of an encoded piece."""
+
+    @abstractmethod
+    def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """float32 [n] to uint8 [size(n)], all of it. Where a value is NaN or Inf, what is decoded has one as well."""
+
+    @abstractmethod
+    def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Back, to float32 [n]. May raise anything for bytes that `encode_piece` does not make."""
+
+    def short(self, dtype: torch.dtype) -> torch.dtype:
+        """What it travels in where it is not encoded."""
+        return self.half if dtype.itemsize > _HALF_BYTES else dtype
+
+    def encoded_bytes(self, layout: Layout) -> int:
+        return max((piece.end for pieces in pieces_of(self, layout) for piece in pieces), default=0)
+
+    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
+        for pieces in pieces_of(self, layout):
+            for piece in pieces:
+                self.write(piece, piece.of_body(body), out)
+
+    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+        for pieces in pieces_of(self, layout):
+            for piece in pieces:
+                self.read(piece, encoded, piece.of_body(body))
+
+    def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
+        """`values` [n] of the piece's dtype, to its place in `out`, uint8 [encoded_bytes]."""
+        place = out[piece.start : piece.end]
+        if piece.is_encoded:
+            self.encode_piece(values.float(), place)
+        else:
+            place.view(self.short(piece.dtype)).copy_(values)
+
+    def read(self, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Back."""
+        place = encoded[piece.start : piece.end]
+        if not piece.is_encoded:
+            values.copy_(place.view(self.short(piece.dtype)))
+        elif piece.dtype is torch.float32:
+            self.decode_piece(place, values)
+        else:
+            decoded = ROOM.of("decoded", values.shape)
+            self.decode_piece(place, decoded)
+            values.copy_(decoded)
+
+
+@lru_cache(32)  # asked for with every contribution
+def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
+    """Of every parameter, in the order of a body."""
+    found: list[list[Piece]] = []
+    at, last = 0, ""
+    for spec, offset, end in layout.entries:
+        if spec.kind is Kind.PARAMETER:
+            is_encoded = len(spec.shape) > 1 and spec.num_elements >= codec.least
+            if codec.aligns or spec.dtype != last:
+                at = aligned(at)
+            found.append(list(_cut(codec, DTYPES[spec.dtype], offset, end, at, is_encoded)))
+            at, last = found[-1][-1].end if found[-1] else at, spec.dtype
+    return found
+
+
+def aligned(at: int) -> int:
+    """The next place where a tensor may begin."""
+    return -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _cut(
+    codec: ByTensor, dtype: torch.dtype, offset: int, offset_end: int, at: int, is_encoded: bool
+) -> Iterator[Piece]:
+    stride = codec.piece * dtype.itemsize
+    for start in range(offset, offset_end, stride):
+        end = min(offset_end, start + stride)
+        num_elements = (end - start) // dtype.itemsize
+        size = codec.size(num_elements) if is_encoded else num_elements * codec.short(dtype).itemsize
+        yield Piece(dtype, start, end, at, at + size, is_encoded)
+        at += size
+
+
+class Room(threading.local):
+    """Memory for work on one piece after another, each thread's its own: what is new costs more to touch than to
+    fill."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, what: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`shape` of `dtype`, with old contents; the same memory each time that `what` is asked for."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if what not in self._kept or len(self._kept[what]) < num_bytes:
+            self._kept[what] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept[what][:num_bytes].view(dtype).view(shape)
+
+
+ROOM = Room()
+
+
+def blocks_of(values: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """[n] as blocks: the number of the first one, and [blocks, size]; what is left over is a shorter one."""
+    full = len(values) // size
+    if full:
+        yield 0, values[: full * size].view(full, size)
+    if full * size < len(values):
+        yield full, values[full * size :].view(1, -1)

@@ -1,0 +1,79 @@
+"""4 bits a value, of which 3 are an exponent, and a scale for 256 of them: 7.76 times fewer bytes.
+
+For gradients and differences, whose size matters more than their last digits; never for weights. Of a piece of n
+values: the scales of its blocks of 256, a = max|c|, float32; then a code for each value, two in a byte, the first one
+in the low four bits (an odd last one alone). A code is 8 for a minus + a level L: 0 is zero, 1..7 is 2^(L-7) a. L is
+log2(|c| / a), rounded to nearest, + 7; what is below 2^-6.5 a is zero. (E3M0, as in Streaming DiLoCo, 2501.18512.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .by_tensor import ROOM, ByTensor, blocks_of
+
+_BLOCK = 256
+_SCALE_BYTES = 4
+_TINY = torch.finfo(torch.float32).tiny
+_MANTISSA_BITS = 23
+# Added to the bits of a float32 it carries into the exponent from sqrt(2) on: where log2 rounds up.
+_ROUND = 0x3F800000 - 0x3F3504F3
+_BIAS = 127 - 7  # the exponent of 2^(L-7) is L more
+
+
+class Q4Codec(ByTensor):
+    name = "q4"
+
+    def size(self, num_elements: int) -> int:
+        return -(-num_elements // _BLOCK) * _SCALE_BYTES + -(-num_elements // 2)
+
+    def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        scales, codes = self._parts(out, len(values))
+        for first, block in blocks_of(values, _BLOCK):
+            scale = scales[first : first + len(block)]
+            work = torch.abs(block, out=ROOM.of("work", block.shape))
+            torch.amax(work, 1, out=scale)
+            work.mul_(scale.clamp(min=_TINY).reciprocal_()[:, None])
+            work.view(torch.int32).add_(_ROUND).bitwise_right_shift_(_MANTISSA_BITS)
+            code = ROOM.of("code", block.shape, torch.uint8).copy_(work.view(torch.int32))
+            code.clamp_(_BIAS, _BIAS + 7).sub_(_BIAS)
+            torch.bitwise_right_shift(block.view(torch.int32), 31, out=work.view(torch.int32))  # -1 for a minus
+            minus = ROOM.of("minus", block.shape, torch.int8).copy_(work.view(torch.int32))
+            code.bitwise_or_(minus.view(torch.uint8).bitwise_and_(8))
+            _pack(code.view(-1), codes[first * _BLOCK // 2 :])
+
+    def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        scales, codes = self._parts(encoded, len(out))
+        for first, block in blocks_of(out, _BLOCK):
+            code = _unpack(codes[first * _BLOCK // 2 :], block.numel())
+            wide = ROOM.of("wide", code.shape, torch.int16).copy_(code)
+            # The bits of a bfloat16: the sign, and L as the exponent, which is 2^(L-127), and zero where L is 0.
+            bits = torch.bitwise_and(wide, 8, out=ROOM.of("bits", code.shape, torch.int16)).bitwise_left_shift_(12)
+            bits.bitwise_or_(wide.bitwise_and_(7).bitwise_left_shift_(7))
+            block.view(-1).copy_(bits.view(torch.bfloat16))
+            block.mul_(2.0**_BIAS).mul_(scales[first : first + len(block), None])
+
+    def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales, float32 [blocks], and codes, uint8 [half of n]."""
+        num_bytes = len(encoded) - -(-num_elements // 2)
+        return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]
+
+
+def _pack(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """uint8 [n] of four bits each to the first half of n of `out`, uint8."""
+    if len(codes) % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.view(torch.int16)  # the second in the high byte
+    both = torch.bitwise_right_shift(pairs, 4, out=ROOM.of("both", pairs.shape, torch.int16)).bitwise_or_(pairs)
+    out[: len(pairs)].copy_(both)
+
+
+def _unpack(packed: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """Back, uint8 [n]."""
+    pairs = packed[: -(-num_elements // 2)]
+    both = ROOM.of("both", pairs.shape, torch.int16).copy_(pairs)
+    high = torch.bitwise_left_shift(both, 4, out=ROOM.of("high", pairs.shape, torch.int16))
+    return both.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.uint8)[:num_elements]
+
+
+ENTRY = Q4Codec

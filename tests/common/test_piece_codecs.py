@@ -1,0 +1,116 @@
+"""Codecs of pieces against references of a few lines each, from what their files say: what another language would
+write."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
+
+
+def blocks(values: np.ndarray, size: int = 256) -> list[np.ndarray]:
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
+def int8_reference(encoded: bytes, n: int) -> list[float]:
+    scales = np.frombuffer(encoded, "<f4", -(-n // 256))
+    levels = np.frombuffer(encoded, "i1", n, 4 * len(scales))
+    return [float(np.float32(q) * scales[i // 256]) for i, q in enumerate(levels)]
+
+
+def q4_reference(encoded: bytes, n: int) -> list[float]:
+    scales, at = struct.unpack_from(f"<{-(-n // 256)}f", encoded), 4 * -(-n // 256)
+    found = []
+    for i in range(n):
+        code = encoded[at + i // 2] >> (4 * (i % 2)) & 15
+        level, sign = code & 7, -1 if code & 8 else 1
+        found.append(sign * (2.0 ** (level - 7) if level else 0.0) * scales[i // 256])
+    return found
+
+
+def int8_nearest(block: np.ndarray) -> list[float]:
+    scale = float(np.abs(block).max()) / 127
+    return [round(value / scale) * scale if scale else 0.0 for value in block.tolist()]
+
+
+def q4_nearest(block: np.ndarray) -> list[float]:
+    largest, found = float(np.abs(block).max()), []
+    for value in block.tolist():
+        level = round(math.log2(abs(value) / largest)) + 7 if value else 0
+        found.append(math.copysign(2.0 ** (level - 7) * largest, value) if level > 0 else 0.0)
+    return found
+
+
+DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {"int8": int8_reference, "q4": q4_reference}
+NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(n=st.sampled_from([1, 2, 7, 255, 256, 257, 600, 1023]), seed=st.integers(0, 99), power=st.integers(-30, 30))
+@settings(max_examples=40, deadline=None)
+def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int) -> None:
+    codec = CODECS.load(name)()
+    values = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    values[:: 3 + seed % 5] = 0.0
+    encoded, decoded = torch.full((codec.size(n),), 0xA5, dtype=torch.uint8), torch.full((n,), math.nan)
+    codec.encode_piece(values, encoded)
+    codec.decode_piece(encoded, decoded)
+    raw = encoded.numpy().tobytes()
+    assert decoded.tolist() == DECODERS[name](raw, n)
+    near = [one for block in blocks(values.numpy()) for one in NEAREST[name](block)]
+    off = [index for index in range(n) if not math.isclose(decoded[index], near[index], rel_tol=1e-5)]
+    assert len(off) <= 0.01 * n, "halves may round either way, in float32"
+
+
+@pytest.mark.parametrize(("name", "ratio", "error"), [("int8", 3.94, 0.0069), ("q4", 7.76, 0.203)])
+def test_bytes_and_error_of_normal_values(name: str, ratio: float, error: float) -> None:
+    codec = CODECS.load(name)()
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (256, 1024))])
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    encoded, body = new_body(codec.encoded_bytes(layout)), new_body(layout.total_bytes)
+    codec.encode(layout, values.view(torch.uint8), encoded)
+    codec.decode(layout, encoded, body)
+    assert layout.parameter_bytes / len(encoded) == pytest.approx(ratio, rel=0.01)
+    assert float((body.view(torch.float32) - values).norm() / values.norm()) == pytest.approx(error, rel=0.05)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_bad_value_is_seen_and_zeros_are_zero_bytes(name: str) -> None:
+    codec = CODECS.load(name)()
+    for bad in (math.nan, math.inf, -math.inf):
+        for at in (0, 255, 256, 699):
+            values, out = torch.ones(700), torch.zeros(700)
+            values[at] = bad
+            encoded = torch.zeros(codec.size(700), dtype=torch.uint8)
+            codec.encode_piece(values, encoded)
+            codec.decode_piece(encoded, out)
+            assert not out[at // 256 * 256 : at // 256 * 256 + 256].isfinite().any()
+            assert out.isfinite().sum() == 700 - (256 if at < 512 else 700 - 512)
+    codec.encode_piece(torch.zeros(700), encoded)
+    assert not encoded.any(), "so that they need not travel"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 2.0**-127 * 190, 3.4e38])
+def test_the_smallest_and_the_largest(name: str, size: float) -> None:
+    codec, values, out = CODECS.load(name)(), torch.full((300,), size), torch.zeros(300)
+    values[1::2] *= -1
+    encoded = torch.zeros(codec.size(300), dtype=torch.uint8)
+    codec.encode_piece(values, encoded)
+    codec.decode_piece(encoded, out)
+    assert (out - values).abs().max() <= max(1.5e-36, 1e-5 * size)
+
+
+def test_what_is_small_is_bf16() -> None:
+    shapes = [(5000,), (10, 20), (64, 64)]
+    layout = Layout([TensorSpec(str(n), Kind.PARAMETER, "float32", shape) for n, shape in enumerate(shapes)])
+    assert CODECS.load("int8")().encoded_bytes(layout) == 2 * 5200 + 4096 + 16 * 4

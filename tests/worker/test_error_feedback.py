@@ -1,0 +1,167 @@
+"""What a codec leaves out of contributions is sent with later ones, whatever becomes of each; without a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.codecs.base import take_body
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.worker.lanes.encoding import Encoding
+from paramserver.worker.tensors.transfer import Stretch
+
+LAYOUT = Layout(
+    [
+        TensorSpec("w", Kind.PARAMETER, "float64", (40, 33)),
+        TensorSpec("bias", Kind.PARAMETER, "float64", (7,)),
+        TensorSpec("n", Kind.BUFFER, "int64", (3,)),
+    ]
+)
+LOSSY = [name for name in CODECS.names() if CODECS.load(name).has_feedback]
+NUM = LAYOUT.num_parameters
+
+
+class Server:
+    """Adds up what counts, in float64."""
+
+    def __init__(self, name: str, layout: Layout = LAYOUT) -> None:
+        self.layout, self.codec = layout, CODECS.load(name)()
+        self.encoding = Encoding(CODECS.load(name)(), layout, len(layout.entries))
+        self.received = torch.zeros(layout.num_parameters, dtype=torch.float64)
+
+    def encode(self, values: torch.Tensor) -> memoryview:
+        body = new_body(self.layout.exchange_bytes)
+        of_type(self.layout, body).copy_(values)
+        return self.encoding.whole(Stretch(0, [as_bytes(body)]))
+
+    def decoded(self, sent: memoryview) -> torch.Tensor:
+        body = new_body(self.layout.exchange_bytes)
+        encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        take_body(self.codec, self.codec.decoder(self.layout), self.layout, encoded, body)
+        return of_type(self.layout, body).double()
+
+    @property
+    def left(self) -> torch.Tensor:
+        kept: Any = self.encoding._left
+        return torch.zeros_like(self.received) if kept is None else of_type(self.layout, kept).double()
+
+
+def of_type(layout: Layout, body: torch.Tensor) -> torch.Tensor:
+    (run,) = layout.runs_of(Kind.PARAMETER)
+    return run.view(body)
+
+
+def gradient(seed: int, num: int = NUM) -> torch.Tensor:
+    return torch.randn(num, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+FATES = ["counts", "counts", "sent again", "repeated", "dropped", "rejected", "recalled", "start", "not finite"]
+
+
+@pytest.mark.parametrize("is_work", [False, True])
+@pytest.mark.parametrize("name", LOSSY)
+@given(fates=st.lists(st.sampled_from(FATES), max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fates: list[str]) -> None:
+    """sum(y) + e = sum(x) of what counts; of differences (`is_work`) also of what was dropped."""
+    server = Server(name)
+    computed = torch.zeros(NUM, dtype=torch.float64)
+    decay = server.codec.decay
+    for seed, fate in enumerate(fates):
+        x, before = gradient(seed), server.left.clone()
+        if fate == "not finite":
+            x[0] = math.nan
+        sent = bytes(server.encode(x))
+        assert torch.equal(server.left, before), "nothing is decided yet"
+        if fate == "sent again":
+            server.encoding.recall()  # a new stream; there is nothing of it to recall
+            assert server.encoding.body is not None and bytes(server.encoding.body) == sent
+        if fate in ("counts", "sent again", "repeated"):
+            server.encoding.commit()
+            server.received += server.decoded(memoryview(sent))
+            if fate == "repeated":
+                server.encoding.commit()  # asked for again
+            computed += x - (1 - decay) * before
+        elif fate == "start":
+            assert server.encoding.start() == pytest.approx(float(before.norm()))
+            computed -= before
+        elif fate == "dropped":
+            server.encoding.rollback(is_work)
+            if is_work:
+                computed += x - (1 - decay) * before
+            else:
+                assert torch.equal(server.left, before)
+        elif fate == "recalled":
+            server.encoding.rollback()
+        else:
+            server.encoding.rollback()
+            assert torch.equal(server.left, before)
+        assert server.encoding.body is None
+        assert (server.received + server.left - computed).abs().max() < 1e-12 * (seed + 1), fate
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_tensors_encoded_as_they_come_are_the_same_bytes(name: str) -> None:
+    """Also those that are encoded anew, because they changed after they had left."""
+    whole, parts = Server(name), Server(name)
+    for seed in range(3):
+        sent = bytes(whole.encode(gradient(seed)))
+        body = new_body(LAYOUT.exchange_bytes)
+        received = bytearray(len(sent))
+        for x in (gradient(99), gradient(seed)):
+            of_type(LAYOUT, body).copy_(x)
+            for tensors in (range(1, 2), range(1), range(2, 3)):
+                first, last = LAYOUT.entries[tensors.start].offset, LAYOUT.entries[tensors.stop - 1].end
+                first = LAYOUT.entries[tensors.start - 1].end if tensors.start else first
+                at, piece = parts.encoding.part(Stretch(first, [as_bytes(body[first:last])]), tensors)
+                received[at : at + len(piece)] = piece
+            if x[0] != gradient(seed)[0]:
+                parts.encoding.recall()
+        assert bytes(parts.encoding.completed()) == bytes(received) == sent
+        whole.encoding.commit()
+        parts.encoding.commit()
+        assert torch.equal(whole.left, parts.left)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
+    """A server that takes NaN as zeros (store.on_nonfinite=clip) counts the contribution."""
+    server = Server(name)
+    server.encode(gradient(0))
+    server.encoding.commit()
+    assert server.left.any()
+    x = gradient(1)
+    x[5] = math.inf
+    server.encode(x)
+    server.encoding.commit()
+    assert not server.left.any() and server.encoding.num_resets == 1
+
+
+def test_another_codec_takes_over_what_was_left_out() -> None:
+    server = Server("q4")
+    server.received += server.decoded(server.encode(gradient(0)))
+    server.encoding.commit()
+    server.codec = CODECS.load("int8")()
+    server.encoding.use(CODECS.load("int8")())
+    server.received += server.decoded(server.encode(gradient(1)))
+    server.encoding.commit()
+    assert (server.received + server.left - gradient(0) - gradient(1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_other_dtypes_keep_what_is_left_out_as_they_are(dtype: str) -> None:
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, dtype, (64, 32))])
+    server, computed = Server("q4", layout), torch.zeros(2048, dtype=torch.float64)
+    for seed in range(8):
+        x = gradient(seed, 2048).to(getattr(torch, dtype)).double()
+        server.received += server.decoded(server.encode(x))
+        server.encoding.commit()
+        computed += x
+    most = 8 * 16 * torch.finfo(getattr(torch, dtype)).eps
+    assert (server.received + server.left - computed).abs().max() < most

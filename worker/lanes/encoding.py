@@ -1,0 +1,191 @@
+"""One shard's contributions as a codec has them, with what it left out of earlier ones: error feedback.
+
+Of a contribution x, c = x + e is encoded; what the server will make of it is y, and e <- c - y once it counts (Seide et
+al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was computed. Until then nothing is decided:
+
+    counts            e <- c - y
+    sent again        the same bytes
+    dropped, refused  e as before: a gradient that does not count was never computed
+    dropped, a delta  e <- c: work that was done is sent with the next one
+    START             e <- 0: another membership, or a server that went back, whose steps are done again
+
+e lies where the body was gathered, in the tensors' own dtypes: one body more than without.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...common.codecs.base import Codec, Coder, body_bytes
+from ...common.codecs.by_tensor import ROOM, ByTensor, Piece, pieces_of
+from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
+from ..tensors.transfer import Stretch, copy_bytes
+
+
+class Encoding:
+    """Attempts at one contribution after another. `layout` is of the part of the model that lies on the shard."""
+
+    def __init__(self, codec: Codec, layout: Layout, num_exchanged: int) -> None:
+        self.codec = codec
+        self._layout, self._num_exchanged = layout, num_exchanged
+        self._coder: Coder = codec.encoder(layout)
+        self._out: torch.Tensor | None = None  # uint8 [body_bytes], as it is sent
+        self._body: torch.Tensor | None = None  # uint8 [exchange_bytes], as gathered; of a part that is encoded, c - y
+        self._left: torch.Tensor | None = None  # e, as a body; None: zeros
+        self._sum = 0.0  # of c - y, not finite where one of them is not
+        self._is_whole = False
+        self.num_resets = 0  # of e, that were not zeros
+
+    @property
+    def body(self) -> memoryview | None:
+        """What is to be sent, or sent again; None before it is encoded."""
+        return self.completed() if self._is_whole else None
+
+    def whole(self, stretch: Stretch) -> memoryview:
+        """Encode all of a contribution."""
+        if isinstance(self.codec, ByTensor):
+            self.part(stretch, range(self._num_exchanged))
+        else:
+            body, out = self._memory()
+            _gather(stretch, body)
+            num_bytes = self.codec.encoded_bytes(self._layout)
+            self._coder.begin(body, out[:num_bytes])
+            out[num_bytes:].copy_(body[self._layout.parameter_bytes :])
+        return self.completed()
+
+    def completed(self) -> memoryview:
+        """All of its parts are encoded."""
+        self._is_whole = True
+        assert self._out is not None
+        return as_bytes(self._out)
+
+    def part(self, stretch: Stretch, tensors: range) -> tuple[int, memoryview]:
+        """Encode some tensors, neighbours, each once: their bytes, and where those are in what is sent."""
+        assert isinstance(self.codec, ByTensor)
+        body, out = self._memory()
+        _gather(stretch, body)
+        of_tensors = pieces_of(self.codec, self._layout)
+        if not self._has_feedback and len(tensors) == self._num_exchanged:
+            self.codec.encode(self._layout, body, out[: self.codec.encoded_bytes(self._layout)])
+        else:
+            for pieces in of_tensors[tensors.start : tensors.stop]:
+                for piece in pieces:
+                    self._write(piece, body, out)
+        if tensors.stop > len(of_tensors):  # buffers as they are
+            first = max(self._layout.parameter_bytes, stretch.offset)
+            start, end = self._place(first), self._place(self._layout.entries[tensors.stop - 1].end)
+            out[start:end].copy_(body[first : first + end - start])
+        start, end = self._start(tensors.start), self._start(tensors.stop)
+        return start, as_bytes(out)[start:end]
+
+    def _write(self, piece: Piece, body: torch.Tensor, out: torch.Tensor) -> None:
+        codec, values = self.codec, piece.of_body(body)
+        assert isinstance(codec, ByTensor)
+        if not self._has_feedback:
+            codec.write(piece, values, out)
+            return
+        if self._left is not None:
+            values.add_(piece.of_body(self._left), alpha=codec.decay)
+        codec.write(piece, values, out)
+        decoded = ROOM.of("of what is sent", values.shape, values.dtype)
+        codec.read(piece, out, decoded)
+        self._sum += values.sub_(decoded).sum().item()
+
+    @property
+    def _has_feedback(self) -> bool:
+        return self.codec.has_feedback or self._left is not None
+
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        num_bytes = body_bytes(self.codec, self._layout)
+        if self._body is None:
+            self._body = new_body(self._layout.exchange_bytes)
+        if self._out is None or len(self._out) != num_bytes:
+            self._out = new_body(num_bytes)
+        return self._body, self._out
+
+    def _start(self, tensor: int) -> int:
+        """Where the bytes of a tensor begin in what is sent, the gap before it included."""
+        assert isinstance(self.codec, ByTensor)
+        of_tensors = pieces_of(self.codec, self._layout)
+        if tensor > len(of_tensors):
+            return self._place(self._layout.entries[tensor - 1].end)
+        ends = [pieces[-1].end for pieces in of_tensors[:tensor] if pieces]
+        return ends[-1] if ends else 0
+
+    def _place(self, offset: int) -> int:
+        """Of a byte of the body behind the parameters."""
+        return self.codec.encoded_bytes(self._layout) + offset - self._layout.parameter_bytes
+
+    # ---- what became of it ------------------------------------------------------------------------
+
+    def recall(self) -> None:
+        """Parts that were encoded are not what is to be sent; what is whole stays as it is."""
+        if not self._is_whole:
+            self._sum = 0.0
+
+    def commit(self) -> None:
+        """It counts."""
+        self._coder.commit()
+        if self._is_whole and self._has_feedback:
+            self._keep()
+        self._forget_attempt()
+
+    def rollback(self, is_work: bool = False) -> None:
+        """It does not, and never will; `is_work`: what was to be sent is to be sent with the next one."""
+        self._coder.rollback()
+        if is_work and self._is_whole and self._has_feedback:
+            self._restore()
+            self._keep()
+        self._forget_attempt()
+
+    def start(self) -> float:
+        """Whatever was before, the server has forgotten it. The norm of what was left out, and never comes."""
+        self._coder = self.codec.encoder(self._layout)
+        self._forget_attempt()
+        return self._reset()
+
+    def use(self, codec: Codec) -> None:
+        """Another codec from the next contribution on; what was left out is sent in it."""
+        self.codec, self._coder = codec, codec.encoder(self._layout)
+
+    def _keep(self) -> None:
+        if math.isfinite(self._sum):
+            self._left, self._body = self._body, self._left
+        else:
+            self._reset()
+
+    def _restore(self) -> None:
+        """c = (c - y) + y."""
+        assert isinstance(self.codec, ByTensor) and self._body is not None and self._out is not None
+        for pieces in pieces_of(self.codec, self._layout):
+            for piece in pieces:
+                values = piece.of_body(self._body)
+                decoded = ROOM.of("of what is sent", values.shape, values.dtype)
+                self.codec.read(piece, self._out, decoded)
+                values.add_(decoded)
+
+    def _reset(self) -> float:
+        norm = self.norm
+        self._left = None
+        self.num_resets += norm > 0
+        return norm
+
+    def _forget_attempt(self) -> None:
+        self._is_whole, self._sum = False, 0.0
+
+    @property
+    def norm(self) -> float:
+        """Of e."""
+        if self._left is None:
+            return 0.0
+        runs = self._layout.runs_of(Kind.PARAMETER)
+        return math.hypot(*(float(torch.linalg.vector_norm(run.view(self._left).float())) for run in runs))
+
+
+def _gather(stretch: Stretch, body: torch.Tensor) -> None:
+    target, at = as_bytes(body), stretch.offset
+    for piece in stretch.pieces:
+        copy_bytes(target[at : at + len(piece)], piece)
+        at += len(piece)
