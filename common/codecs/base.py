@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from ..errors import Reason, refusal
+from ..errors import Reason, UsageError, refusal
 from ..tensors.layout import Layout, new_body
 
 
@@ -60,6 +60,10 @@ class Codec(Protocol):
     decay: float = 1.0
     # It may encode weights themselves, and not only what is added to them.
     takes_weights: bool = True
+    # Gradients in it may be what a server's optimizer takes that divides by their size, or adds them up (law 1 in
+    # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
+    suits_adaptive: bool = True
+    suits_momentum: bool = True
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
@@ -120,6 +124,42 @@ class Spares:
     def give_back(self, body: torch.Tensor) -> None:
         if len(self._idle) < self._limit:
             self._idle.append(body)
+
+
+# Of torch.optim, those that step along the gradient as it is; all others divide it by what it usually is.
+_LINEAR = ("SGD", "ASGD")
+
+
+def check_codecs(
+    mode: str, source: str, up: Codec, down: Codec, optimizers: Iterable[tuple[str, Mapping[str, object]]] = ()
+) -> None:
+    """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
+    `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
+    if not down.takes_weights:
+        raise UsageError(
+            f"worker.answer_codec is {down.name}, and answers bring weights, of which it leaves out too much",
+            fix="--set worker.answer_codec=bf16 (or fp16, raw)",
+        )
+    if source == "weights" and not up.takes_weights:
+        raise UsageError(
+            f"worker.codec is {up.name}, and workers of mode {mode} send weights, of which it leaves out too much",
+            fix="--mode diloco, whose workers send how far they went; or --set worker.codec=bf16",
+        )
+    if source != "gradient":
+        return
+    for name, arguments in optimizers:
+        if not up.suits_adaptive and name not in _LINEAR:
+            why = (
+                f"the server's {name} divides every gradient by its usual size, and most of them are 0 or all alike now"
+            )
+        elif not up.suits_momentum and arguments.get("momentum"):
+            why = f"the server's {name} has momentum {arguments['momentum']}, and adds up what comes late"
+        else:
+            continue
+        raise UsageError(
+            f"worker.codec is {up.name}: {why}; measured, that is worse than sending nothing late",
+            fix="--mode diloco, whose workers keep such an optimizer to themselves; or --set worker.codec=q4",
+        )
 
 
 def body_bytes(codec: Codec, layout: Layout) -> int:

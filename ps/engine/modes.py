@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
-from ...common.registry import MODES, check_contributions, check_pipelined
+from ...common.registry import CODECS, MODES, check_contributions, check_pipelined
 from ..core.run import Options
 from ..policies.base import Common, Policy
 
@@ -19,6 +20,8 @@ def make_policy(config: Config) -> Policy:
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
+    codec, answer_codec = (CODECS.load(name)() for name in (config.worker.codec, config.worker.answer_codec))
+    check_codecs(run.mode, MODES.load(run.mode).contribution, codec, answer_codec)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     return policy_of(run.mode, {**settings, **options.model_dump()})

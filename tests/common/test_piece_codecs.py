@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paramserver.common.codecs.base import check_codecs
+from paramserver.common.errors import UsageError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
 
@@ -114,3 +116,41 @@ def test_what_is_small_is_bf16() -> None:
     shapes = [(5000,), (10, 20), (64, 64)]
     layout = Layout([TensorSpec(str(n), Kind.PARAMETER, "float32", shape) for n, shape in enumerate(shapes)])
     assert CODECS.load("int8")().encoded_bytes(layout) == 2 * 5200 + 4096 + 16 * 4
+
+
+# ---- what goes with what ---------------------------------------------------------------------------------
+
+SGD, MOMENTUM, ADAM = ("SGD", {"lr": 0.1, "momentum": 0}), ("SGD", {"momentum": 0.9}), ("AdamW", {"lr": 1e-3})
+
+
+def check(source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw", **says: bool) -> None:
+    up = CODECS.load(codec)()
+    vars(up).update(says)
+    check_codecs("sync", source, up, CODECS.load(down)(), optimizers)
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "int8", "q4"])
+def test_what_leaves_out_little_goes_with_every_optimizer(codec: str) -> None:
+    check("gradient", codec, SGD, MOMENTUM, ADAM)
+    check("delta", codec)
+    if CODECS.load(codec).takes_weights:
+        check("weights", codec, down=codec)
+
+
+def test_weights_themselves_survive_rounding_alone() -> None:
+    with pytest.raises(UsageError, match="mode sync send weights") as error:
+        check("weights", "q4")
+    assert "diloco" in error.value.fix
+    with pytest.raises(UsageError, match=r"worker.answer_codec is int8") as error:
+        check("gradient", "raw", down="int8")
+    assert "bf16" in error.value.fix
+
+
+def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() -> None:
+    check("gradient", "q4", SGD, MOMENTUM, suits_adaptive=False)
+    check("delta", "q4", ADAM, suits_adaptive=False, suits_momentum=False)
+    with pytest.raises(UsageError, match="server's AdamW divides") as error:
+        check("gradient", "q4", SGD, ADAM, suits_adaptive=False)
+    assert "diloco" in error.value.fix
+    with pytest.raises(UsageError, match=r"momentum 0\.9"):
+        check("gradient", "q4", MOMENTUM, suits_momentum=False)

@@ -98,7 +98,7 @@ class Up:
             self._send_tensors(source, rest)
 
     def _contribute_encoded(self, announce: Announce, source: Source, rest: list[int] | None) -> None:
-        self._is_work = source != "gradient"
+        self._is_work = source == "delta"
         announced = announce(body_bytes(self.encoding.codec, self._layout), self.encoding.codec.name, False)
         if rest is not None:
             self._send([frame(announced)])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import CODECS
@@ -98,6 +99,11 @@ class RemoteSession(Session):
         described = replace(
             describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
         )
+        codec, answer_codec = (
+            CODECS.load(one)() for one in (self._config.worker.codec, self._config.worker.answer_codec)
+        )
+        groups = zip(described.classes, (group.hyperparameters for group in described.groups), strict=True)
+        check_codecs(self.settings.mode, self.settings.source, codec, answer_codec, groups)
         self._strategy.start(tensors, described, is_parted=len(inner) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
