@@ -333,7 +333,7 @@ class ServerConfig(Section):
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
     direct: bool = Field(True, description="a second port, where workers exchange without gRPC between")
-    direct_port: int = Field(0, ge=0, le=65535, description="its number; 0: any")
+    direct_port: int = Field(0, ge=0, le=65535, description="its number; 0: any, as of shards that ps-launch starts")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
     absent_s: float = Field(
         15.0, ge=0, description="how long the end of a run waits for a worker that was lost before its last step"

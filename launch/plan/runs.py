@@ -152,6 +152,8 @@ class Plan:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = place.listen if place is not None and host not in WILDCARDS else host
             own |= {"server.shard": child.rank, "server.coordinator": address, "server.listen": f"{listen}:0"}
+            if self.config.server.direct_port:
+                own["server.direct_port"] = 0  # as the port before it: any
             if place is None and self.config.server.metrics is not None:
                 own["server.metrics"] = None  # the coordinator has that port on this host
         kept = (self.save, self.history) if child == SERVER else ()

@@ -38,6 +38,7 @@ class _Connection:
     plan: Plan
     client: socket.socket
     server: socket.socket
+    port: int  # of the server
     up: int = 0  # bytes passed
     down: int = 0
     is_reset: threading.Event = field(default_factory=threading.Event)
@@ -118,7 +119,7 @@ class Proxy:
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     number = len(self.connections)
-                    connection = _Connection(number, self._plan(number), client, server)
+                    connection = _Connection(number, self._plan(number), client, server, target[1])
                     self.connections.append(connection)
                 for is_up in (True, False):
                     threading.Thread(target=self._pass_on, args=(connection, is_up), daemon=True).start()

@@ -192,7 +192,7 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
 
 
 def test_shards_listen_where_they_are(tmp_path: Path) -> None:
-    resolved = load_config(None, {"run.workers": 3, "launch.port": 7000}, [], {})
+    resolved = load_config(None, {"run.workers": 3, "launch.port": 7000, "server.direct_port": 7001}, [], {})
     plan = plan_of(resolved, places_of(TWO, tmp_path, 3, colocate=True))
     assert plan.server is not None
     (shard,) = plan.shards("10.0.0.1:7000")
@@ -201,6 +201,7 @@ def test_shards_listen_where_they_are(tmp_path: Path) -> None:
     assert (str(shard.child), shard.host, shard.argv[0]) == ("server shard 1", "b", "pb")
     server = told(shard.argv).server
     assert (server.shard, server.shards, server.coordinator) == (1, 2, "10.0.0.1:7000")
+    assert server.direct_port == 0  # the coordinator's may be on the same host
     assert told(plan.server.argv).server.shards == 2
 
 

@@ -19,6 +19,7 @@ from ..certificates import certs, flags
 from ..faults.proxy import Proxy
 
 STEPS = 12
+LANES = ("stream", "direct")
 PADDING = 700_000  # 2.8 MB: two windows, and time to be read while it is made
 DIRECT = ("--set", "server.shared_memory=false")
 
@@ -106,6 +107,26 @@ def test_a_server_of_which_one_port_is_published(cluster: Any) -> None:
     assert why in worker.event("tensors")["reason"]
     assert why in server.event("admitted")["reason"]
     assert why in json.loads((cluster.folder / "s.json").read_text())["workers"][0]["lane_reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["stream", "direct"])
+def test_a_proxy_that_cuts_one_of_the_two(cluster: Any, cut: str) -> None:
+    """The other goes with it, on both sides; the heart beats, so the worker is still a member, and goes on."""
+    server = serve(cluster, "async", 1)
+    port = server.event("listening")["direct_port"]
+    gate = cluster.folder / "gate"
+    with Proxy(cluster.address, direct_port=port) as proxy:
+        script = ("onehot.py", str(STEPS), str(gate), "5")
+        worker = cluster.script(0, *script, PADDING=str(PADDING), PS_SERVER=proxy.address)
+        worker.until(lambda: "at the gate" in worker.output, "fifth step")
+        ways = {name: [one for one in proxy.connections if (one.port == port) == (name == "direct")] for name in LANES}
+        assert len(ways["direct"]) == 1 <= len(ways["stream"])
+        ways[cut][0].reset()
+        server.until(lambda: bool(server.events("away")), "loss of it")
+        gate.touch()
+        assert check(cluster, server, [worker]) == ["direct"]
+    assert [event["resumed"] for event in server.events("joined")] == [False, True]
 
 
 def test_a_port_that_is_taken(cluster: Any) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.security import PLAINTEXT, Credentials
+from paramserver.common.wire.direct import HELLO
 from paramserver.ps.wire import port as ports
 from paramserver.ps.wire.direct import Connection
 from paramserver.ps.wire.port import Port
@@ -140,6 +142,28 @@ def test_a_ticket_belongs_to_the_name_of_a_certificate(tmp_path: Path) -> None:
     assert met(config, arrive, "rank-1")
 
 
+def test_certificates_that_are_renewed(tmp_path: Path) -> None:
+    """New connections have the new one, and the old one as long as the files do not fit together."""
+    lab = tmp_path / "lab"
+    certs("init", lab, "--workers", "1")
+    cert, key = (str(lab / name) for name in ("server.crt", "server.key"))
+    context = ssl.create_default_context(cafile=str(lab / "ca.crt"))
+
+    def serial(port: int) -> str:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+            return str(context.wrap_socket(plain, server_hostname="127.0.0.1").getpeercert()["serialNumber"])
+
+    def arrive(port: int, _: bytes) -> None:
+        before, old_key = serial(port), Path(key).read_bytes()
+        Path(key).write_text("half of it")
+        assert serial(port) == before
+        Path(key).write_bytes(old_key)
+        certs("init", lab, "--renew")
+        assert serial(port) != before
+
+    assert not met(config_of(cert=cert, key=key), arrive)
+
+
 # ---- strangers --------------------------------------------------------------------------------------
 
 
@@ -155,6 +179,31 @@ def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> N
             one.close()
 
     assert met(config_of(), arrive)
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_who_says_it_byte_by_byte_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_tls: bool
+) -> None:
+    """The time is for all of it: a hello, or a handshake."""
+    monkeypatch.setattr(ports, "_HELLO_S", 0.3)
+    names = {}
+    if is_tls:
+        certs("init", tmp_path / "lab", "--workers", "1")
+        names = {name: str(tmp_path / "lab" / f"server.{end}") for name, end in (("cert", "crt"), ("key", "key"))}
+    said = iter(b"\x16\x03\x01\x01\x00\x01" + bytes(1000) if is_tls else HELLO + bytes(32))
+
+    def arrive(port: int, _: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            slow.settimeout(0.05)
+            for byte in said:
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    slow.sendall(bytes([byte]))
+                    if slow.recv(1) == b"":
+                        break
+            assert next(said, None) is not None, "it was heard out"
+
+    assert not met(config_of(**names), arrive)
 
 
 def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
