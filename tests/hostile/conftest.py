@@ -347,7 +347,8 @@ class Server:
         return self._path.read_text(encoding="utf-8", errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [line for line in self.output.splitlines() if line.startswith("{") and line.endswith("}")]
+        whole = self.output.split("\n")[:-1]  # the last one is still being written
+        lines = [line for line in whole if line.startswith("{") and line.endswith("}")]
         return [event for event in map(json.loads, lines) if event.get("event") == name]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:

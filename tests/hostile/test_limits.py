@@ -124,16 +124,17 @@ class Stopwatch:
 
 def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
     async def main() -> None:
-        watch, stream = Watch(), Stopwatch()
+        watch, stream, began = Watch(), Stopwatch(), time.monotonic()
         watch.add(stream)
         while stream.num_looks < 2:
             await asyncio.sleep(0.05)
-        assert stream.forgiven_s == 0
+        before, looks_s = stream.forgiven_s, time.monotonic() - began
+        assert before == 0 or looks_s > 1, "it stood still for a moment, and not for a second"
         time.sleep(1.5)
         while stream.num_looks < 4:
             await asyncio.sleep(0.05)
         watch.remove(stream)
-        assert 1.4 < stream.forgiven_s < 3
+        assert 1.4 < stream.forgiven_s - before < time.monotonic() - began
 
     asyncio.run(main())
 

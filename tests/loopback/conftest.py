@@ -37,7 +37,7 @@ class Process:
 
     def events(self, name: str | None = None) -> list[dict]:
         found = []
-        for line in self.output.splitlines():
+        for line in self.output.split("\n")[:-1]:  # what follows the last line's end is still being written
             if line.startswith("{") and line.endswith("}"):
                 event = json.loads(line)
                 if name is None or event.get("event") == name:
