@@ -17,7 +17,7 @@ import pytest
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "benchmarks")
+PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks")
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
 FILES = [
@@ -39,6 +39,7 @@ PURE = [
     "launch/plan/*",
     "launch/supervise/*",
     "ps/snapshots/common.py",
+    "simulate/links.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
@@ -190,6 +191,7 @@ def test_messages_are_independent_of_the_transport(name: str) -> None:
 
 # What starts and tries the programs; the programs know nothing of it.
 OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks", "paramserver.integrations"}
+OUTSIDE |= {"paramserver.simulate"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
@@ -233,6 +235,15 @@ def test_the_launcher_starts_without_torch_and_grpc() -> None:
     """Also through what it imports from common: `ps-launch --help` answers at once."""
     heavy = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "asyncio")
     code = f"import sys, paramserver.launch.main; print([name for name in {heavy} if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"
+
+
+def test_a_simulation_needs_no_torch_and_no_network() -> None:
+    """The run's rules and the modes do without, so that it starts at once."""
+    heavy = ("torch", "numpy", "grpc", "google.protobuf", "asyncio")
+    imports = "paramserver.simulate.main, paramserver.simulate.plan, paramserver.simulate.results"
+    code = f"import sys, {imports}; print([name for name in {heavy} if name in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == "[]\n"
 
@@ -324,7 +335,7 @@ def test_no_code_asks_which_mode_it_is(name: str) -> None:
 
 # ---- rooms ------------------------------------------------------------------------------------------
 
-ROOMY = ("common", "ps", "worker", "launch", "integrations", "drills", "benchmarks")
+ROOMY = ("common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks")
 
 
 @pytest.mark.parametrize("package", ROOMY)

@@ -1,0 +1,89 @@
+"""A link that many transfers share: max-min fair, each no faster than its own end allows. Pure.
+
+A fluid model: bytes flow at rates that change only when a transfer begins or ends. Transfers with the same limit have
+the same rate, so that one number, the bytes that each of them has been given so far, stands for all of them, and a
+heap by the number at which each ends says who is next: O(log N) for each beginning and end, and as much again for each
+different limit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+
+class _Class(Generic[Key]):
+    """Transfers with one limit."""
+
+    __slots__ = ("given", "heap", "limit", "rate")
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.given = 0.0  # bytes, to each that has been here all the time
+        self.rate = 0.0
+        self.heap: list[tuple[float, int, Key]] = []
+
+
+class Link(Generic[Key]):
+    """Of `capacity` bytes per second. Times must not go back."""
+
+    def __init__(self, capacity: float = math.inf) -> None:
+        self.capacity = capacity
+        self.next_end = math.inf  # when the next transfer ends, as things are
+        self._classes: dict[float, _Class[Key]] = {}
+        self._at = 0.0
+        self._num_begun = self._num = 0  # ever, and now
+
+    def is_free(self, limit: float) -> bool:
+        """Nothing here takes time."""
+        return math.isinf(limit) and math.isinf(self.capacity)
+
+    def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
+        """A transfer that is not free begins; it goes no faster than `limit`."""
+        self._advance(now)
+        found = self._classes.get(limit)
+        if found is None:
+            found = self._classes[limit] = _Class(limit)
+        elif not found.heap:
+            found.given = 0.0  # keep the sums small, and exact
+        self._num_begun += 1
+        self._num += 1
+        heapq.heappush(found.heap, (found.given + num_bytes, self._num_begun, key))
+        self._share()
+
+    def end(self) -> Key:
+        """The transfer that ends at `next_end`."""
+        first = min((one for one in self._classes.values() if one.heap), key=self._end_of)
+        self._advance(self.next_end)
+        first.given, _, key = heapq.heappop(first.heap)
+        self._num -= 1
+        self._share()
+        return key
+
+    def _advance(self, now: float) -> None:
+        elapsed_s, self._at = now - self._at, now
+        if elapsed_s:
+            for one in self._classes.values():
+                if one.heap:
+                    one.given += one.rate * elapsed_s
+
+    def _end_of(self, one: _Class[Key]) -> float:
+        left = one.heap[0][0] - one.given
+        return self._at + left / one.rate if left > 0 else self._at
+
+    def _share(self) -> None:
+        """Who cannot use an equal part leaves the rest to the others."""
+        busy = [one for one in self._classes.values() if one.heap]
+        if len(busy) > 1:
+            busy.sort(key=lambda one: one.limit)
+        left, num = self.capacity, self._num
+        self.next_end = math.inf
+        for one in busy:
+            part, size = left / num, len(one.heap)
+            one.rate = rate = one.limit if one.limit < part else part
+            left, num = left - rate * size, num - size
+            if (end := self._end_of(one)) < self.next_end:
+                self.next_end = end

@@ -1,0 +1,90 @@
+"""ps-sim: what a run would take on other machines and links, without them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+
+from ..common.config.cli import SetOption, make_app, run_app
+
+PROGRAM = "ps-sim"
+
+_HELP = """\b
+Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
+
+[bold]Examples[/bold]
+
+  ps-sim configs/digits.yaml -n 64 --bandwidth 100mbit --latency 40ms --mode sync,ssp,async
+                                                   what each mode would make of it
+  ps-sim configs/digits.yaml --mb 400 -n 1000 --bandwidth 500mbit/110mbit --stragglers p=0.1,x=5
+                                                   1,000 home links, one step in ten takes 5 times as long
+  ps-sim configs/digits.yaml --trace history.jsonl as a recorded run decided, all of it; and does
+                                                   the simulator foresee its second half?
+
+Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider says it. A server's
+own link is shared by all. No loss is simulated: what staleness does to learning is not in here.
+"""
+
+app = make_app(_HELP)
+
+
+@app.command(help=_HELP)
+def simulate(
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="MODE,...", help="Compare these; 'all': every mode.")] = None,
+    workers: Annotated[int | None, typer.Option("-n", "--workers", min=1, help="Workers of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps per worker.")] = None,
+    megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; none: of the task's.")] = None,
+    compute: Annotated[str, typer.Option(metavar="TIME", help="Of a training step, mean.")] = "100ms",
+    jitter: Annotated[float, typer.Option(min=0, help="Its standard deviation, as a part of it.")] = 0.1,
+    speeds: Annotated[str, typer.Option(metavar="A,B,...", help="Of the ranks in turn, as factors.")] = "1",
+    stragglers: Annotated[str | None, typer.Option(metavar="p=0.1,x=5", help="Slow steps, x times as long.")] = None,
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Of each worker's link.")] = "none",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="There and back.")] = "0ms",
+    server_bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Of the server's, which all share.")] = "none",
+    fold: Annotated[str | None, typer.Option(metavar="TIME", help="To add a contribution; none: by --mb.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="TIME", help="To make a version; none: by --mb.")] = None,
+    failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Of each worker.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same events.")] = None,
+    trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, of --history.")] = None,
+    sets: SetOption = None,
+) -> int:
+    from .plan import Told, resolve, worlds
+
+    flags = {"run.steps": steps, "run.seed": seed}
+    told = Told(
+        megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures
+    )
+    configs = resolve(config, mode, workers, flags, sets or [], os.environ)
+    return _compare(worlds(configs, told))
+
+
+def _compare(runs: list[Any]) -> int:
+    from ..common.registry import mode_label
+    from ..common.reporting.report import comparison_table, report_console
+    from .results import summary, time_table
+    from .run import Simulation
+
+    gc.disable()  # a simulation makes millions of small things and no circles
+    done = []
+    for config, world in runs:
+        simulation = Simulation(config, world, time.perf_counter)
+        simulation.go()
+        done.append((mode_label(config.run.mode), simulation))
+    console = report_console()
+    console.print(comparison_table([(mode, summary(one)) for mode, one in done]))
+    console.print()
+    console.print(time_table(done))
+    for mode, one in done:
+        print(f"{mode}: events {one.digest}")
+    print("no loss simulated")
+    return 0
+
+
+def main() -> None:
+    """Entry point of `ps-sim`."""
+    run_app(app, PROGRAM)

@@ -1,0 +1,138 @@
+"""From a configuration and flags to what is to be simulated: a configuration and a world for each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.config.schema import Config, SlowdownConfig
+from ..common.config.sources import load_config
+from ..common.errors import UsageError
+from ..common.registry import MODES, canonical_mode
+from ..common.user_code import is_in_file
+from .sizes import body_sizes
+from .world import World, bandwidth, named, number, seconds
+
+DEFAULT_NUM_WORKERS = 4
+_MOST_CONFIGURED = 4096  # run.workers; a simulation may have more
+_FOLD_S_PER_BYTE = 1 / 4e9  # a mean of float32 in memory, one core
+_STEP_S_PER_BYTE = 1 / 2e9  # SGD with momentum
+
+
+@dataclass(frozen=True)
+class Told:
+    """The flags, as they were given."""
+
+    megabytes: float | None = None
+    compute: str = "100ms"
+    jitter: float = 0.1
+    speeds: str = "1"
+    stragglers: str | None = None
+    bandwidth: str = "none"
+    latency: str = "0ms"
+    server_bandwidth: str = "none"
+    fold: str | None = None
+    step: str | None = None
+    failures: str | None = None
+
+
+def resolve(
+    path: str | None,
+    modes: str | None,
+    workers: int | None,
+    flags: Mapping[str, Any],
+    sets: list[str],
+    environ: Mapping[str, str],
+) -> list[Config]:
+    """A configuration for each mode. Raises UsageError, also for what cannot be simulated."""
+    names = _modes(modes)
+    told = {
+        **flags,
+        "run.workers": None if workers is None else min(workers, _MOST_CONFIGURED),
+        "run.mode": names[0] if names else None,
+        "run.other_modes": [name for name in names if is_in_file(name)] or None,
+    }
+    config = load_config(path, told, sets, environ, is_worker=False).config
+    _check_possible(config)
+    found = []
+    for name in names or [config.run.mode]:
+        num = workers or config.run.workers or DEFAULT_NUM_WORKERS
+        run = config.run.model_copy(update={"mode": name, "workers": num, "steps": config.run.task_steps})
+        found.append(config.model_copy(update={"run": run}))
+    return found
+
+
+def _modes(text: str | None) -> list[str]:
+    if text is None or text.strip().lower() == "all":
+        return MODES.names() if text else []
+    try:
+        return list(dict.fromkeys(canonical_mode(word) for word in text.split(",")))
+    except UsageError as error:
+        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+
+
+def _check_possible(config: Config) -> None:
+    """Refuse what is not modelled and would change the result."""
+    if config.run.task_steps is None:
+        raise UsageError(
+            f"run.epochs is {config.run.epochs}: how many steps that is depends on the data, which is not simulated",
+            fix="say how many training steps: --steps 500",
+        )
+    if config.run.ends_by_figures:
+        raise UsageError(
+            "run.stop_when and run.patience end a run by its loss, and no loss is simulated",
+            fix="leave them out, and say how many training steps: --steps 500",
+        )
+    if config.server.shards > 1:
+        raise UsageError(
+            f"server.shards is {config.server.shards}: a simulation has one server",
+            fix="--set server.shards=1, and the bandwidth of all shards together as --server-bandwidth",
+        )
+
+
+def worlds(configs: list[Config], told: Told) -> list[tuple[Config, World]]:
+    """Each configuration with the world that the flags describe. Raises UsageError."""
+    return [(config, _world(config, told)) for config in configs]
+
+
+def _world(config: Config, told: Told) -> World:
+    if told.megabytes is not None and not 0 <= told.megabytes < 1e6:
+        raise UsageError(f"flag --mb: {told.megabytes:g} is not a size in MB", fix="e.g. --mb 10")
+    up_bytes, down_bytes, start_bytes = body_sizes(config, told.megabytes)
+    down, up = bandwidth("--bandwidth", told.bandwidth)
+    server_down, server_up = bandwidth("--server-bandwidth", told.server_bandwidth)
+    failures = named("--failures", told.failures, ("mtbf", "back")) if told.failures else {}
+    fold_s, step_s = start_bytes * _FOLD_S_PER_BYTE, start_bytes * _STEP_S_PER_BYTE
+    assert config.run.workers is not None
+    world = World(
+        num_workers=config.run.workers,
+        seed=config.run.seed,
+        compute_s=seconds("--compute", told.compute),
+        jitter=number("--jitter", str(told.jitter), 0, 10),
+        speeds=tuple(number("--speeds", word, 1e-3, 1e3) for word in told.speeds.split(",")),
+        slowdown=_slowdown(config.slowdown, told.stragglers),
+        down=down,
+        up=up,
+        latency_s=seconds("--latency", told.latency),
+        server_down=server_down,
+        server_up=server_up,
+        fold_s=fold_s if told.fold is None else seconds("--fold", told.fold),
+        step_s=step_s if told.step is None else seconds("--step", told.step),
+        up_bytes=up_bytes,
+        down_bytes=down_bytes,
+        start_bytes=start_bytes,
+        max_staged=config.server.max_staged,
+        **{f"{name}_s": seconds("--failures", text) for name, text in failures.items()},
+    )
+    if world.compute_s <= 0:
+        raise UsageError("flag --compute: a training step takes time", fix="e.g. --compute 100ms")
+    return world
+
+
+def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:
+    if stragglers is None:
+        return config
+    told = named("--stragglers", stragglers, ("p", "x"))
+    probability, factor = number("--stragglers p", told["p"], 0, 1), number("--stragglers x", told["x"], 1)
+    return config.model_copy(update={"straggler_probability": probability, "straggler_factor": factor})

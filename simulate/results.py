@@ -1,0 +1,82 @@
+"""What a simulated run came to: as a `Summary`, like that of any run, and where its workers' time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.table import Column, Table
+
+from ..common.reporting.report import share, size
+from ..common.reporting.summary import Summary, WorkerSummary
+from .run import CAUSES, Simulation
+
+
+def summary(simulation: Simulation) -> Summary:
+    """As `ps/observe/reports.py` makes one; the figures of a simulation stand where an evaluation's would."""
+    run, policy = simulation.run, simulation.policy
+    return Summary(
+        mode=simulation.config.run.mode,
+        staleness_bound=policy.staleness_bound,
+        local_steps=policy.local_steps,
+        updates=policy.version,
+        version=policy.version,
+        wall_s=round(run.contributions.elapsed_s(simulation.now, True), 6),
+        final=figures(simulation),
+        workers=_workers(simulation),
+    )
+
+
+def figures(simulation: Simulation) -> dict[str, float]:
+    """Training steps of all workers a second; as a part of what they would take if nothing but computing took time;
+    staleness in versions, leads in contributions; microseconds that the run's rules took for a contribution."""
+    stats, staleness = simulation.run.roster.stats.values(), simulation.staleness
+    elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
+    rate = simulation.num_steps / elapsed_s if elapsed_s else 0.0
+    spent = simulation.decision_s
+    return {
+        "steps/s": rate,
+        "of ideal": rate / ideal if (ideal := ideal_rate(simulation)) else 0.0,
+        "stale p50": percentile(staleness, 0.5),
+        "stale p99": percentile(staleness, 0.99),
+        "lead max": max((one.lead_max for one in stats), default=0),
+        "dropped": sum(one.dropped for one in stats),
+        "policy us": 1e6 * sum(spent) / len(spent) if spent else 0.0,
+    }
+
+
+def ideal_rate(simulation: Simulation) -> float:
+    """Training steps a second if workers computed all the time, each at its own mean pace."""
+    local_steps = simulation.policy.local_steps
+    stats = simulation.run.roster.stats.values()
+    return sum(one.contributions * local_steps / one.compute_s for one in stats if one.compute_s)
+
+
+def percentile(counts: Counter[int], part: float) -> int:
+    """The smallest value that at least so large a part (0..1) of the counted ones do not exceed; 0 of none."""
+    left = part * counts.total()
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return max(counts, default=0)
+
+
+def time_table(runs: list[tuple[str, Simulation]]) -> Table:
+    """Where the time of the workers went, and what travelled, without framing."""
+    names = ["computing", "held by mode", "max_staged", "server's work", "server's link", "own link", "up", "down"]
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(Column("mode", style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for mode, run in runs:
+        total = sum(run.seconds.values()) or 1.0
+        sent, received = (sum(getattr(one, name) for one in run.workers) for name in ("num_sent", "num_received"))
+        table.add_row(mode, *(share(run.seconds[cause] / total) for cause in CAUSES), size(sent), size(received))
+    return table
+
+
+def _workers(simulation: Simulation) -> list[WorkerSummary]:
+    found = []
+    for worker in simulation.workers:
+        row = simulation.run.roster.stats[worker.rank].summary()
+        row.bytes_sent, row.bytes_received, row.lane = worker.num_sent, worker.num_received, "simulated"
+        found.append(row)
+    return found

@@ -1,0 +1,47 @@
+"""How many bytes travel: of a task's model, or so many megabytes, in the codecs of the configuration.
+
+Only who asks for a task's model or a codec loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.config.schema import Config
+from ..common.errors import UsageError
+
+
+def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
+    """(up, down, start): bytes of a contribution, of an answer's weights, and of the weights a worker starts from."""
+    worker = config.worker
+    if megabytes is not None and worker.codec == worker.answer_codec == "raw":
+        whole = round(megabytes * 1e6)
+        return whole, whole, whole
+    layout = _layout(config, megabytes)
+    whole = layout.exchange_bytes
+    return _encoded(worker.codec, layout), _encoded(worker.answer_codec, layout), whole
+
+
+def _encoded(name: str, layout: Any) -> int:
+    from ..common.codecs.base import body_bytes
+    from ..common.registry import CODECS
+
+    return body_bytes(CODECS.load(name)(), layout)
+
+
+def _layout(config: Config, megabytes: float | None) -> Any:
+    from ..common.tensors.layout import Kind, Layout, TensorSpec
+
+    if megabytes is not None:
+        return Layout([TensorSpec("weights", Kind.PARAMETER, "float32", (round(megabytes * 1e6 / 4),))])
+    import torch
+
+    from ..worker.tensors.transfer import ModelTensors
+    from ..worker.training.tasks.loading import load_task
+
+    try:
+        task = load_task(config.task.name, config.task.args, seed=config.run.seed, device=torch.device("cpu"))
+    except UsageError as error:
+        told = f"how large the model of task {config.task.name} is cannot be found out: {error.message}"
+        raise UsageError(told, fix="say it: --mb 10") from None
+    return ModelTensors(task.model()).layout

@@ -1,0 +1,124 @@
+"""Runs under the virtual clock: closed forms, what holds in every mode, and the same events for the same seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from paramserver.common.config.schema import SlowdownConfig
+from paramserver.common.registry import MODES
+from paramserver.ps.core import effects
+from paramserver.simulate.results import figures, ideal_rate, percentile, summary
+from paramserver.simulate.run import Simulation
+from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
+
+EVERY_MODE = pytest.mark.parametrize("mode", MODES.names())
+
+
+def commit_times(mode: str, num_workers: int, steps: int, **told: Any) -> list[float]:
+    times = []
+
+    def tell(at: float, fact: effects.Fact) -> None:
+        if isinstance(fact, effects.Commit):
+            times.append(at)
+
+    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **told), tell=tell).go()
+    return times
+
+
+# ---- closed forms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_a_round_takes_computing_both_transfers_and_the_latency(num_workers: int) -> None:
+    """1 s, 1 s up, 1 s down, 0.1 s, and the server's 0.02 for each fold and 0.03 for the step."""
+    times = commit_times("sync", num_workers, 5, fold_s=0.02, step_s=0.03)
+    assert times[0] == pytest.approx(0.05 + 1 + 1 + 0.05, abs=1e-9)
+    served_s = num_workers * 0.02 + 0.03
+    gaps = [after - before for before, after in pairwise(times)]
+    assert gaps == pytest.approx([3.1 + served_s] * 4, abs=1e-9)
+
+
+def test_the_servers_link_is_shared_by_all() -> None:
+    times = commit_times("sync", 8, 3, up=4.0 * MB, down=4.0 * MB, server_up=1.0 * MB, server_down=2.0 * MB)
+    assert times[1] - times[0] == pytest.approx(1 + 8 + 4 + 0.1, abs=1e-9)
+
+
+def test_no_more_uploads_at_once_than_the_server_holds() -> None:
+    """Two by two, and in the order in which they are folded; a place is free when the last byte has come."""
+    times = commit_times("sync", 8, 2, max_staged=2)
+    assert times[1] - times[0] == pytest.approx(1 + 4 + 1 + 0.1 + 3 * 0.05, abs=1e-9)
+
+
+def test_a_straggler_holds_who_may_not_go_on_without_it() -> None:
+    slow = {"speeds": (1.0, 1.0, 0.25), "up": float("inf"), "down": float("inf"), "latency_s": 0.0}
+    assert simulated("sync", 3, 10, **slow).now == pytest.approx(40.0)
+    freely = simulated("async", 3, 10, **slow)
+    assert freely.seconds["mode"] == 0.0
+    held = simulated("ssp", 3, 10, {"staleness": 1}, **slow)
+    assert held.seconds["mode"] > 0.0 and figures(held)["lead max"] == 2
+
+
+def test_pipelined_hides_the_exchange_behind_computing() -> None:
+    links = {"up": 4.0 * MB, "down": 4.0 * MB, "latency_s": 0.0}
+    plain = simulated("async", 2, 20, **links)
+    hidden = simulated("async", 2, 20, {"pipelined": True}, **links)
+    assert plain.now == pytest.approx(20 * 1.5)
+    assert hidden.now == pytest.approx(20 * 1.0 + 0.5)
+    assert hidden.num_steps == plain.num_steps == 40
+
+
+# ---- what holds in every mode ------------------------------------------------------------------------
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing: bool) -> None:
+    """Time never goes back, staleness is not negative, all steps are taken, bytes are bodies times contributions."""
+    told: list[tuple[float, effects.Fact]] = []
+    config, failing = config_of(mode, 6, 24), {"mtbf_s": 20.0, "back_s": 2.0} if is_failing else {}
+    slow = SlowdownConfig(straggler_probability=0.1)
+    world = world_of(
+        6, up=3.0 * MB, server_up=8.0 * MB, jitter=0.3, slowdown=slow, fold_s=0.01, max_staged=4, **failing
+    )
+    simulation = Simulation(config, world, tell=lambda at, fact: told.append((at, fact)))
+    simulation.go()
+
+    times = [at for at, _ in told]
+    assert times == sorted(times)
+    taken = [fact for _, fact in told if isinstance(fact, effects.ContributionTaken)]
+    assert all(fact.version >= fact.base_version for fact in taken)
+    assert min(simulation.staleness) >= 0
+    accepted = sum(fact.outcome == "accepted" for fact in taken)
+    found = summary(simulation)
+    assert sum(worker.steps for worker in found.workers) == accepted
+    assert (simulation.num_failures > 0) == is_failing
+    if not is_failing:
+        assert simulation.num_steps == 6 * 24
+        assert sum(worker.bytes_sent for worker in found.workers) == accepted * MB
+        assert 0 < figures(simulation)["of ideal"] < 1
+
+
+@EVERY_MODE
+def test_the_same_seed_gives_the_same_events_and_another_one_others(mode: str) -> None:
+    digests = [simulated(mode, 5, 16, jitter=0.2, seed=seed).digest for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_computing_takes_what_it_is_told_to_on_average() -> None:
+    run = simulated("async", 20, 50, jitter=0.5, speeds=(1.0, 2.0))
+    assert ideal_rate(run) == pytest.approx(10 * 1.0 + 10 * 2.0, rel=0.05)
+
+
+def test_a_round_that_closes_by_time_does_without_the_straggler() -> None:
+    quick = {"up": 100.0 * MB, "down": 100.0 * MB, "speeds": (1.0, 1.0, 0.1)}
+    run = simulated("sync", 3, 20, {"straggler_timeout_s": 2.0}, **quick)
+    assert run.now < 100.0 and figures(run)["dropped"] > 0
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert [percentile(Counter({0: 98, 7: 2}), part) for part in (0.5, 0.98, 0.99, 1.0)] == [0, 0, 7, 7]
+    assert percentile(Counter(), 0.5) == 0
