@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
 from ...common.registry import CODECS, MODES, check_contributions, check_pipelined
 from ..core.run import Options
@@ -20,11 +19,18 @@ def make_policy(config: Config) -> Policy:
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
-    codec, answer_codec = (CODECS.load(name)() for name in (config.worker.codec, config.worker.answer_codec))
-    check_codecs(run.mode, MODES.load(run.mode).contribution, codec, answer_codec)
+    _check_codecs(run.mode, config.worker.codec, config.worker.answer_codec)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     return policy_of(run.mode, {**settings, **options.model_dump()})
+
+
+def _check_codecs(mode: str, up: str, down: str) -> None:
+    """As `check_codecs`, which has nothing against raw."""
+    if (up, down) != ("raw", "raw"):
+        from ...common.codecs.base import check_codecs  # loads torch, which a simulation does without
+
+        check_codecs(mode, MODES.load(mode).contribution, CODECS.load(up)(), CODECS.load(down)())
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
