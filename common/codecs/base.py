@@ -190,5 +190,5 @@ def take_body(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tenso
     except Exception as error:
         decoder.rollback()
         what = f"{type(error).__name__}: {error}"
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode what was sent: {what}") from error
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
     body[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from ..tensors.layout import DTYPES, Kind, Layout
@@ -158,3 +159,28 @@ def blocks_of(values: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tens
         yield 0, values[: full * size].view(full, size)
     if full * size < len(values):
         yield full, values[full * size :].view(1, -1)
+
+
+def largest(chunks: torch.Tensor, num_kept: int) -> torch.Tensor:
+    """Of each chunk, float32 [chunks, n], the places of so many values that are largest in size, ascending, int64. NaN
+    is larger than all."""
+    sizes = chunks.abs()
+    bits = sizes.numpy().view(np.int32)  # in the order of the sizes; ten times faster than torch.topk
+    least = np.partition(bits, -num_kept, axis=1)[:, -num_kept, None]
+    is_kept = bits >= least
+    ties = np.flatnonzero(is_kept.sum(1) > num_kept)
+    if len(ties):  # of values that are the same not all
+        is_kept[ties] = False
+        first = sizes[ties].topk(num_kept).indices.numpy()
+        is_kept[ties[:, None], first] = True
+    flat = np.flatnonzero(is_kept).reshape(len(chunks), num_kept)
+    return torch.from_numpy(flat - np.arange(len(chunks))[:, None] * chunks.shape[1])
+
+
+def scatter(chunks: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """`values`, [chunks, k], to their places in zeros, [chunks, n]. ValueError for one that is no place, or is there
+    twice."""
+    first, last = int(places[:, 0].min()), int(places[:, -1].max())
+    if first < 0 or last >= chunks.shape[1] or not bool((places[:, 1:] > places[:, :-1]).all()):
+        raise ValueError(f"places that do not ascend from 0 to {chunks.shape[1] - 1} at most")
+    chunks.scatter_(1, places, values)

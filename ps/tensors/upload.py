@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec, body_bytes
+from ...common.codecs.base import Codec, Stateless, body_bytes
+from ...common.errors import ParamServerError
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import BodyReader, Frame
 from ..core.judgement import Judgement
@@ -93,8 +94,7 @@ class Upload:
             self._tensors.submit(look, failed=self._errors.append)
 
     async def judge(self) -> Judgement:
-        """What becomes of the whole body; one that is clipped is changed. Decodes it first, and refuses BAD_REQUEST
-        what the codec cannot decode."""
+        """What becomes of the whole body; one that is clipped is changed. Decodes it first."""
         judgement = await self._tensors.run(self._judge)
         if self._errors:
             raise self._errors[0]
@@ -129,6 +129,12 @@ class Upload:
 
 
 def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
-    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. Refuses BAD_REQUEST what cannot be decoded."""
-    memory.take(codec, encoded, body)
+    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. What cannot be decoded is rejected, that
+    contribution alone; refuses BAD_REQUEST where the codec has a memory, which may be another there."""
+    try:
+        memory.take(codec, encoded, body)
+    except ParamServerError as error:
+        if not isinstance(codec, Stateless):
+            raise
+        return Judgement("reject", f"bytes that {error.message}", "in every mode")
     return store.sanity.examine(body, store.weights)

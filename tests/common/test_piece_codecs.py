@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -52,6 +53,114 @@ def q4_nearest(block: np.ndarray) -> list[float]:
     return found
 
 
+def chunked(values: np.ndarray, share: int) -> list[tuple[int, list[int]]]:
+    """(where a chunk begins, places in it of what is kept)."""
+    found = []
+    for at in range(0, len(values), 4096):
+        chunk = values[at : at + 4096]
+        order = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))
+        found.append((at, sorted(order[: -(-len(chunk) // share)])))
+    return found
+
+
+def topk_nearest(values: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(values)
+    for at, places in chunked(values, 100):
+        found[at : at + 4096][places] = values[at : at + 4096][places]
+    return found
+
+
+def sparse_nearest(values: np.ndarray) -> np.ndarray:
+    found, places = np.zeros_like(values), [at + i for at, kept in chunked(values, 64) for i in kept]
+    kept = values[places]
+    levels = np.clip(np.round((kept - kept.mean()) / (1.5 * kept.std(ddof=1)) + 2), 0, 3)
+    found[places] = [kept[levels == level].mean() for level in levels]
+    return found
+
+
+def sign_nearest(values: np.ndarray) -> np.ndarray:
+    return np.where(values < 0, -1, 1) * np.abs(values).mean()
+
+
+def sign_rms_nearest(values: np.ndarray) -> np.ndarray:
+    return np.where(values < 0, -1, 1) * np.sqrt((values**2).mean())
+
+
+WHOLE = {"topk": topk_nearest, "sparse": sparse_nearest, "sign": sign_nearest, "sign_rms": sign_rms_nearest}
+
+
+def through(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encoded and decoded."""
+    codec, out = CODECS.load(name)(), torch.full_like(values, math.nan)
+    encoded = torch.full((codec.size(len(values)),), 0xA5, dtype=torch.uint8)
+    codec.encode_piece(values, encoded)
+    codec.decode_piece(encoded, out)
+    return encoded, out
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("n", [4096, 4097, 8192 + 130])
+def test_a_tensor_is_what_its_file_says(name: str, n: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    encoded, decoded = through(name, values)
+    assert np.allclose(decoded.numpy(), WHOLE[name](values.double().numpy()), rtol=1e-5)
+    assert len(encoded) == {
+        "topk": 6 * (n // 4096 * 41 + -(-(n % 4096) // 100)),
+        "sparse": 16 + 3 * -(-(k := n // 4096 * 64 + -(-(n % 4096) // 64)) // 2) + -(-k // 4),
+    }.get(name, 4 + -(-n // 8))
+
+
+@pytest.mark.parametrize("name", ["topk", "sparse"])
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.0])
+def test_values_that_are_all_the_same(name: str, value: float) -> None:
+    """No spread, and no largest."""
+    _, decoded = through(name, torch.full((5000,), value))
+    share = CODECS.load(name)().size(4096) // (6 if name == "topk" else 1)
+    assert decoded.isfinite().all() and set(decoded.tolist()) <= {0.0, value}
+    assert not value or int((decoded != 0).sum()) == (share + 10 if name == "topk" else 64 + 15)
+    sparse = torch.zeros(5000)
+    sparse[4999] = 3.0
+    assert torch.equal(through(name, sparse)[1] != 0, sparse != 0) or name == "sparse"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_value_of_a_tensor_is_seen(name: str, bad: float) -> None:
+    for at in (0, 4095, 4999):
+        values = torch.randn(5000)
+        values[at] = bad
+        assert not through(name, values)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "int8", "q4"])
+@given(seed=st.integers(0, 2**31), n=st.sampled_from([4096, 5000]))
+@settings(max_examples=40, deadline=None)
+def test_any_bytes_are_decoded_or_refused(name: str, seed: int, n: int) -> None:
+    codec, generator = CODECS.load(name)(), torch.Generator().manual_seed(seed)
+    encoded = through(name, torch.randn(n, generator=generator))[0]
+    for place in torch.randint(len(encoded), (seed % 9,), generator=generator).tolist():
+        encoded[place] = int(torch.randint(256, (), generator=generator))
+    with suppress(ValueError):  # places that do not ascend
+        codec.decode_piece(encoded, torch.zeros(n))
+
+
+@pytest.mark.parametrize("name", ["topk", "sparse"])
+def test_places_that_are_none_are_refused(name: str) -> None:
+    codec, n = CODECS.load(name)(), 4096 + 700
+    spoiled = [through(name, torch.randn(n))[0] for _ in range(3)]
+    if name == "topk":
+        places = [one[48 * 4 :].view(torch.int16) for one in spoiled]
+        places[0][1], places[1][-1], places[2][0] = places[0][0], 700, -1
+    else:
+        first = 16
+        spoiled[0][first : first + 3] = 0  # twice the place 0
+        spoiled[1][first + 3 * 37 + 1 :][:2] = 255  # of the last two in the shorter chunk
+        spoiled[2][first : first + 3] = 255
+    for one in spoiled:
+        with pytest.raises(ValueError, match="places that do not ascend"):
+            codec.decode_piece(one, torch.zeros(n))
+
+
 DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {"int8": int8_reference, "q4": q4_reference}
 NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest}
 
@@ -73,7 +182,13 @@ def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int)
     assert len(off) <= 0.01 * n, "halves may round either way, in float32"
 
 
-@pytest.mark.parametrize(("name", "ratio", "error"), [("int8", 3.94, 0.0069), ("q4", 7.76, 0.203)])
+@pytest.mark.parametrize(
+    ("name", "ratio", "error"),
+    [
+        ("int8", 3.94, 0.0069), ("q4", 7.76, 0.203), ("sparse", 146.3, 0.938), ("topk", 66.6, 0.955),
+        ("sign", 31.9, 0.603), ("sign_rms", 31.9, 0.636),
+    ],
+)  # fmt: skip
 def test_bytes_and_error_of_normal_values(name: str, ratio: float, error: float) -> None:
     codec = CODECS.load(name)()
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (256, 1024))])
@@ -123,10 +238,8 @@ def test_what_is_small_is_bf16() -> None:
 SGD, MOMENTUM, ADAM = ("SGD", {"lr": 0.1, "momentum": 0}), ("SGD", {"momentum": 0.9}), ("AdamW", {"lr": 1e-3})
 
 
-def check(source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw", **says: bool) -> None:
-    up = CODECS.load(codec)()
-    vars(up).update(says)
-    check_codecs("sync", source, up, CODECS.load(down)(), optimizers)
+def check(source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw") -> None:
+    check_codecs("sync", source, CODECS.load(codec)(), CODECS.load(down)(), optimizers)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "int8", "q4"])
@@ -147,10 +260,12 @@ def test_weights_themselves_survive_rounding_alone() -> None:
 
 
 def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() -> None:
-    check("gradient", "q4", SGD, MOMENTUM, suits_adaptive=False)
-    check("delta", "q4", ADAM, suits_adaptive=False, suits_momentum=False)
-    with pytest.raises(UsageError, match="server's AdamW divides") as error:
-        check("gradient", "q4", SGD, ADAM, suits_adaptive=False)
-    assert "diloco" in error.value.fix
-    with pytest.raises(UsageError, match=r"momentum 0\.9"):
-        check("gradient", "q4", MOMENTUM, suits_momentum=False)
+    check("gradient", "topk", SGD, MOMENTUM)
+    for codec in WHOLE:
+        check("delta", codec, ADAM, MOMENTUM)
+        with pytest.raises(UsageError, match="server's AdamW divides") as error:
+            check("gradient", codec, SGD, ADAM)
+        assert "diloco" in error.value.fix
+    for codec in ("sign", "sign_rms"):
+        with pytest.raises(UsageError, match=r"momentum 0\.9"):
+            check("gradient", codec, MOMENTUM)

@@ -185,7 +185,7 @@ def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(lane: st
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("codec", ALL_CODECS)
+@pytest.mark.parametrize("codec", ["raw", "bf16", "q4", "delta"])
 @pytest.mark.parametrize("lane", ["tcp", "direct"])
 def test_zeros_do_not_travel_to_a_server_that_knows_of_it(lane: str, codec: str, staged: bool) -> None:
     pair = Pair(codec, lane, staged, size=80_000)

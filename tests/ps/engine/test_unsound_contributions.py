@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import Layout, as_bytes
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.wire.frames import message_frames
 
 from ..streams import LARGE, SMALL, Server, Worker, served, weight_of
@@ -105,6 +106,32 @@ def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: s
         assert worker.outcomes == ["START"] + ["APPLIED"] * 3
         assert weight_of(server) == pytest.approx(-0.125 - 0.25 - 0.125, abs=1e-4)
         assert counters(server, 0) == (3, 0, 0, 1)
+
+    play()
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution_counts(rows: int) -> None:
+    """Places of topk that do not ascend, in a message of their own and in pieces."""
+    matrix = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (rows, 4096))])
+
+    @served(layout=matrix, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        for is_sound in (False, True):
+            sent = torch.zeros(rows * 41 * 6, dtype=torch.uint8)
+            codec = CODECS.load("topk")()
+            codec.encode(matrix, torch.ones(rows * 4096).view(torch.uint8), sent)
+            if not is_sound:
+                sent[-2:] = 0
+            header = worker._header(1, codec="topk", body_bytes=len(sent))
+            worker.stream.send(*message_frames(header, [as_bytes(sent)]))
+            await server.settle()
+        assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
+        assert any(
+            "codec 'topk' cannot decode" in one.header.reason for one in worker.stream.received if one.kind == "answer"
+        )
+        assert int((server.engine.model.store.weights.view(torch.float32) != 0).sum()) == rows * 41
 
     play()
 
