@@ -32,6 +32,7 @@ from .staging import StagingPool
 from .store import Store
 from .tables import Tables
 from .thread import TensorThread
+from .windows import Order
 
 log = get_logger()
 
@@ -261,10 +262,23 @@ class Model:
         self._tensors.size_for(num_bytes)
         self.staging = StagingPool(server.max_staged, num_bytes)
         notify, version = self._tensors.notify, self.store.version
-        first = self.layout.first_sent
-        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version, first)
+        self.publisher = Publisher(
+            weights, num_bytes, server.max_replies, self.new_memory, notify, version, self.store.order
+        )
         self.changes = Changes(self.layout, version)
         self.has_weights = True
+
+    def use_order(self, starts: Sequence[int]) -> None:
+        """A worker says in which order it uses the weights: where stretches of a body begin. The first word counts:
+        the workers of a run train one model. Refuses BAD_REQUEST what is no place in a body."""
+        num_bytes, num_tensors = self.store.layout.exchange_bytes, len(self.store.layout.entries)
+        if len(starts) > num_tensors or max(starts) >= num_bytes:
+            told = f"{len(starts)} stretches up to byte {max(starts)}"
+            raise refusal(
+                Reason.BAD_REQUEST, f"an order of {told}; this model has {num_tensors} tensors in {num_bytes} bytes"
+            )
+        if self.publisher.order is self.store.order:
+            self.publisher.order = Order(self.store.windows, starts)
 
     def small_body(self) -> bytes:
         """The bytes of weights so small that all tensor work runs inline: of the newest version."""

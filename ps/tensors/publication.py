@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from ...common.tensors.layout import Kind, Layout
 from ...common.wire.frames import CHUNK_BYTES, body_frames, left_out_frame
 from ...common.wire.segments import Segment
+from .windows import Order
 
 # Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
@@ -70,7 +71,8 @@ def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, 
 
 
 class Publication:
-    """One version in `segment`, of which `ready` of `num_bytes` bytes are made, counted from `first` on and around."""
+    """One version in `segment`, of which `ready` of `num_bytes` bytes are made, counted in the order in which they are
+    sent; without an `order` as they lie there."""
 
     def __init__(
         self,
@@ -78,12 +80,12 @@ class Publication:
         segment: Segment,
         num_bytes: int,
         notify: Callable[[Callable[[], None]], None],
-        first: int = 0,
+        order: Order | None = None,
     ) -> None:
         self.version = version
         self.segment = segment
         self.num_bytes = num_bytes
-        self.first = first
+        self.order = order
         self.ready = 0
         self._notify = notify
         self.owns_segment = True
@@ -103,15 +105,13 @@ class Publication:
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
         """(start, end) of what is made, as it is made."""
         done = 0
-        while done < self.num_bytes:
-            while self.ready == done:
-                await self._news.wait()
-            start, done = done + self.first, self.ready
-            end = done + self.first
-            if start < self.num_bytes:
-                yield start, min(end, self.num_bytes)
-            if end > self.num_bytes:
-                yield max(start - self.num_bytes, 0), end - self.num_bytes
+        for start, end in self.order.stretches if self.order is not None else [(0, self.num_bytes)]:
+            while start < end:
+                while self.ready <= done:
+                    await self._news.wait()
+                num_bytes = min(end - start, self.ready - done)
+                yield start, start + num_bytes
+                start, done = start + num_bytes, done + num_bytes
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
         """The encoded body, shared by all who ask; of frames that hold nothing but what is left out only a word."""
@@ -170,9 +170,10 @@ class Publisher:
         new_memory: Callable[[], Segment],
         notify: Callable[[Callable[[], None]], None],
         version: int = 0,
-        first_sent: int = 0,
+        order: Order | None = None,
     ) -> None:
-        self.latest = Publication(version, first, num_bytes, notify, first_sent)
+        self.order = order  # of versions to come
+        self.latest = Publication(version, first, num_bytes, notify, order)
         self.latest.ready = num_bytes
         self._notify = notify
         self.num_memories = 1
@@ -193,7 +194,7 @@ class Publisher:
         else:
             segment = self._new_memory()
             self.num_memories += 1
-        self.latest = Publication(version, segment, self._num_bytes, self._notify, old.first)
+        self.latest = Publication(version, segment, self._num_bytes, self._notify, self.order)
         self._tidy(old)
         return self.latest
 

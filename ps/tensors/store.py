@@ -27,7 +27,7 @@ from .flat_optimizer import FlatOptimizer
 from .sanity import Sanity
 from .tables import Rows, Tables
 from .thread import INLINE_BYTES
-from .windows import in_order_sent, windows_of
+from .windows import Order, windows_of
 
 
 class Store:
@@ -57,7 +57,7 @@ class Store:
         self.weights = weights
         self.version = 0
         self.windows = windows_of(layout)
-        self._in_order = in_order_sent(self.windows, layout)
+        self.order = Order(self.windows, [layout.first_sent])
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
@@ -100,14 +100,15 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         lr_scale: float = 1.0,
         norm: float | None = None,
+        order: Order | None = None,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
         `hyperparameters`, one per group and table, are those the contribution was computed under. Buffers move by the
         share of the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when
-        somebody still reads the old one. `progress(n)` is told that the first n bytes are done, in the order in which
-        they are sent (`Layout.first_sent`). The learning rate of this step is times `lr_scale`. `norm` is that of the
-        whole mean where this is a part, which was measured.
+        somebody still reads the old one. `progress(n)` is told that the first n bytes are done in `order` (None: the
+        buffers first). The learning rate of this step is times `lr_scale`. `norm` is that of the whole mean where this
+        is a part, which was measured.
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
@@ -123,7 +124,7 @@ class Store:
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
         with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
-            for index, window, num_done in self._in_order:
+            for index, window, num_done in (order or self.order).made:
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])
                     if self.optimizer is not None:

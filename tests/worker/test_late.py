@@ -17,11 +17,11 @@ from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.client import Lost
 from paramserver.worker.session import Progress
+from paramserver.worker.strategies import late as module
 from paramserver.worker.strategies.late import LateWeights
 from paramserver.worker.tensors.arrival import Arrival
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.tensors.waiting import num_users
 from paramserver.worker.tensors.watch import Watch
 
 _LIMIT_S = 20.0
@@ -62,7 +62,9 @@ class Server:
     """The part of an exchange that receives: an answer with the weights of `twin`, which come only when somebody waits
     for them, and are lost after `breaks_after` bytes."""
 
-    def __init__(self, model: ModelTensors, transfer: Any, twin: nn.Module) -> None:
+    transfer: Any
+
+    def __init__(self, model: ModelTensors, twin: nn.Module) -> None:
         self.progress = Progress(version=1, num_starts=1, local_steps=1, steps_left=1)
         self.is_coming = True
         self.body = new_body(model.layout.total_bytes)
@@ -72,7 +74,7 @@ class Server:
         self.breaks_after: int | None = None
         self.again = pb.Answer(outcome=pb.Answer.REPEATED, version=1)
         self.started_again = False
-        self._model, self._transfer = model, transfer
+        self._model = model
 
     def expect(self) -> tuple[Arrival, Callable[[], None]]:
         server = self
@@ -83,7 +85,7 @@ class Server:
                 return super().wait(index)
 
         arrival = Watched(len(self._model.layout.entries))
-        part = arrival.part(self._transfer, self._model)
+        part = arrival.part(self.transfer, self._model)
 
         def receive() -> None:
             assert self.waited_for.wait(_LIMIT_S), "nobody waited"
@@ -99,8 +101,8 @@ class Server:
         return arrival, receive
 
     def fetch_again(self, lost: Lost) -> pb.Answer:
-        self._transfer.write(0, as_bytes(self.body)[: self._model.layout.exchange_bytes])
-        self._transfer.finish_write(self._model.layout.exchange_bytes)
+        self.transfer.write(0, as_bytes(self.body)[: self._model.layout.exchange_bytes])
+        self.transfer.finish_write(self._model.layout.exchange_bytes)
         return self.again
 
     def start_again(self, why: str) -> None:
@@ -109,11 +111,17 @@ class Server:
 
 def late(net: nn.Module, twin: nn.Module, staged: bool = False) -> tuple[LateWeights, Server]:
     model = ModelTensors(net)
-    users = [num_users(tensor) for tensor in model.tensors]
-    transfer = StagedTransfer(model) if staged else make_transfer(model)
-    server = Server(model, transfer, twin)
-    weights = LateWeights(server, model, Watch(model), users)  # type: ignore[arg-type]
+    server = Server(model, twin)
+    weights = LateWeights(server)  # type: ignore[arg-type]
+    weights.meet(model)
+    server.transfer = StagedTransfer(model) if staged else make_transfer(model)
+    weights.started(Watch(model))
     return weights, server
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_worth_it", lambda layout: True)
 
 
 @pytest.fixture
@@ -219,6 +227,56 @@ def test_a_layer_waits_for_its_own_weights_only(nets: tuple[Net, Net]) -> None:
     assert torch.equal(net.last(torch.ones(1, 6)), twin.last(torch.ones(1, 6)))
     assert weights.is_coming and index not in weights._awaited and weights._awaited
     weights.end()
+
+
+def test_the_order_of_use_is_learnt_in_a_forward_pass(nets: tuple[Net, Net]) -> None:
+    """What a script reads before one says nothing. Buffers come first, what is not used last; tied ones are one."""
+    net, twin = nets
+    net.unused = twin.unused = nn.Linear(6, 6)
+    weights, server = late(net, twin)
+    for read_first in (True, False):
+        assert weights.may_come() and not weights.order
+        weights.begin()
+        server.waited_for.set()
+        if read_first:
+            net.state_dict()
+        else:
+            net(torch.ones(4, 6))
+            net(torch.ones(4, 6))
+        assert weights.land()
+    names = [server._model.layout.entries[index].spec.name for index in weights.order]
+    assert len(set(names)) == len(names) == server._model.num_exchanged
+    assert names[:3] == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert names[3:10] == [
+        "first.weight",
+        "first.bias",
+        "norm.weight",
+        "norm.bias",
+        "head.scale",
+        "tied.bias",
+        "more.0",
+    ]
+    assert names[-4:] == ["last.weight", "last.bias", "unused.weight", "unused.bias"]
+    starts = server._model.starts(weights.order)
+    assert len(starts) < len(names) and 0 < starts[0] <= server._model.layout.first_sent
+    weights.end()
+
+
+@pytest.mark.parametrize("name", ["_storage_Use_Count", "_DisableFuncTorch", "DisableTorchFunctionSubclass"])
+def test_a_torch_without_what_it_takes_waits_in_step(
+    nets: tuple[Net, Net], name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may be gone, or be something else."""
+    for is_gone in (True, False):
+        with monkeypatch.context() as patch:
+            patch.delattr(torch._C, name) if is_gone else patch.setattr(torch._C, name, lambda *_: 7)
+            weights, _ = late(*nets)
+        assert not weights.may_come() and weights.land() and weights.order == ()
+        said = capfd.readouterr()
+        assert (said.out + said.err).count("overlap_down_off") == 1
+        weights.settle()
+        weights.end()
+        assert type(nets[0].last.weight) is nn.Parameter
 
 
 def test_what_is_read_unseen_is_waited_for_in_step(nets: tuple[Net, Net]) -> None:

@@ -85,6 +85,8 @@ class Work(NamedTuple):
     part: int = 0  # of several that the model is stepped in, from 1
     continues: bool = False  # the training step of the contribution before
     has_base: bool = False  # the weights it was computed on are still all here
+    # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
+    order: tuple[int, ...] = ()
 
 
 class Goodbye(NamedTuple):
@@ -166,6 +168,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
         training_steps=0 if work.continues else progress.local_steps if progress.is_cut_short else None,
         part=work.part,
         has_base=work.has_base,
+        order=work.order,
     )
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data

@@ -78,6 +78,7 @@ class Shard:
         self._on_answer, self._on_reached = on_answer, on_reached
         self._holds = False
         self._sent_hyperparameters: list[Hyperparameters] | None = None
+        self._sent_order: tuple[int, ...] = ()
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
         self.coming: Frame | None = None  # an answer that was noted, and whose weights have still to be received
@@ -94,6 +95,7 @@ class Shard:
         why_not = self.client.go_direct(welcome) if self.lanes.wants_direct else "not wanted"
         self.lanes.joined(welcome, why_not)
         self._sent_hyperparameters = self._sent_state = None
+        self._sent_order = ()
         return welcome
 
     def hold(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
@@ -142,6 +144,8 @@ class Shard:
             work = work._replace(hyperparameters=[])
         else:
             self._sent_hyperparameters = work.hyperparameters
+        order, self._sent_order = self._sent_order, work.order
+        work = work._replace(order=self.model.starts(work.order) if work.order != order else ())
         if self.number:  # the coordinator alone keeps it
             work = work._replace(began=None)
         elif work.began is not None and work.began.body != self._sent_state:

@@ -15,10 +15,9 @@ from ..conversation.messages import Begun, Final, Goodbye, Work
 from ..session import Place
 from ..tensors.anchor import Anchor
 from ..tensors.transfer import ModelTensors, Source
-from ..tensors.waiting import num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
-from .late import LateWeights, is_worth_it
+from .late import LateWeights
 
 
 class Direct:
@@ -34,7 +33,7 @@ class Direct:
         self._may_send_early = may_send_early and self.source == "gradient"
         self._may_come_late = may_come_late and self.source == "gradient"
         self._early: EarlySender | None = None
-        self._late: LateWeights | None = None
+        self._late = LateWeights(exchange)
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
@@ -42,13 +41,12 @@ class Direct:
         backward pass for one of them fills gradients of others too."""
         self._may_send_early &= not is_parted
         self._model = model
-        may_be_late = self._may_come_late and not is_parted and is_worth_it(model.layout)
-        users = [num_users(tensor) for tensor in model.tensors] if may_be_late else []
+        if self._may_come_late and not is_parted:
+            self._late.meet(model)
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
         self._anchor = Anchor(model) if self.source == "delta" else None
-        if may_be_late:
-            self._late = LateWeights(self._exchange, model, self._watch, users)
+        self._late.started(self._watch)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
@@ -68,9 +66,8 @@ class Direct:
 
     def replay(self, place: Place) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
-        if self._late is not None:
-            self._late.settle()
-            self._late.forget()
+        self._late.settle()
+        self._late.forget()
         kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
         entries = enumerate(self._model.layout.entries)
         changing = [index for index, entry in entries if entry.spec.kind in kinds]
@@ -96,7 +93,7 @@ class Direct:
         UsageError when what is around the loop has made another model of it, or put other weights into it; one that
         was moved is found again.
         """
-        if self._late is not None and not self._late.land():
+        if not self._late.land():
             if self._early is not None:
                 self._early.give_up()
             return
@@ -106,7 +103,7 @@ class Direct:
         if self._anchor is not None:
             self._anchor.measure()
         self._contribute(self._described(work))
-        if not (self._late is not None and self._late.is_coming):
+        if not self._late.is_coming:
             self._note()
 
     def _note(self) -> None:
@@ -135,12 +132,9 @@ class Direct:
     def _contribute(self, work: Work) -> None:
         if self._early is not None:
             self._early.settle()
-        if self._late is None:
-            self._exchange.contribute(self.source, work)
-            return
         waited_s = self._late.take_waited()
         self._exchange.waited(waited_s)
-        work = work._replace(compute_s=max(0.0, work.compute_s - waited_s))
+        work = work._replace(compute_s=max(0.0, work.compute_s - waited_s), order=self._late.order)
         self._exchange.contribute(self.source, work, self._late.may_come())
         self._late.begin()
 
@@ -153,8 +147,7 @@ class Direct:
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has
         gone back to a snapshot, and there are steps to take again."""
-        if self._late is not None:
-            self._late.settle()
+        self._late.settle()
         self._look_again()
         final = self._finish(can_evaluate)
         self.progress.is_done |= final is not None  # also when there were steps left to take
@@ -170,8 +163,7 @@ class Direct:
 
     def settle(self) -> int:
         """The version of the weights in the model, which are the server's when this returns."""
-        if self._late is not None:
-            self._late.settle()
+        self._late.settle()
         return self.progress.version
 
     def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
@@ -182,18 +174,15 @@ class Direct:
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         """Go in good order; interrupted, without waiting for an answer on its way."""
-        if self._late is not None:
-            if not is_interrupted:
-                self._late.settle()
-            elif not self._late.interrupt():
-                self.drop()
-                return
+        if not is_interrupted:
+            self._late.settle()
+        elif not self._late.interrupt():
+            self.drop()
+            return
         self._exchange.leave(goodbye)
-        if self._late is not None:
-            self._late.end()
+        self._late.end()
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""
         self._exchange.drop()
-        if self._late is not None:
-            self._late.end()
+        self._late.end()

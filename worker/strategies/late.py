@@ -34,7 +34,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer
 from ..tensors.arrival import Arrival
 from ..tensors.transfer import ModelTensors
-from ..tensors.waiting import MAY_WAIT, hidden, make_usual, make_wait, num_users
+from ..tensors.waiting import MAY_WAIT, hidden, lacking, make_usual, make_wait, num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES
 
@@ -47,11 +47,10 @@ _STOP_S = 5.0
 
 
 class LateWeights:
-    """Of one model. `num_users`: of each tensor, before there was anything of ours that shares its memory."""
+    """Of one model; of none, and in nobody's way, before it `meets` one that this can be done with."""
 
-    def __init__(self, exchange: Exchange, model: ModelTensors, watch: Watch | None, users: list[int]) -> None:
-        self._exchange, self._model, self._watch = exchange, model, watch
-        self._num_ours = [num_users(tensor) - before for tensor, before in zip(model.tensors, users, strict=True)]
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._helper = Helper("weights")
         self._flight: Future[None] | None = None
         self._arrival: Arrival | None = None
@@ -65,10 +64,29 @@ class LateWeights:
         self._buffers: dict[int, torch.Tensor] = {}  # as the server said where to start, if it is
         self._waited_s = 0.0
         self._reason = ""
-        self._is_off = False  # for good
-        self._owners = _owners(model)
+        self._is_off = True  # for good, but for `meet`
         # All modules', while weights come: one of a module's own would be copied and saved with it.
         self._hook: RemovableHandle | None = None
+        self.order: tuple[int, ...] = ()  # in which tensors are used, once that is known
+        self._used: list[int] | None = None  # the same in the making: in a forward pass
+
+    def meet(self, model: ModelTensors) -> None:
+        """Before there is anything of ours that shares the memory of its tensors."""
+        if not is_worth_it(model.layout):
+            return
+        if missing := lacking():
+            _say_off(f"this torch is without {missing}")
+            return
+        self._is_off, self._model = False, model
+        self._num_users = [num_users(tensor) for tensor in model.tensors]
+
+    def started(self, watch: Watch | None) -> None:
+        """There is all of ours."""
+        if self._is_off:
+            return
+        self._watch, self._owners = watch, _owners(self._model)
+        pairs = zip(self._model.tensors, self._num_users, strict=True)
+        self._num_users = [2 + num_users(tensor) - before for tensor, before in pairs]
 
     def may_come(self) -> bool:
         """Whether nothing is in the way of the next weights' being late."""
@@ -76,7 +94,7 @@ class LateWeights:
             return False
         why_not = self._why_not()
         if why_not and why_not != self._reason:
-            log.info("overlap_down_off", reason=why_not, meaning="weights are waited for in step()")
+            _say_off(why_not)
         self._reason = why_not or self._reason
         return not why_not
 
@@ -91,7 +109,7 @@ class LateWeights:
                 return f"the model is on {tensor.device}, where a replayed graph reads weights unseen"
             if type(tensor) not in MAY_WAIT:
                 return f"'{name}' is a {type(tensor).__name__}"
-            if num_users(tensor) != 2 + self._num_ours[index]:
+            if num_users(tensor) != self._num_users[index]:
                 return f"something else shares the memory of '{name}' (p.data, a state dict or a NumPy array is kept)"
         return ""
 
@@ -108,7 +126,7 @@ class LateWeights:
 
     def begin(self) -> None:
         """The newest answer's weights begin to come, if there are any."""
-        self._has_begun = False
+        self._has_begun, self._used = False, None
         if not self._exchange.is_coming:
             return
         self._version = self._exchange.progress.version
@@ -129,6 +147,8 @@ class LateWeights:
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """The forward pass of any module."""
+        if self._used is None:
+            self._used = []
         for index in self._owners.get(module, ()):
             self._come(index)
 
@@ -143,10 +163,14 @@ class LateWeights:
                     fix="set worker.overlap=false (PS_WORKER__OVERLAP=false)",
                 )
             self._has_begun = True
+            if self._used is not None:
+                self._used.append(index)
             started = time.perf_counter()
             is_whole = self._arrival.wait(index)
             self._waited_s += time.perf_counter() - started
-            if self._flight is None or not is_whole or (self._flight.done() and self._flight.exception() is None):
+            flight = self._flight
+            is_sound = flight is not None and flight.done() and flight.exception() is None
+            if flight is None or not is_whole or (is_sound and self.order):
                 self._land()  # all at once costs less
             else:
                 self._take([index])
@@ -173,6 +197,7 @@ class LateWeights:
         """All weights are in the model when this returns. False, once, when what was computed since the last answer is
         not to be sent; the model is as the server said then."""
         with self._lock:
+            self._learn()
             self._land()
             if not self._is_void:
                 return True
@@ -192,6 +217,13 @@ class LateWeights:
         """Nothing has been computed since the server said where to start."""
         self._is_void, self._buffers = False, {}
 
+    def _learn(self) -> None:
+        """The order of use, from the first forward pass: a bulk read before one (`state_dict()`) says nothing."""
+        if self._used and not self.order:
+            all_ = range(self._model.num_exchanged)
+            buffers = [index for index in all_ if self._model.layout.entries[index].spec.kind is Kind.BUFFER]
+            self.order = tuple(dict.fromkeys([*buffers, *self._used, *all_]))  # those are few, and early layers'
+
     def _land(self) -> None:
         if self._flight is None:
             return
@@ -208,6 +240,7 @@ class LateWeights:
 
     def _recover(self, lost: Lost) -> None:
         """All weights once more. What a forward pass has done to buffers it has not done to these."""
+        self._used = None
         entries = enumerate(self._model.layout.entries)
         buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
         used = {index: self._model.tensors[index].clone() for index in buffers if index not in self._awaited}
@@ -248,6 +281,10 @@ class LateWeights:
         self._flight = None
         for index in list(self._awaited):
             self._give_back(index)
+
+
+def _say_off(why: str) -> None:
+    log.info("overlap_down_off", reason=why, meaning="weights are waited for in step()")
 
 
 def is_worth_it(layout: Layout) -> bool:

@@ -164,6 +164,16 @@ class ModelTensors:
         """Where a tensor's bytes begin in a body, the gap before it included."""
         return self.layout.entries[index - 1].end if index else 0
 
+    def starts(self, order: Iterable[int]) -> tuple[int, ...]:
+        """Where stretches of a body begin that hold these tensors of the whole model in their order; neighbours are in
+        one."""
+        found, end = [], -1
+        for index in (here for one in order for here in self.indices_of([one])):
+            if self.start_of(index) != end:
+                found.append(self.start_of(index))
+            end = self.layout.entries[index].end
+        return tuple(found)
+
     def indices_of(self, wanted: list[int]) -> list[int]:
         """Where these tensors of the whole model, or parts of them, are here."""
         return wanted

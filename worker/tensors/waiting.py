@@ -86,6 +86,21 @@ def _wait_for_all(found: Iterable[Any]) -> bool:
     return was_any
 
 
+def lacking() -> str:
+    """What of torch's own, which it promises nobody, is not there or is another; empty where all of this works."""
+    tensor = torch.empty(1)
+    try:
+        if num_users(tensor) - num_users(tensor.detach()) != -1:
+            return "a count of a storage's users"
+        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunctionSubclass():
+            make_wait(tensor, lambda: None)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        return str(error)
+    finally:
+        make_usual(tensor)
+    return ""
+
+
 def num_users(tensor: torch.Tensor) -> int:
     """Tensors that share its memory, it and one more included."""
     count: Any = torch._C._storage_Use_Count
@@ -99,7 +114,7 @@ def make_wait(tensor: torch.Tensor, come: Callable[[], None]) -> None:
 
 
 def make_usual(tensor: torch.Tensor) -> None:
-    tensor.__class__ = _USUAL[type(tensor)]
+    tensor.__class__ = _USUAL.get(type(tensor), type(tensor))
     _late.pop(id(tensor), None)
 
 

@@ -21,6 +21,7 @@ from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors import publication as module
 from paramserver.ps.tensors.publication import Publication, Publisher
+from paramserver.ps.tensors.windows import Order, Window
 
 NUM_BYTES, WINDOW = 48, 8
 
@@ -405,7 +406,8 @@ def test_a_body_is_sent_from_its_buffers_on_and_around() -> None:
     async def main() -> None:
         segment = private_segment(100)
         segment.bytes[:] = bytes(range(100))
-        publication = Publication(1, segment, 100, lambda wake: wake(), first=70)
+        order = Order([Window(0, 100, ())], [70])
+        publication = Publication(1, segment, 100, lambda wake: wake(), order)
         publication.num_users = 1
         publication.encode(lambda _: None)
         ranges, progress = [], asyncio.ensure_future(collect(publication))
