@@ -1,6 +1,7 @@
-"""A network of 1.7 MB on random data, trained with what PS_WORKER__OVERLAP says; saves nothing, prints nothing.
+"""A network of 1.7 MB on random data, registered the other way round than it is used.
 
-LATE says whether weights are to come after step() has returned ("yes", "no"): exit 3 if it is otherwise.
+Trained with what PS_WORKER__OVERLAP says; saves nothing, prints nothing. LATE says whether weights are to come after
+step() has returned ("yes", "no"): exit 3 if it is otherwise.
 """
 
 import os
@@ -12,15 +13,17 @@ import paramserver
 
 with paramserver.connect() as session:
     torch.manual_seed(0)
-    layers = [torch.nn.BatchNorm1d(260), *[torch.nn.Linear(260, 260) for _ in range(6)]]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(260, 1))
+    layers = [torch.nn.Linear(260, 1), *[torch.nn.Linear(260, 260) for _ in range(6)], torch.nn.BatchNorm1d(260)]
+    model = torch.nn.Sequential(*layers)
     optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     generator = torch.Generator().manual_seed(session.rank)
     is_late = False
     while not session.is_done:
-        batch = torch.randn(16, 260, generator=generator)
+        found = torch.randn(16, 260, generator=generator)
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        for layer in reversed(layers):
+            found = layer(found)
+        found.square().mean().backward()
         session.record(num_samples=16)
         optimizer.step()
         is_late |= any(type(one) is not torch.nn.Parameter for one in model.parameters())
