@@ -6,13 +6,16 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 
+from paramserver.common.errors import DivergedError, UsageError
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.client import Lost
@@ -72,6 +75,7 @@ class Server:
             view[1].copy_(tensor.detach())
         self.waited_for = threading.Event()
         self.breaks_after: int | None = None
+        self.error: Exception = Lost("cut")
         self.again = pb.Answer(outcome=pb.Answer.REPEATED, version=1)
         self.started_again = False
         self._model = model
@@ -92,7 +96,7 @@ class Server:
             source, end = as_bytes(self.body), self._model.layout.exchange_bytes
             for start in range(0, end, 100):
                 if self.breaks_after is not None and start >= self.breaks_after:
-                    raise Lost("cut")
+                    raise self.error
                 at = start
                 for target in part.targets(start, min(100, end - start)):
                     target[:] = source[at : at + len(target)]
@@ -170,6 +174,35 @@ def another_optimizer(net: Net, held: list[nn.Parameter]) -> Any:
     return [parameter.detach().clone() for parameter in held]
 
 
+def by_thread(net: Net, held: list[nn.Parameter]) -> Any:
+    """As one that logs does, beside the training thread."""
+    with ThreadPoolExecutor(2) as pool:
+        norms = pool.submit(lambda: [one.norm().item() for one in held])
+        return norms.result(_LIMIT_S), pool.submit(forward, net, held).result(_LIMIT_S)
+
+
+def by_hook(net: Net, held: list[nn.Parameter]) -> Any:
+    found: list[torch.Tensor] = []
+    net.last.register_forward_pre_hook(lambda module, _: found.append(module.weight.detach().sum()))
+    net.first.register_forward_pre_hook(lambda module, _: found.append(net.last.bias.detach().sum()))
+    net.tied(torch.ones(1, 6))
+    net.last(net.first(torch.ones(1, 6)))
+    return found
+
+
+def accumulated(net: Net, held: list[nn.Parameter]) -> Any:
+    for _ in range(3):
+        net(torch.ones(4, 6)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(held, 1.0)
+    return [one.grad for one in held]
+
+
+def checkpointed(net: Net, held: list[nn.Parameter]) -> Any:
+    x = torch.ones(4, 6, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()
+    return [one.grad for one in held]
+
+
 READERS: dict[str, Callable[[Net, list[nn.Parameter]], Any]] = {
     "forward": forward,
     "torch.func.functional_call": functionally,
@@ -189,6 +222,15 @@ READERS: dict[str, Callable[[Net, list[nn.Parameter]], Any]] = {
     "saved": saved,
     "copied": copied,
     "another optimizer": another_optimizer,
+    "thread": by_thread,
+    "hooks": by_hook,
+    "accumulated": accumulated,
+    "checkpointed": checkpointed,
+    "DataParallel": lambda net, held: nn.DataParallel(net)(torch.ones(4, 6)).detach(),
+    "half": lambda net, held: list(net.half().state_dict().values()),
+    "moved and back": lambda net, held: [one.detach() for one in net.double().float().parameters()],
+    "swapped": lambda net, held: [net.load_state_dict(net.state_dict()), *net.state_dict().values()][1:],
+    "EMA": lambda net, held: list(torch.optim.swa_utils.AveragedModel(net).state_dict().values()),
 }
 
 
@@ -215,6 +257,57 @@ def test_whoever_reads_waits(nets: tuple[Net, Net], reader: Callable[..., Any], 
     assert weights.land()
     assert {type(one) for one in (*net.parameters(), *net.buffers())} == {nn.Parameter, torch.Tensor}
     weights.end()
+
+
+def test_modules_that_compute_their_weights_wait_for_them() -> None:
+    """Parametrized ones, and hooks that put a weight together before a forward pass."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        nn.utils.parametrizations.weight_norm(net[0])
+        nn.utils.parametrizations.spectral_norm(net[1])
+        nn.utils.weight_norm(net[2])
+        return net
+
+    net, twin = made(), made()
+    with torch.no_grad():
+        for one in twin.parameters():
+            one.add_(1)
+    weights, _ = late(net, twin)
+    assert weights.may_come(), weights._reason
+    weights.begin()
+    x = torch.ones(2, 6)
+    expected, found = twin(x), net(x)
+    assert torch.equal(found, expected)
+    expected.sum().backward(), found.sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    assert weights.land()
+    weights.end()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_never_came_whole_is_not_read(nets: tuple[Net, Net], reads: bool) -> None:
+    """The server ends the run in the middle, or the script fails: no model of two versions is left behind."""
+    net, twin = nets
+    weights, server = late(net, twin)
+    index = next(i for i, e in enumerate(server._model.layout.entries) if e.spec.name == "norm.bias")
+    server.breaks_after, server.error = server._model.layout.entries[index].end, DivergedError("over")
+    assert weights.may_come()
+    weights.begin()
+    if reads:
+        with pytest.raises(DivergedError):
+            net(torch.ones(4, 6))
+    server.waited_for.set()
+    assert weights.abide()
+    if not reads:
+        weights.end()
+    for _ in range(2):
+        assert torch.equal(net.last.weight, twin.last.weight)
+        for read in (lambda: net.first.weight + 1, net.state_dict, lambda: copy.deepcopy(net)):
+            with pytest.raises(UsageError):
+                read()
+        weights.end()
 
 
 def test_a_layer_waits_for_its_own_weights_only(nets: tuple[Net, Net]) -> None:

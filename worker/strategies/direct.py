@@ -184,5 +184,6 @@ class Direct:
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""
+        self._late.abide()
         self._exchange.drop()
         self._late.end()

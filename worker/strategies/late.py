@@ -42,6 +42,8 @@ log = get_logger()
 
 # Waiting for a tensor takes 10 to 20 us: as long as so many bytes of it should take to come, at the least.
 _MIN_TENSOR_BYTES = 64 << 10
+# A worker that fails waits this long for the rest of the weights.
+_MOMENT_S = 1.0
 # An interrupted worker waits this long for what comes to reach a safe place.
 _STOP_S = 5.0
 
@@ -178,15 +180,16 @@ class LateWeights:
     def _take(self, indices: list[int]) -> None:
         assert self._arrival is not None
         are_all = len(indices) == self._num_awaited
-        for index in indices:
-            self._give_back(index)
-        with torch._C._DisableFuncTorch():  # whatever transform the reader is in
+        # Whatever transform the reader is in; and other threads wait until it is done.
+        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunctionSubclass():
             for index in indices:
                 self._arrival.take(index)
                 if self._watch is not None and not are_all:
                     self._watch.note_one(index)
             if self._watch is not None and are_all:
                 self._watch.note()
+        for index in indices:
+            self._give_back(index)
 
     def _give_back(self, index: int) -> None:
         """The tensor is as any other."""
@@ -234,9 +237,11 @@ class LateWeights:
             flight.result()
         except Lost as lost:
             self._recover(lost)
-        finally:
-            self._take(list(self._awaited))
-            self._arrival = None
+        except BaseException:
+            self._break_off()
+            raise
+        self._take(list(self._awaited))
+        self._arrival = None
 
     def _recover(self, lost: Lost) -> None:
         """All weights once more. What a forward pass has done to buffers it has not done to these."""
@@ -267,9 +272,14 @@ class LateWeights:
 
     # ---- the end ----------------------------------------------------------------------------------
 
+    def abide(self) -> bool:
+        """What comes may come for a moment more: who looks at the model after a failure finds one version."""
+        return self._flight is None or bool(wait([self._flight], timeout=_MOMENT_S).done)
+
     def interrupt(self) -> bool:
-        """What comes is given up; True when the connection is of use still."""
-        self._helper.stop()
+        """What does not come in a moment is given up; True when the connection is of use still."""
+        if not self.abide():
+            self._helper.stop()
         return self._flight is None or bool(wait([self._flight], timeout=_STOP_S).done)
 
     def end(self) -> None:
@@ -279,8 +289,23 @@ class LateWeights:
         self._helper.stop()
         self._helper.end()
         self._flight = None
-        for index in list(self._awaited):
-            self._give_back(index)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """Of what has not come whole some bytes are the old version's: nobody is to take it for either."""
+        arrival = self._arrival
+        if arrival is not None:
+            self._take([index for index in self._awaited if arrival.has_come(index)])
+        for index in self._awaited:
+            make_wait(self._model.tensors[index], partial(self._raise_missing, index))
+
+    def _raise_missing(self, index: int) -> None:
+        name = self._model.layout.entries[index].spec.name
+        raise UsageError(
+            f"the new value of '{name}' was on its way when the session was ended in the middle of a step, and the old "
+            "one is gone",
+            fix="take the weights from a snapshot (ps-server --checkpoint-dir DIR), or set PS_WORKER__OVERLAP=false",
+        )
 
 
 def _say_off(why: str) -> None:

@@ -43,6 +43,9 @@ class Arrival:
             if not self._left[index]:
                 self._changed.notify_all()
 
+    def has_come(self, index: int) -> bool:
+        return not self._left[index]
+
     def end(self) -> None:
         """Nothing more comes."""
         with self._changed:

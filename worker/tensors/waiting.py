@@ -110,7 +110,7 @@ def num_users(tensor: torch.Tensor) -> int:
 def make_wait(tensor: torch.Tensor, come: Callable[[], None]) -> None:
     """Whoever reads it calls `come` first, which makes it usual again. It is of a class in MAY_WAIT."""
     _late[id(tensor)] = come
-    tensor.__class__ = MAY_WAIT[type(tensor)]
+    tensor.__class__ = MAY_WAIT.get(type(tensor), type(tensor))
 
 
 def make_usual(tensor: torch.Tensor) -> None:
