@@ -18,12 +18,8 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
@@ -37,6 +33,7 @@ from ..tensors.transfer import ModelTensors
 from ..tensors.waiting import MAY_WAIT, hidden, lacking, make_usual, make_wait, num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES
+from .usage import Usage
 
 log = get_logger()
 
@@ -67,10 +64,6 @@ class LateWeights:
         self._waited_s = 0.0
         self._reason = ""
         self._is_off = True  # for good, but for `meet`
-        # All modules', while weights come: one of a module's own would be copied and saved with it.
-        self._hook: RemovableHandle | None = None
-        self.order: tuple[int, ...] = ()  # in which tensors are used, once that is known
-        self._used: list[int] | None = None  # the same in the making: in a forward pass
 
     def meet(self, model: ModelTensors) -> None:
         """Before there is anything of ours that shares the memory of its tensors."""
@@ -79,14 +72,14 @@ class LateWeights:
         if missing := lacking():
             _say_off(f"this torch is without {missing}")
             return
-        self._is_off, self._model = False, model
+        self._is_off, self._model, self._usage = False, model, Usage(model, self._come)
         self._num_users = [num_users(tensor) for tensor in model.tensors]
 
     def started(self, watch: Watch | None) -> None:
         """There is all of ours."""
         if self._is_off:
             return
-        self._watch, self._owners = watch, _owners(self._model)
+        self._watch = watch
         pairs = zip(self._model.tensors, self._num_users, strict=True)
         self._num_users = [2 + num_users(tensor) - before for tensor, before in pairs]
 
@@ -115,6 +108,11 @@ class LateWeights:
                 return f"something else shares the memory of '{name}' (p.data, a state dict or a NumPy array is kept)"
         return ""
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """In which tensors are used; empty until that is known."""
+        return self._usage.order if not self._is_off else ()
+
     def take_waited(self) -> float:
         """Seconds that readers have waited since this was asked last."""
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -128,7 +126,7 @@ class LateWeights:
 
     def begin(self) -> None:
         """The newest answer's weights begin to come, if there are any."""
-        self._has_begun, self._used = False, None
+        self._has_begun = False
         if not self._exchange.is_coming:
             return
         self._version = self._exchange.progress.version
@@ -144,15 +142,8 @@ class LateWeights:
             finally:
                 arrival.end()
 
-        self._hook = register_module_forward_pre_hook(self._before)
+        self._usage.look()
         self._flight = self._helper.submit(partial(arrive, self._arrival))
-
-    def _before(self, module: nn.Module, _: Any) -> None:
-        """The forward pass of any module."""
-        if self._used is None:
-            self._used = []
-        for index in self._owners.get(module, ()):
-            self._come(index)
 
     def _come(self, index: int) -> None:
         """Returns when this tensor is whole."""
@@ -165,14 +156,13 @@ class LateWeights:
                     fix="set worker.overlap=false (PS_WORKER__OVERLAP=false)",
                 )
             self._has_begun = True
-            if self._used is not None:
-                self._used.append(index)
+            self._usage.used(index)
             started = time.perf_counter()
             is_whole = self._arrival.wait(index)
             self._waited_s += time.perf_counter() - started
             flight = self._flight
             is_sound = flight is not None and flight.done() and flight.exception() is None
-            if flight is None or not is_whole or (is_sound and self.order):
+            if flight is None or not is_whole or (is_sound and self._usage.order):
                 self._land()  # all at once costs less
             else:
                 self._take([index])
@@ -200,7 +190,6 @@ class LateWeights:
         """All weights are in the model when this returns. False, once, when what was computed since the last answer is
         not to be sent; the model is as the server said then."""
         with self._lock:
-            self._learn()
             self._land()
             if not self._is_void:
                 return True
@@ -220,19 +209,12 @@ class LateWeights:
         """Nothing has been computed since the server said where to start."""
         self._is_void, self._buffers = False, {}
 
-    def _learn(self) -> None:
-        """The order of use, from the first forward pass: a bulk read before one (`state_dict()`) says nothing."""
-        if self._used and not self.order:
-            all_ = range(self._model.num_exchanged)
-            buffers = [index for index in all_ if self._model.layout.entries[index].spec.kind is Kind.BUFFER]
-            self.order = tuple(dict.fromkeys([*buffers, *self._used, *all_]))  # those are few, and early layers'
-
     def _land(self) -> None:
         if self._flight is None:
             return
         wait_for(self._flight)  # a signal may raise here: what comes stays on its way then
         flight, self._flight = self._flight, None
-        self._unhook()
+        self._usage.look_away(was_whole=flight.exception() is None)
         try:
             flight.result()
         except Lost as lost:
@@ -245,7 +227,6 @@ class LateWeights:
 
     def _recover(self, lost: Lost) -> None:
         """All weights once more. What a forward pass has done to buffers it has not done to these."""
-        self._used = None
         entries = enumerate(self._model.layout.entries)
         buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
         used = {index: self._model.tensors[index].clone() for index in buffers if index not in self._awaited}
@@ -265,11 +246,6 @@ class LateWeights:
         if self._watch is not None:
             self._watch.note()
 
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
     # ---- the end ----------------------------------------------------------------------------------
 
     def abide(self) -> bool:
@@ -284,8 +260,9 @@ class LateWeights:
 
     def end(self) -> None:
         """Nothing comes any more, and the connections are closed."""
+        if not self._is_off:
+            self._usage.look_away(was_whole=False)
         self._is_off = True
-        self._unhook()
         self._helper.stop()
         self._helper.end()
         self._flight = None
@@ -316,14 +293,3 @@ def is_worth_it(layout: Layout) -> bool:
     """Whether a model is large enough, and its tensors are on average."""
     num_tensors = sum(entry.spec.kind is not Kind.FROZEN for entry in layout.entries)
     return layout.exchange_bytes >= max(MIN_MODEL_BYTES, num_tensors * _MIN_TENSOR_BYTES)
-
-
-def _owners(model: ModelTensors) -> dict[nn.Module, list[int]]:
-    """Of each module that has any, the exchanged tensors it holds itself."""
-    index_of = {id(tensor): index for index, tensor in enumerate(model.tensors[: model.num_exchanged])}
-    found: dict[nn.Module, list[int]] = {}
-    for module in model.module.modules():
-        held = (*module._parameters.values(), *module._buffers.values())
-        if indices := [index_of[id(one)] for one in held if id(one) in index_of]:
-            found[module] = indices
-    return found
