@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +119,8 @@ def late(net: nn.Module, twin: nn.Module, staged: bool = False) -> tuple[LateWei
     model = ModelTensors(net)
     server = Server(model, twin)
     weights = LateWeights(server)  # type: ignore[arg-type]
+    settle = weights.settle  # waits for all, and for no tensor
+    weights.settle = lambda: (server.waited_for.set(), settle())[1]  # type: ignore[method-assign]
     weights.meet(model)
     server.transfer = StagedTransfer(model) if staged else make_transfer(model)
     weights.started(Watch(model))
@@ -400,6 +404,34 @@ def test_what_is_read_unseen_is_waited_for_in_step(nets: tuple[Net, Net]) -> Non
     compiled[0].compile(backend="eager")
     weights, _ = late(compiled, nn.Sequential(nn.Linear(6, 6)))
     assert not weights.may_come() and "compiled" in weights._reason
+
+
+COMPILES = """
+import sys, torch
+from paramserver.common.tensors.layout import as_bytes
+from tests.worker import test_late as here
+here.module.is_worth_it = lambda layout: True
+net, twin = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+weights, server = here.late(net, twin)
+assert weights.may_come() and "torch._dynamo" not in sys.modules
+weights.begin()
+server.waited_for.set()
+compiled = torch.compile(lambda x: net(x), backend="eager", fullgraph=True)
+x = torch.ones(2, 6)
+assert torch.equal(compiled(x), twin(x)) and weights.land()
+assert not weights.may_come() and "compiled" in weights._reason, weights._reason
+weights.end()
+again, server = here.late(torch.nn.Linear(6, 6), twin)
+assert not again.may_come() and "compiled" in again._reason, again._reason
+again.end()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_while_weights_come_waits_for_all(request: pytest.FixtureRequest) -> None:
+    """In a process of its own: torch counts what it compiles."""
+    done = subprocess.run([sys.executable, "-c", COMPILES], cwd=request.config.rootpath, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def run(net: Net, weights: LateWeights, server: Server) -> list[Any]:

@@ -30,7 +30,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer
 from ..tensors.arrival import Arrival
 from ..tensors.transfer import ModelTensors
-from ..tensors.waiting import MAY_WAIT, hidden, lacking, make_usual, make_wait, num_users
+from ..tensors.waiting import MAY_WAIT, BeforeCompiling, hidden, lacking, make_usual, make_wait, num_users
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES
 from .usage import Usage
@@ -64,6 +64,7 @@ class LateWeights:
         self._waited_s = 0.0
         self._reason = ""
         self._is_off = True  # for good, but for `meet`
+        self._before_compiling: BeforeCompiling | None = None
 
     def meet(self, model: ModelTensors) -> None:
         """Before there is anything of ours that shares the memory of its tensors."""
@@ -73,6 +74,7 @@ class LateWeights:
             _say_off(f"this torch is without {missing}")
             return
         self._is_off, self._model, self._usage = False, model, Usage(model, self._come)
+        self._before_compiling = BeforeCompiling(self.settle)
         self._num_users = [num_users(tensor) for tensor in model.tensors]
 
     def started(self, watch: Watch | None) -> None:
@@ -94,7 +96,8 @@ class LateWeights:
         return not why_not
 
     def _why_not(self) -> str:
-        if why_not := hidden(self._model.module):
+        assert self._before_compiling is not None
+        if why_not := hidden(self._model.module) or self._before_compiling.why_not():
             self._is_off = True
             return why_not
         for index in range(self._model.num_exchanged):
@@ -260,8 +263,10 @@ class LateWeights:
 
     def end(self) -> None:
         """Nothing comes any more, and the connections are closed."""
-        if not self._is_off:
+        if self._before_compiling is not None:
             self._usage.look_away(was_whole=False)
+            self._before_compiling.end()
+            self._before_compiling = None
         self._is_off = True
         self._helper.stop()
         self._helper.end()

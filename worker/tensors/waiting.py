@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
@@ -118,6 +119,43 @@ def make_usual(tensor: torch.Tensor) -> None:
     _late.pop(id(tensor), None)
 
 
+_COMPILED = "something is compiled (torch.compile)"
+
+
+class BeforeCompiling(MetaPathFinder):
+    """Calls `settle` before torch compiles anything, which would look into what is here instead of calling it."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._is_told = self._has_begun = False
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Torch loads its compiler when it is needed for the first time."""
+        if name == "torch._dynamo":
+            self._settle()
+
+    def why_not(self) -> str:
+        """Why reads are not seen, or might not be; empty while nothing is compiled."""
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is not None and not self._is_told:
+            ask = getattr(sys.modules.get("torch._dynamo.callback"), "on_compile_start", None)
+            if ask is None:
+                return "this torch does not say when it compiles"
+            ask(self._begins)
+            self._is_told = True
+        return _COMPILED if self._has_begun else ""
+
+    def _begins(self, _: Any) -> None:
+        self._has_begun = True
+        self._settle()
+
+    def end(self) -> None:
+        """No more."""
+        self._settle = lambda: None
+        sys.meta_path.remove(self)
+
+
 def hidden(model: nn.Module) -> str:
     """Why reads of a model's parameters cannot be seen; empty when they can."""
     for name, module in model.named_modules():
@@ -125,7 +163,7 @@ def hidden(model: nn.Module) -> str:
             return f"'{name}' is scripted"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             return "the model is compiled"
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and dynamo.counters["frames"]["total"]:
-        return "something is compiled (torch.compile)"
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    if counters.get("frames", {}).get("total") or counters.get("stats", {}).get("unique_graphs"):  # the whole graph
+        return _COMPILED
     return ""
