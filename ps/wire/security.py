@@ -176,14 +176,14 @@ class Contexts:
         self._context: ssl.SSLContext | None = None
 
     def current(self) -> ssl.SSLContext:
-        """Raises ssl.SSLError, OSError where there has been none yet."""
+        """Raises OSError where there has been none yet, and the files do not fit together."""
         if self._context is None or self._rotation.has_changed():
             try:
                 read_pem(self._security)
                 self._context = self._made()
-            except (AuthError, OSError):
+            except (AuthError, OSError) as error:
                 if self._context is None:
-                    raise
+                    raise OSError(str(error)) from None
         return self._context
 
     def _made(self) -> ssl.SSLContext:

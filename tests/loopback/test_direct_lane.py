@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,9 @@ def test_a_port_that_is_taken(cluster: Any) -> None:
 
 def test_why_there_is_none_is_a_phrase() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+        port, began = other.getsockname()[1], time.monotonic()
         with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): no answer"):
             Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)
+        assert time.monotonic() - began < 5  # after one second
     with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): connection refused"):
         Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)

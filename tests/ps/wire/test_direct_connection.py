@@ -142,8 +142,9 @@ def test_a_ticket_belongs_to_the_name_of_a_certificate(tmp_path: Path) -> None:
     assert met(config, arrive, "rank-1")
 
 
-def test_certificates_that_are_renewed(tmp_path: Path) -> None:
-    """New connections have the new one, and the old one as long as the files do not fit together."""
+def test_certificates_that_are_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """New connections have the new one, and the old one, or none where there has been none, as long as the files do
+    not fit together."""
     lab = tmp_path / "lab"
     certs("init", lab, "--workers", "1")
     cert, key = (str(lab / name) for name in ("server.crt", "server.key"))
@@ -154,7 +155,12 @@ def test_certificates_that_are_renewed(tmp_path: Path) -> None:
             return str(context.wrap_socket(plain, server_hostname="127.0.0.1").getpeercert()["serialNumber"])
 
     def arrive(port: int, _: bytes) -> None:
-        before, old_key = serial(port), Path(key).read_bytes()
+        old_key = Path(key).read_bytes()
+        Path(key).write_text("half of it")
+        with pytest.raises(OSError):
+            serial(port)
+        Path(key).write_bytes(old_key)
+        before = serial(port)
         Path(key).write_text("half of it")
         assert serial(port) == before
         Path(key).write_bytes(old_key)
@@ -162,6 +168,7 @@ def test_certificates_that_are_renewed(tmp_path: Path) -> None:
         assert serial(port) != before
 
     assert not met(config_of(cert=cert, key=key), arrive)
+    assert not [record for record in caplog.records if record.name == "asyncio" and record.levelname == "ERROR"]
 
 
 # ---- strangers --------------------------------------------------------------------------------------
