@@ -181,7 +181,8 @@ class Replay:
         self._durable = max(version, self._durable or 0)
 
     def _on_end(self, line: Line) -> None:
-        self._is_cut = False
+        # A server that was stopped may have answered what no version holds yet, where its mode does that.
+        self._is_cut = self._may_be_open and bool(self._open)
         if line["version"] != self.version:
             self._say(f"the run ends at version {line['version']}, and version {self.version} was committed last")
         for difference in self.lineage.differences(self.version, line.steps, self._ranks):

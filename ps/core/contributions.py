@@ -13,6 +13,7 @@ from typing import Any
 
 from ...common.errors import Reason, refusal
 from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outer, Policy, Refuse
+from ..policies.shared.late import momentum_left
 from . import effects
 from .drawn import Data, Drawn
 from .effects import Effect, Log
@@ -54,6 +55,7 @@ class Contributions:
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._outer: Outer | None = None  # that the newest commit was made with
+        self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
@@ -204,6 +206,11 @@ class Contributions:
                 self._outer = outer
                 told_of = {**outer.arguments, "name": outer.name, "because": outer.reason}
                 found.append(Log("info", "outer_optimizer", told_of))
+        if hyperparameters is not None and decision.momentum_among != self._momentum_among:
+            self._momentum_among = decision.momentum_among
+            told_momentum = max(group.get("momentum", 0.0) for group in hyperparameters)
+            if told_momentum:
+                found.append(self._less_momentum(told_momentum))
         weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
         found.append(effects.Commit(
             policy.version,
@@ -211,8 +218,14 @@ class Contributions:
             policy.committed_by or (),
             hyperparameters,
             decision.lr_scale(weights) if decision.scales else 1.0,
-            decision.reason,
+            decision.reason, decision.momentum_among,
         ))  # fmt: skip
+
+    def _less_momentum(self, told: float) -> Effect:
+        num_workers = self._momentum_among
+        used = round(momentum_left(told, num_workers), 4)
+        meaning = "late gradients are momentum by themselves; policy.late_momentum=false leaves it as told"
+        return Log("info", "momentum", {"told": told, "used": used, "workers": num_workers, "meaning": meaning})
 
     def _answer(self, decision: Answer, at: float, found: list[Effect]) -> None:
         rank, name, reason = decision.rank, decision.outcome.name, decision.reason

@@ -150,6 +150,7 @@ class Commit(Fact):
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as they are
     lr_scale: float = 1.0
     reason: str = ""
+    momentum_among: int = 1  # workers whose lateness stands for some of the optimizer's momentum
 
 
 @dataclass(slots=True)

@@ -149,6 +149,7 @@ class Folding:
         work = partial(
             store.commit, len(commit.members), commit.members[0] if commit.members else 0, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
+            momentum_among=commit.momentum_among,
         )  # fmt: skip
         if not (self._model.clips_parts and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)

@@ -1,6 +1,6 @@
 """What every mode shares: members, counting, repeated contributions, admission, and who waits for what.
 
-A policy is a pure state machine. Events come in, each with the time; decisions come out (`decisions.py`),
+A policy is a pure state machine. Events come in, each with the time; decisions come out (`shared/decisions.py`),
 each with its reason as a sentence. Waiting is the absence of a decision. Same state and event, same
 decisions: no clock, no input or output, no randomness.
 
@@ -13,7 +13,7 @@ decisions: no clock, no input or output, no randomness.
     stopped()            nobody is to compute any more
     tick(now)            time has passed
 
-A mode says two things (see `single.py`, `ssp.py`, `rounds.py`): what a contribution does (`_take`), and why a
+A mode says two things (see `single.py`, `ssp.py`, `shared/rounds.py`): what a contribution does (`_take`), and why a
 worker must wait before it computes the next one (`_gate`).
 
 A contribution is answered after the commit that it is in, or, where `answers_before_commit`, from its fold on (a
@@ -39,10 +39,10 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
-from .decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
-from .members.standing import Standing
-from .members.waiting import Closed, Waiting
 from .rules import Rule
+from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .shared.standing import Standing
+from .shared.waiting import Closed, Waiting
 
 __all__ = [
     "Answer", "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome",
@@ -98,7 +98,7 @@ class Policy(ABC):
     # memory that its worker writes to again.
     answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
-    may_scale: ClassVar[bool] = False
+    may_scale: bool = False
 
     def __init__(self, common: Common, options: Section) -> None:
         self.common = common
@@ -423,7 +423,11 @@ class Policy(ABC):
             self._num_open[rank] -= 1
         for rank in self._too_many.keys() & set(ranks) if self._too_many else ():
             self._offsets[rank] = self._offsets.get(rank, self._offset) - self._too_many.pop(rank)
-        return Commit(ranks, reason, scales)
+        return Commit(ranks, reason, scales, self._momentum_among())
+
+    def _momentum_among(self) -> int:
+        """Workers whose lateness stands for some of the optimizer's momentum (`shared/late.py`); 1: none does."""
+        return 1
 
     def _weight(self, contribution: Contribution) -> float:
         return float(contribution.num_samples) if self.common.weighting == "samples" else 1.0

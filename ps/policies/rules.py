@@ -58,6 +58,26 @@ class SingleRule(Rule):
         return f"version {version} holds {num_contributions} contributions; in {self.start['mode']} each is a version"
 
 
+class BufferRule(Rule):
+    """A version is made of no more contributions than the buffer takes, where its size was said."""
+
+    def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
+        size = self.options.get("buffer")
+        if size is None or num_contributions <= size:
+            return None
+        return f"version {version} holds {num_contributions} contributions; the buffer takes {size}"
+
+
+class CutRule(Rule):
+    """Nothing counts that is as late as `late_cut`, or later."""
+
+    def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
+        late, cut = version - base_version, self.options.get("late_cut")
+        if cut is None or late < cut:
+            return None
+        return f"rank {rank} contribution {number} is {late} versions late, and counts: late_cut is {cut}"
+
+
 class LeadRule(Rule):
     """Nobody goes on further ahead of the slowest than the bound (`staleness` in the start line)."""
 

@@ -1,20 +1,45 @@
-"""What async and ssp share: every contribution is one optimizer step at once."""
+"""What async, ssp and dssp share: every contribution is one optimizer step at once; what is done about late ones."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from .base import Contribution, Decision, Fold, Member, Policy
-from .rules import Rule, SingleRule
+from ...common.config.option import Section
+from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy
+from .rules import CutRule, Rule, SingleRule
+from .shared.late import SCALES, LateOptions
 
 
 class SinglePolicy(Policy):
+    """Options of its own that extend `LateOptions` have these rules; without, nothing is done about lateness."""
+
     may_pipeline = True
-    rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule,)
+    rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule, CutRule)
+    less_momentum: ClassVar[bool] = False  # where `late_momentum` says nothing
+
+    def __init__(self, common: Common, options: Section) -> None:
+        super().__init__(common, options)
+        late = options if isinstance(options, LateOptions) else LateOptions(late_momentum=False)
+        self._cut = late.late_cut
+        self._scale = SCALES[late.late_scale] if late.late_scale != "none" else None
+        self._has_less_momentum = has_less_momentum(type(self), late)
+        self.may_scale = self.may_scale or self._scale is not None
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        rank, scales = member.rank, tuple[float, ...]()
+        if self._cut is not None or self._scale is not None:
+            tau = self.staleness(rank, contribution)
+            if self._cut is not None and tau >= self._cut:
+                self._owe(member, Outcome.DROPPED)
+                return [Discard(rank)]
+            scales = (self._scale(tau),) if self._scale is not None else ()
         self._count(member)
-        return [
-            Fold(member.rank, self._weight(contribution)),
-            self._commit((member.rank,), f"contribution {contribution.number} of rank {member.rank}"),
-        ]
+        commit = self._commit((rank,), f"contribution {contribution.number} of rank {rank}", scales)
+        return [Fold(rank, self._weight(contribution)), commit]
+
+    def _momentum_among(self) -> int:
+        return len(self.members) if self._has_less_momentum else 1
+
+
+def has_less_momentum(kind: type[SinglePolicy], options: LateOptions) -> bool:
+    return kind.less_momentum if options.late_momentum is None else options.late_momentum

@@ -19,20 +19,20 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...common.config.option import Section
 from .base import Closed, Member, names
-from .rules import LeadRule, SingleRule
+from .rules import CutRule, LeadRule, SingleRule
+from .shared.late import LateOptions
 from .single import SinglePolicy
 
 
-class SspOptions(Section):
-    staleness: int = Field(3, ge=0, description="ssp: how far ahead of the slowest a worker may begin a contribution")
+class SspOptions(LateOptions):
+    staleness: int = Field(3, ge=0, description="ssp, dssp: lead with which a worker may begin a contribution")
 
 
 class SspPolicy(SinglePolicy):
     Options = SspOptions
     options: SspOptions
-    rules = (SingleRule, LeadRule)
+    rules = (SingleRule, CutRule, LeadRule)
     least_pipelined_staleness = 1  # the contribution in flight is one ahead
 
     @classmethod
@@ -44,10 +44,14 @@ class SspPolicy(SinglePolicy):
         return self.options.staleness
 
     def _gate(self, member: Member, now: float) -> Closed | None:
-        ahead = self.lead(member.rank) + self.common.pipelined
+        ahead = self._ahead(member.rank)
         if ahead <= self.options.staleness:
             return None
         return Closed(self.slowest + ahead - self.options.staleness, lambda: self._why_ahead(ahead))
+
+    def _ahead(self, rank: int) -> int:
+        """Lead with which it begins its next contribution."""
+        return self.lead(rank) + self.common.pipelined
 
     def _why_ahead(self, ahead: int) -> str:
         counted = " with the one in flight" if self.common.pipelined else ""

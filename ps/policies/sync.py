@@ -7,7 +7,7 @@ exchange is in flight would end that, so sync is never pipelined.
 
 from __future__ import annotations
 
-from .rounds import RoundPolicy
+from .shared.rounds import RoundPolicy
 
 
 class SyncPolicy(RoundPolicy):

@@ -27,6 +27,7 @@ from ...common.tensors.optimizers import (
     apply_hyperparameters,
     current_hyperparameters,
 )
+from ..policies.shared.late import momentum_left
 from .windows import Window
 
 
@@ -94,15 +95,20 @@ class FlatOptimizer:
             apply_hyperparameters(group, values)
 
     @contextmanager
-    def lr_times(self, scale: float) -> Iterator[None]:
-        """Steps taken inside are with every group's learning rate times `scale`, 0 or more."""
+    def late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
+        """Steps taken inside are with every group's learning rate times `lr_scale`, 0 or more, and what is left of its
+        momentum, where it has one, among so many workers that step one by one."""
         groups = self.torch.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * scale
+        told = [(group["lr"], group.get("momentum")) for group in groups]
+        for group, (rate, momentum) in zip(groups, told, strict=True):
+            group["lr"] = rate * lr_scale
+            if momentum:
+                group["momentum"] = momentum_left(momentum, momentum_among)
         yield
-        for group, rate in zip(groups, rates, strict=True):  # a failed step leaves no state to go on with
+        for group, (rate, momentum) in zip(groups, told, strict=True):  # a failed step leaves no state to go on with
             group["lr"] = rate
+            if momentum:
+                group["momentum"] = momentum
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in other memory from now on, which must hold the same weights."""

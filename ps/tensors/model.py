@@ -26,7 +26,7 @@ from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
-from ..policies.decisions import Outer
+from ..policies.base import Outer
 from .publication import Changes, Publisher
 from .staging import StagingPool
 from .store import Store

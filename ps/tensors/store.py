@@ -101,14 +101,16 @@ class Store:
         lr_scale: float = 1.0,
         norm: float | None = None,
         order: Order | None = None,
+        momentum_among: int = 1,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
         `hyperparameters`, one per group and table, are those the contribution was computed under. Buffers move by the
         share of the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when
         somebody still reads the old one. `progress(n)` is told that the first n bytes are done in `order` (None: the
-        buffers first). The learning rate of this step is times `lr_scale`. `norm` is that of the whole mean where this
-        is a part, which was measured.
+        buffers first). The learning rate of this step is times `lr_scale`, and the momentum what is left of it where so
+        many workers step one by one (`momentum_left`). `norm` is that of the whole mean where this is a part, which was
+        measured.
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
@@ -123,7 +125,8 @@ class Store:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
         takes_integers = round_.lowest_rank <= lowest_live
-        with self.optimizer.lr_times(lr_scale) if self.optimizer is not None and lr_scale != 1.0 else nullcontext():
+        is_late = self.optimizer is not None and (lr_scale != 1.0 or momentum_among > 1)
+        with self.optimizer.late(lr_scale, momentum_among) if is_late and self.optimizer else nullcontext():
             for index, window, num_done in (order or self.order).made:
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])

@@ -192,7 +192,12 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", "known: async, diloco, localsgd, ssp, sync"),
+        (
+            "task: {name: xor}\nrun: {mode: xor}\n",
+            2,
+            "unknown mode 'xor'",
+            "known: async, buffered, diloco, dssp, localsgd, ssp, sync",
+        ),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
         ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
         ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),

@@ -86,7 +86,7 @@ class ModelStore:
                     contribution = self.staged.pop(rank)
                     assert self.accepted[contribution] == 1, f"{contribution} folded without being accepted"
                     assert self.folded[contribution] == 0, f"{contribution} folded twice"
-                    assert weight == self.weights[contribution]
+                    assert weight == self.weights[contribution] or self.policy.may_scale
                     self.folded[contribution] += 1
                     self.in_mean.append(contribution)
                 case Discard(rank):

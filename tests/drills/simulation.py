@@ -45,6 +45,7 @@ class Simulation:
         if self.snapshots:
             self.policy.restore(version, steps, {})
         self.held, self.unanswered, self.being_written, self.seated = {}, set(), [], set()
+        self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
             staleness=self.policy.staleness_bound, workers=None, version=version,
@@ -102,6 +103,8 @@ class Simulation:
             "accept", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version,
             version=version, outcome=outcome,
         )  # fmt: skip
+        if outcome == "accepted":
+            self.open.append([rank, self.incarnations[rank], step])
         if not refused:
             self.held.pop(rank, None)
             self.unanswered.add(rank)
@@ -114,7 +117,7 @@ class Simulation:
                 case Commit(ranks):
                     self.write(
                         "commit", version=self.policy.version, members=sorted(self.policy.members),
-                        contributions=[[r, self.accepting(r), self.policy.num_counted[r]] for r in ranks],
+                        contributions=[self.taken(rank) for rank in ranks],
                     )  # fmt: skip
                 case Answer(rank, outcome):
                     place = {"rank": rank, "incarnation": self.incarnations[rank]}
@@ -129,12 +132,11 @@ class Simulation:
                     self.unanswered.discard(rank)
                     self.held[rank] = self.policy.version
 
-    def accepting(self, rank: int) -> int:
-        """The incarnation whose contribution was accepted last."""
-        for line in reversed(self.lines):
-            if line["op"] == "accept" and line["rank"] == rank and line["outcome"] == "accepted":
-                return line["incarnation"]
-        raise AssertionError("committed without being accepted")
+    def taken(self, rank: int) -> list[int]:
+        """The rank's first contribution that is in no version yet; it is now."""
+        found = next(one for one in self.open if one[0] == rank)
+        self.open.remove(found)
+        return found
 
     def act(self) -> None:
         chance, live = self.chance, sorted(self.policy.members)

@@ -28,7 +28,7 @@ XOR = (
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "diloco", "ssp") else mode
+        pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "buffered", "diloco", "dssp", "ssp") else mode
         for mode in MODES.names()
     ],
 )

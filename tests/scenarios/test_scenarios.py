@@ -83,10 +83,13 @@ class Teller:
             match decision:
                 case Fold(folded, weight):
                     self.folded.append(f"w{folded}" + (f"*{weight:g}" if weight != 1 else ""))
-                case Commit(ranks, reason):
+                case Commit(ranks, reason, scales, among):
                     assert sorted(ranks) == sorted(int(re.match(r"w(\d+)", name)[1]) for name in self.folded)
                     stale = max(self.staleness[rank] for rank in ranks)
-                    said.append(f"commit [{' '.join(self.folded)}] ({reason}{f'; staleness {stale}' if stale else ''})")
+                    late = f"; staleness {stale}" if stale else ""
+                    late += f"; rate x{' '.join(f'{scale:.3g}' for scale in dict.fromkeys(scales))}" if scales else ""
+                    late += f"; momentum among {among}" if among > 1 else ""
+                    said.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
                     self.folded = []
                 case Answer(answered, outcome, _):
                     self._take_weights(answered, outcome)

@@ -457,3 +457,22 @@ def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_s
         store.commit(1, 0, None, lr_scale=scale)
     torch.testing.assert_close(store.weights.view(torch.float32), parameter.data, rtol=1e-6, atol=1e-7)
     assert store.optimizer.torch.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_left(nesterov: bool) -> None:
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (64,))])
+    told = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    start = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec("SGD", (GroupSpec(("w",), told),)))
+    parameter = torch.nn.Parameter(start.clone())
+    plain = torch.optim.SGD([parameter], **told)
+    for among in (1, 4, 4, 10, 2, 1):
+        gradient = torch.randn(64, dtype=torch.float64)
+        parameter.grad = gradient
+        plain.param_groups[0]["momentum"] = max(0.0, 1 - among * (1 - 0.9))
+        plain.step()
+        store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
+        store.commit(1, 0, None, momentum_among=among)
+    torch.testing.assert_close(store.weights.view(torch.float64), parameter.data, rtol=1e-12, atol=1e-12)
+    assert store.optimizer.torch.param_groups[0]["momentum"] == 0.9, "as told: a snapshot keeps that"

@@ -16,9 +16,9 @@ from bisect import bisect_left, insort
 
 from pydantic import Field
 
-from ...common.config.option import Section
-from .base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
-from .rules import RoundRule
+from ....common.config.option import Section
+from ..base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from ..rules import RoundRule
 
 
 class RoundOptions(Section):

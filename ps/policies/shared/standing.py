@@ -47,6 +47,11 @@ class Standing:
         self.remove(rank, number)
 
     @property
+    def most(self) -> int | None:
+        """The greatest number; looks through all different ones."""
+        return max(self._ranks, default=None)
+
+    @property
     def slowest_ranks(self) -> dict[int, None]:
         """Ranks at the least number."""
         return {} if self.least is None else self._ranks[self.least]

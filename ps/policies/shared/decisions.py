@@ -72,6 +72,7 @@ class Commit:
     ranks: tuple[int, ...]
     reason: str
     scales: tuple[float, ...] = ()
+    momentum_among: int = 1  # of the optimizer's momentum is left what `momentum_left` says of so many workers
 
     def lr_scale(self, folded: Iterable[tuple[int, float]]) -> float:
         """What the learning rate is multiplied by. `folded`: (rank, weight) of each contribution, a rank's in their

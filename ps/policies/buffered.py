@@ -1,0 +1,78 @@
+"""buffered: contributions are answered at once, and every K of them, from whomever, are one step.
+
+FedBuff (Nguyen et al. 2022), which with gradients is n-softsync (Zhang et al. 2016): nobody waits, and a step is along
+K gradients, so the optimizer's own momentum and rate stay usable with more workers than in async. In FedBuff's form,
+
+    weights <- weights - lr / K * sum over the K of s_i g_i,      s_i = (1 + tau_i)^-1/2
+
+tau_i being the versions that contribution i is late: those that are late count less, and nothing is divided by the sum
+of s_i. (Weighted by samples, a g_i counts n_i times, and K is the sum of n_i.) For the optimizer it is the mean of the
+g_i weighted by s_i, at a rate of lr * sum s_i / K: what an Adam does with that is a smaller step, not the formula's.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ...common.config.option import Section
+from .base import Common, Contribution, Decision, Fold, Member, Policy
+from .rules import BufferRule
+from .shared.late import SCALES
+
+
+class BufferedOptions(Section):
+    buffer: int | None = Field(
+        None, ge=1, description="buffered: contributions in a step; none: a quarter of the live workers, 2 at least"
+    )
+
+
+class BufferedPolicy(Policy):
+    Options = BufferedOptions
+    options: BufferedOptions
+    rules = (BufferRule,)
+    answers_before_commit = True
+    may_scale = True
+
+    def __init__(self, common: Common, options: BufferedOptions) -> None:
+        super().__init__(common, options)
+        self._buffer: list[int] = []  # ranks whose contributions are folded, in that order
+        self._weights = self._scaled = 0.0  # of those: sum of weights, and of weights times s_i
+
+    @classmethod
+    def told(cls, options: BufferedOptions) -> str:
+        return f"steps of {options.buffer}" if options.buffer else "steps of a quarter of the workers"
+
+    @property
+    def size(self) -> int:
+        return self.options.buffer or max(2, len(self.members) // 4)
+
+    def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        scale = SCALES["polynomial"](self.staleness(member.rank, contribution))
+        weight = self._weight(contribution)
+        self._count(member)
+        self._buffer.append(member.rank)
+        self._weights += weight
+        self._scaled += weight * scale
+        return [Fold(member.rank, weight * scale)]
+
+    def _advance(self, now: float) -> list[Decision]:
+        if not self._buffer or (len(self._buffer) < self.size and not self._is_last):
+            return []
+        return [self._step()]
+
+    def _left(self, rank: int) -> list[Decision]:
+        """Where scripts say themselves when they have finished, the last one's word makes the last step."""
+        return [self._step()] if self._buffer and not self.members and rank in self.out else []
+
+    @property
+    def _is_last(self) -> bool:
+        """Nobody will contribute any more."""
+        return self.is_stopping or (self.training_steps is not None and self.min_steps_done >= self.training_steps)
+
+    def _step(self) -> Decision:
+        ranks, self._buffer = tuple(self._buffer), []
+        scale, self._weights, self._scaled = self._scaled / self._weights, 0.0, 0.0
+        return self._commit(ranks, f"{len(ranks)} contributions", (scale,) * len(ranks))
+
+
+ENTRY = BufferedPolicy

@@ -1,0 +1,1 @@
+"""What modes are made of: decisions, who waits, rounds, late gradients."""

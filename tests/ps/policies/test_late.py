@@ -1,0 +1,157 @@
+"""The rules for late gradients, each against its paper's formula in a few lines of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.ps.core import effects, events
+from paramserver.ps.core.run import Options, Run
+from paramserver.ps.engine.modes import policy_of
+from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
+from paramserver.ps.policies.dssp import most_useful
+from paramserver.ps.policies.shared.late import momentum_left
+
+
+def joined(mode: str, num_workers: int, **told: Any) -> Policy:
+    policy = policy_of(mode, {"num_workers": num_workers, **told})
+    for rank in range(num_workers):
+        policy.joined(rank, 0.0)
+    return policy
+
+
+def commit_of(policy: Policy, rank: int, base_version: int, now: float = 0.0) -> Commit:
+    contribution = Contribution(policy.num_counted[rank] + 1, base_version)
+    decisions = policy.contributed(rank, contribution, now)
+    return next(decision for decision in decisions if isinstance(decision, Commit))
+
+
+@pytest.mark.parametrize(("rule", "formula"), [
+    ("inverse", lambda tau: 1 / tau if tau else 1.0),  # Zhang et al. 2016
+    ("polynomial", lambda tau: 1 / math.sqrt(1 + tau)),  # Xie et al. 2019, a = 1/2
+])  # fmt: skip
+@pytest.mark.parametrize("mode", ["async", "ssp", "dssp"])
+def test_the_rate_of_a_late_gradient(mode: str, rule: str, formula: Any) -> None:
+    policy = joined(mode, 2, late_scale=rule, staleness=20, staleness_most=20)
+    for tau in range(8):
+        scales = commit_of(policy, 0, policy.version - tau).scales
+        assert scales == pytest.approx((formula(tau),))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16])
+def test_momentum_that_is_left(momentum: float, num_workers: int) -> None:
+    """What N workers are by themselves, 1 - 1/N, and what is left act together as what was asked for: 1 - (1 - 1/N)
+    = 1/N of the rate reaches a step, and (1 - left) / N is 1 - momentum, where that can be had."""
+    left = momentum_left(momentum, num_workers)
+    if (1 - momentum) * num_workers <= 1:
+        assert (1 - left) / num_workers == pytest.approx(1 - momentum)
+    else:
+        assert left == 0
+
+
+def test_async_leaves_less_momentum_the_more_workers_are_live() -> None:
+    policy = joined("async", 4)
+    assert commit_of(policy, 0, 0).momentum_among == 4
+    policy.left(3, 0.0)
+    assert commit_of(policy, 0, 0).momentum_among == 3
+    assert commit_of(joined("async", 4, late_momentum=False), 0, 0).momentum_among == 1
+    assert commit_of(joined("async", 1), 0, 0).momentum_among == 1
+    assert commit_of(joined("ssp", 4), 0, 0).momentum_among == 1
+    assert commit_of(joined("ssp", 4, late_momentum=True), 0, 0).momentum_among == 4
+
+
+def test_the_run_says_which_momentum_is_left_when_that_changes() -> None:
+    run = Run(Options(mode="async"), policy_of("async", {}), "run")
+    said: list[dict[str, Any]] = []
+
+    def happens(event: events.Event) -> None:
+        for effect in run.apply(event):
+            if isinstance(effect, effects.Log) and effect.event == "momentum":
+                said.append(effect.fields)
+            if isinstance(effect, effects.Commit):
+                assert effect.momentum_among == len(run.policy.members)
+
+    groups = ({"lr": 0.1, "momentum": 0.9},)
+    for rank in range(3):
+        happens(events.Joined(rank, rank))
+        happens(events.Offered(rank, 1, "model", "sgd"))
+        if not rank:
+            happens(events.Brought(0, 1))
+        for _ in range(2):
+            number = run.policy.num_counted[rank] + 1
+            happens(events.Contributed(rank, 1, number, run.policy.version, hyperparameters=groups))
+    assert [(one["workers"], one["told"], one["used"]) for one in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
+
+
+# ---- buffered ----------------------------------------------------------------------------------
+
+
+@given(late=st.lists(st.integers(0, 5), min_size=12, max_size=12), size=st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_a_buffers_step_is_fedbuffs(late: list[int], size: int) -> None:
+    """The step, mean times rate, is 1/K of the sum of s g; g is one number for each contribution."""
+    policy = joined("buffered", 3, buffer=size)
+    folds: list[tuple[float, float]] = []  # weight, g
+    expected = 0.0
+    for index, tau in enumerate(late):
+        rank, gradient, base = index % 3, float(index + 1) ** 2, max(0, policy.version - tau)
+        staleness = policy.version - base
+        contribution = Contribution(policy.num_counted[rank] + 1, base)
+        expected += gradient / math.sqrt(1 + staleness)
+        for decision in policy.contributed(rank, contribution, 0.0):
+            if isinstance(decision, Fold):
+                folds.append((decision.weight, gradient))
+            if isinstance(decision, Commit):
+                mean = sum(weight * g for weight, g in folds) / sum(weight for weight, _ in folds)
+                rate = decision.lr_scale(zip(decision.ranks, [weight for weight, _ in folds], strict=True))
+                assert mean * rate == pytest.approx(expected / size)
+                folds, expected = [], 0.0
+    assert policy.version == len(late) // size
+
+
+def test_whoever_ends_last_makes_the_last_step_also_where_scripts_say_when_they_end() -> None:
+    policy = joined("buffered", 2, training_steps=None, buffer=4)
+    for rank in (0, 1, 1):
+        policy.contributed(rank, Contribution(policy.num_counted[rank] + 1, 0), 0.0)
+    assert not any(isinstance(decision, Commit) for decision in policy.finished(0, 0.0))
+    (commit,) = policy.finished(1, 0.0)
+    assert commit.ranks == (0, 1, 1)
+
+
+# ---- dssp --------------------------------------------------------------------------------------
+
+
+def by_trying(mine: float, my_interval: float, other: float, interval: float, most: int) -> int:
+    """All of the fastest worker's next times against all of the slowest's."""
+    nearest = [
+        min(abs(other + (k + 1) * interval - (mine + more * my_interval)) for k in range(200))
+        for more in range(most + 1)
+    ]
+    return nearest.index(min(nearest))
+
+
+@given(
+    mine=st.integers(0, 40), my_interval=st.integers(1, 20), other=st.integers(0, 40), interval=st.integers(1, 60),
+    most=st.integers(0, 12),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_the_number_of_contributions_more_is_the_papers(
+    mine: int, my_interval: int, other: int, interval: int, most: int
+) -> None:
+    # Eighths are exact, so that of several that are as near both find the same.
+    times = [value / 8 for value in (mine, my_interval, other, interval)]
+    assert most_useful(*times, most) == by_trying(*times, most)
+
+
+def test_dssp_without_room_is_ssp() -> None:
+    """The same events, the same decisions."""
+    dssp, ssp = joined("dssp", 2, staleness=2, staleness_most=2), joined("ssp", 2, staleness=2)
+    for now, rank in enumerate([0, 0, 1, 0, 0, 1, 1, 0, 1, 0]):
+        number = ssp.num_counted[rank] + 1
+        contribution = Contribution(number, ssp.version)
+        assert dssp.contributed(rank, contribution, float(now)) == ssp.contributed(rank, contribution, float(now))
