@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from ..common.config.cli import SetOption, make_app, run_app
+from ..common.user_code import is_in_file
 
 PROGRAM = "ps-sim"
+_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 _HELP = """\b
 Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
@@ -60,7 +62,33 @@ def simulate(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures
     )
     configs = resolve(config, mode, workers, flags, sets or [], os.environ)
-    return _compare(worlds(configs, told))
+    if trace is not None and not _decides_the_same(trace, configs[0]):
+        return 1
+    try:
+        return _compare(worlds(configs, told))
+    except BrokenPipeError:
+        from ..launch.view.screen import discard_from_now_on
+
+        discard_from_now_on(1)
+        return _EXIT_OUTPUT_LOST
+
+
+def _decides_the_same(path: str, config: Any) -> bool:
+    """Replay a recorded run, and say what came of it."""
+    from .replay import replay
+    from .traces import read_trace
+
+    common = {"training_steps": config.run.steps, **config.policy.model_dump()}
+    verdict = replay(read_trace(path), common, [mode for mode in config.run.modes if is_in_file(mode)])
+    for note in verdict.notes:
+        print(f"replay: {note}")
+    if verdict.problem is None:
+        print(f"replay: {verdict.num_decisions:,} decisions, all as recorded")
+        return True
+    print(f"replay: {verdict.num_decisions:,} decisions as recorded, and then another one")
+    print(f"{verdict.problem}\n  decided now: {verdict.decided}")
+    print("  (a history does not tell that a run was stopped early, nor a mode's own state in a snapshot)")
+    return False
 
 
 def _compare(runs: list[Any]) -> int:

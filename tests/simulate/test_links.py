@@ -52,7 +52,7 @@ BEGINS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(BEGINS, st.sampled_from([2.0, 10.0, 1000.0]))
 def test_nobody_is_faster_than_its_end_nor_all_than_the_link(
     begins: list[tuple[float, float, float]], capacity: float

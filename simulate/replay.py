@@ -1,0 +1,261 @@
+"""A recorded run again: what came to the server, by its history, into the same run and policies, which must decide as
+they did then. Pure.
+
+Of each line of the history one of two things is true: it is what the run says next, or it is what came to the run from
+outside, and is made an event again. What a history does not tell is put in where it makes no difference:
+
+- a worker is a member from when it said what it trains, of which its first answer is a sign, or a commit that names it;
+- a lost connection is known by the worker's return, or its leaving: it was lost right after its last line;
+- time is looked at where the next line says that something was decided, and nothing else came.
+
+Nor does it tell that a run was stopped (session.stop(), run.stop_when), or a mode's own state in a snapshot
+(`Policy.saved_state`): a run that went on from one in such a mode cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.errors import UsageError
+from ..common.registry import MODES, mode_anywhere
+from ..drills.history_lines import Line, Problem
+from ..ps.core import effects, events
+from ..ps.core.judgement import SOUND, Judgement
+from ..ps.core.run import Options, Run
+from ..ps.engine.modes import policy_of
+from ..ps.observe.history import line_of
+from ..ps.policies.base import Policy
+
+# What is compared of a line.
+_DECIDED = {
+    "join": ("rank", "incarnation", "step"),
+    "leave": ("rank", "incarnation", "how"),
+    "accept": ("rank", "incarnation", "step", "base_version", "version", "outcome"),
+    "commit": ("version", "contributions", "members"),
+    "answer": ("rank", "incarnation", "step", "version", "outcome"),
+}
+_JUDGED = {"rejected": Judgement("reject", "recorded"), "skipped": Judgement("skip", "recorded")}
+_GOES_SILENT = ("closed", "lease", "replaced")
+
+
+@dataclass
+class Verdict:
+    """Of a replay. `problem` is the first decision that was another one; later ones say nothing then."""
+
+    num_decisions: int = 0  # compared: outcomes of contributions, commits and answers
+    problem: Problem | None = None
+    decided: str = ""  # what is decided now in its place
+    notes: list[str] = field(default_factory=list)  # what the history lacks
+
+
+def replay(lines: Iterable[Line], common: Mapping[str, Any], modes: Iterable[str] = ()) -> Verdict:
+    """The server's lines of one run, or several. `common` is what every mode was told, for histories that do not say
+    it; `modes` are those in files that the user has named. Raises UsageError for a mode that is not known."""
+    told = [line for line in lines if line.role == "server"]
+    enters = _named_first(told)
+    while True:
+        found = _Replay(told, common, modes, enters)
+        wrong = found.answered_late
+        if wrong is None or wrong[1] in enters.get(wrong[0], ()):
+            return found.verdict
+        enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: once more
+
+
+class _Replay:
+    def __init__(
+        self, lines: Sequence[Line], common: Mapping[str, Any], modes: Iterable[str], enters: Mapping[int, list[int]]
+    ) -> None:
+        self.verdict = Verdict()
+        self.answered_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
+        self._lines, self._common = lines, common
+        self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
+        self._goes_silent, self._came = _last_lines(lines), 0
+        self._offering: list[int] = []  # ranks that are members from the next event on
+        self._due: deque[tuple[str, dict[str, Any]]] = deque()  # lines that follow from what was applied
+        self._run: Run | None = None
+        for at, line in enumerate(lines):
+            if not self._takes(at, line):
+                break
+            self._offering += enters.get(at, ())
+            for rank, incarnation in self._goes_silent.get(at, ()):
+                if rank in self._of_run.policy.members:
+                    self._apply(events.Disconnected(rank, incarnation), line)
+
+    @property
+    def _of_run(self) -> Run:
+        assert self._run is not None
+        return self._run
+
+    def _takes(self, at: int, line: Line) -> bool:
+        """Whether it is what the run says; else the problem is noted."""
+        if line.op == "start":
+            self._begin(line)
+            return True
+        if line.op not in _DECIDED or self._run is None:
+            return True
+        if not self._due:
+            for rank in self._offering:
+                self._offers(rank, line)
+            self._offering.clear()
+            self._came = at
+            self._happens(at, line)
+        op, fields = self._due.popleft() if self._due else ("", {})
+        names = _DECIDED[line.op]
+        if op != line.op or any(fields[name] != line[name] for name in names):
+            recorded = ", ".join(f"{name} {line[name]}" for name in names)
+            self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
+            told = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
+            self.verdict.decided = f"{op} {told}" if op else "nothing"
+            if line.op == "answer" and line["outcome"] == "START":
+                self.answered_late = (self._came - 1, line["rank"])
+            return False
+        self.verdict.num_decisions += line.op in ("accept", "commit", "answer")
+        return True
+
+    # ---- a run -------------------------------------------------------------------------------
+
+    def _begin(self, line: Line) -> None:
+        mode = self._modes.get(mode_anywhere(line["mode"]))
+        if mode is None:
+            raise UsageError(
+                f"{line.file}:{line.number}: mode {line['mode']} is not installed here",
+                fix="name its file: --mode my_mode.py:Mine",
+            )
+        told = line.fields.get("common")
+        if told is None:
+            note = "older history: what every mode is told is taken from the configuration"
+            self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
+        told = {**self._common, **(told or {}), "num_workers": line.fields.get("workers")}
+        options = Options(mode=mode, num_workers=told["num_workers"], max_workers=1 << 20)
+        policy = policy_of(mode, {**line.fields.get("options", line.fields), **told})
+        run = self._run = Run(options, policy, line["run"], line["server_incarnation"])
+        self._due.clear()
+        if line.fields.get("source") is not None:
+            if type(policy).saved_state is not Policy.saved_state:
+                note = f"mode {mode} keeps more in a snapshot than the history tells: what follows a restart may differ"
+                self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
+            joins = dict.fromkeys(line.steps, 0)
+            saved = {"run": run.name, "server_incarnation": run.incarnation - 1, "policy": {}, "steps": line.steps}
+            run.restore(line["version"], ("model", "optimizer"), {**saved, "num_joins": joins, "training": {}})
+
+    def _apply(self, event: events.Event, line: Line) -> list[effects.Effect]:
+        event.at = line["t"]
+        found = self._of_run.apply(event)
+        for effect in found:
+            if isinstance(effect, effects.Fact):
+                op, fields = line_of(effect)
+                if op in _DECIDED:
+                    self._due.append((op, json.loads(json.dumps(fields))))
+        for effect in found:
+            if isinstance(effect, effects.AskForWeights):
+                self._apply(events.Brought(effect.rank, effect.incarnation), line)
+        return found
+
+    # ---- what came from outside ---------------------------------------------------------------
+
+    def _happens(self, at: int, line: Line) -> None:
+        """Make it an event again."""
+        match line.op:
+            case "join":
+                self._joins(line)
+            case "leave" if line["how"] == "replaced":
+                joins = (one for one in self._lines[at:] if one.op == "join" and one["rank"] == line["rank"])
+                if (join := next(joins, None)) is not None:
+                    self._joins(join)
+            case "leave" if line["how"] == "finished":
+                self._apply(events.Finished(line["rank"], line["incarnation"]), line)
+            case "leave":
+                self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
+            case "accept":
+                self._contributes(line)
+            case "answer" if line["outcome"] == "START":
+                self._offer_all(at)
+            case "commit":
+                for rank in line["members"]:
+                    known = self._of_run.roster.workers.get(rank)
+                    if not self._due and known is not None and not known.has_offered:
+                        self._offers(rank, line)
+        if not self._due and line.op in ("commit", "answer"):
+            self._apply(events.Ticked(), line)
+
+    def _joins(self, line: Line) -> None:
+        rank, incarnation = line["rank"], line["incarnation"]
+        roster = self._of_run.roster
+        if line.fields.get("resumed") and (known := roster.workers.get(rank)) is not None:
+            before, process = known.incarnation, known.process
+        else:
+            is_next = roster.num_joins.get(rank, 0) + 1 == incarnation
+            before, process = 0 if is_next else incarnation - 1, f"{rank}.{incarnation}"
+            self._apply(events.HeartBegan(process), line)
+        this = self._of_run.incarnation
+        self._apply(events.Joined(line.number, rank, "", before, this, process), line)
+
+    def _offers(self, rank: int, line: Line) -> None:
+        """It has said what it trains, if it has not before."""
+        worker = self._of_run.roster.workers.get(rank)
+        if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
+            self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"), line)
+
+    def _offer_all(self, at: int) -> None:
+        """Those who are let in with this line: where they waited for one another, all of them."""
+        for line in self._lines[at:]:
+            if self._due or line.op != "answer" or line["outcome"] != "START":
+                return
+            self._offers(line["rank"], line)
+
+    def _contributes(self, line: Line) -> None:
+        rank, get = line["rank"], line.fields.get
+        worker = self._of_run.roster.workers.get(rank)
+        if worker is not None and worker.incarnation == line["incarnation"]:
+            self._offers(rank, line)
+        event = events.Contributed(
+            rank, line["incarnation"], line["step"], line["base_version"], num_samples=get("samples", 1),
+            judgement=_JUDGED.get(line["outcome"], SOUND), compute_s=get("compute_s", 0.0),
+            transfer_s=get("transfer_s", 0.0), num_steps=get("num_steps"), part=get("part", 0),
+            steps=get("run_steps", 0),
+        )  # fmt: skip
+        self._apply(event, line)
+
+
+def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
+    """By position, the (rank, incarnation) whose connection was lost after that line, at the latest: it is the last one
+    of theirs before they come back to where they were, or are gone."""
+    last: dict[int, int] = {}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for at, line in enumerate(lines):
+        if line.op == "start":
+            last = {}
+        elif line.op in ("join", "leave", "accept", "answer"):
+            rank = line["rank"]
+            is_back = line.op == "join" and line.fields.get("resumed")
+            is_gone = line.op == "leave" and line["how"] in _GOES_SILENT
+            if (is_back or is_gone) and rank in last and lines[last[rank]].op != "leave":
+                before = last[rank]
+                found.setdefault(before, []).append((rank, lines[before]["incarnation"]))
+            last[rank] = at
+    return found
+
+
+def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
+    """By position, ranks that are members from the event after that line on: a commit of that event names them before
+    they have an answer, because the mode lets them wait."""
+    joined: set[int] = set()
+    found: dict[int, list[int]] = {}
+    came = 0  # the line that came from outside last
+    for at, line in enumerate(lines):
+        if line.op == "commit" and joined:
+            named = joined & set(line["members"])
+            found.setdefault(came - 1, []).extend(sorted(named))
+            joined -= named
+        elif line.op == "start":
+            joined.clear()
+        elif line.op != "commit" and line.op in _DECIDED:
+            came = came if line.op == "answer" else at
+            joined.discard(line["rank"])
+            if line.op == "join" and not line.fields.get("resumed"):
+                joined.add(line["rank"])
+    return found
