@@ -1,7 +1,8 @@
 """One direct connection: see `common/wire/direct.py`, and `port.py` for where they are made.
 
 Sockets are read and written on the event loop, without a task or a copy of their own: what has not come yet is waited
-for, and a body is received in the memory that it belongs to.
+for, and a body is received in the memory that it belongs to. What of a large one has come is taken by a thread, so that
+those of several workers come side by side; a thread waits for nobody, so a few do for any number of workers.
 """
 
 from __future__ import annotations
@@ -9,16 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import select
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, length_of
+from ...common.wire.direct import LENGTH_BYTES, Waking, length_of
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 _BUFFER_BYTES = 64 << 10
+_NUM_RECEIVERS = 4
+_LEAST_RECEIVED = 256 << 10  # less is received on the loop: a hop costs as much
+_MOMENT_MS = 1
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+_receivers = ThreadPoolExecutor(_NUM_RECEIVERS, thread_name_prefix="receive")
 
 
 class Connection:
@@ -33,6 +42,12 @@ class Connection:
         self._start = self._end = 0  # what of it has come and was not taken
         self._waiting: set[asyncio.Future[None]] = set()
         self._is_closed = False
+        self._waking = Waking(connection)
+        # One thread at a time in what TLS remembers; a bare socket needs none.
+        is_tls = isinstance(connection, ssl.SSLSocket)
+        self._alone: contextlib.AbstractContextManager[object] = (
+            threading.Lock() if is_tls else contextlib.nullcontext()
+        )
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -80,13 +95,55 @@ class Connection:
         return num_bytes > 0
 
     async def _receive(self, target: memoryview) -> int:
+        self._waking.wait_for(1)
         while True:
             try:
-                return self._socket.recv_into(target)
-            except ssl.SSLWantWriteError:
-                await self._wait(self._loop.add_writer, self._loop.remove_writer)
+                with self._alone:
+                    return self._socket.recv_into(target)
+            except _WAITS as error:
+                await self._until_it_may(error)
+
+    async def receive_some(self, target: memoryview) -> int:
+        """Of the bytes that follow a message, some; 0 at the end. Returns, also when it is cancelled, when nothing
+        more is written to `target`."""
+        if num_bytes := min(len(target), self._end - self._start):
+            target[:num_bytes] = self._view[self._start : self._start + num_bytes]
+            self._start += num_bytes
+            return num_bytes
+        if len(target) < _LEAST_RECEIVED:
+            return await self._receive(target)
+        while True:
+            taking = self._loop.run_in_executor(_receivers, self._take, target)
+            try:
+                return await asyncio.shield(taking)
+            except _WAITS as error:
+                await self._until_it_may(error)
+            except asyncio.CancelledError:
+                while not taking.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({taking})
+                raise
+
+    def _take(self, target: memoryview) -> int:
+        """On a thread: what is here, and what comes within a moment. Raises as recv_into where that is nothing."""
+        done = 0
+        while done < len(target):
+            self._waking.wait_for(len(target) - done)
+            try:
+                with self._alone:
+                    num_bytes = self._socket.recv_into(target[done:])
             except _WAITS:
-                await self._wait(self._loop.add_reader, self._loop.remove_reader)
+                coming = select.poll()
+                coming.register(self._descriptor, select.POLLIN)
+                if coming.poll(_MOMENT_MS):
+                    continue
+                if not done:
+                    raise
+                break
+            if not num_bytes:
+                break
+            done += num_bytes
+        return done
 
     # ---- out --------------------------------------------------------------------------------
 
@@ -95,7 +152,8 @@ class Connection:
         while pieces:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
-                    num_sent = self._socket.send(pieces[0])
+                    with self._alone:
+                        num_sent = self._socket.send(pieces[0])
                 else:
                     num_sent = self._socket.sendmsg(pieces[:64])
             except _WAITS:
@@ -107,6 +165,13 @@ class Connection:
         """Returns when the system has all of it."""
         while pieces := self.send_now(pieces):
             await self._wait(self._loop.add_writer, self._loop.remove_writer)
+
+    async def _until_it_may(self, error: Exception) -> None:
+        """Go on with what would have waited."""
+        if isinstance(error, ssl.SSLWantWriteError):
+            await self._wait(self._loop.add_writer, self._loop.remove_writer)
+        else:
+            await self._wait(self._loop.add_reader, self._loop.remove_reader)
 
     async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()

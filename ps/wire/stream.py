@@ -112,20 +112,23 @@ class Stream:
     async def receive_into(self, target: memoryview) -> None:
         """Bytes that follow a message on a direct connection."""
         assert self._direct is not None
-        for start in range(0, len(target), CHUNK_BYTES):
-            part = target[start : start + CHUNK_BYTES]
-            if self._pace is not None and (wait_s := self._pace.wait_s()):
-                await asyncio.sleep(wait_s)
+        done = 0
+        while done < len(target):
+            end = len(target)
+            if self._pace is not None:
+                await asyncio.sleep(self._pace.wait_s())
+                end = min(end, done + CHUNK_BYTES)
             self._reading_since = self._time()
             try:
-                is_whole = await self._direct.receive_into(part)
+                num_bytes = await self._direct.receive_some(target[done:end])
             except Exception as error:
                 raise StreamLost from error
-            if not is_whole:
+            if not num_bytes:
                 raise StreamLost
             if self._pace is not None:
-                self._pace.came(len(part))
-            self._take_piece(len(part))
+                self._pace.came(num_bytes)
+            self._take_piece(num_bytes)
+            done += num_bytes
 
     async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
         """The next message of a worker that has not been let in yet, or that others wait for."""

@@ -69,6 +69,107 @@ def test_a_second_close_leaves_the_next_connection_alone() -> None:
     asyncio.run(play())
 
 
+# ---- large bodies ------------------------------------------------------------------------------------
+
+MB = 1 << 20
+
+
+async def received(connection: Connection, target: bytearray) -> None:
+    done = 0
+    while done < len(target):
+        num_bytes = await connection.receive_some(memoryview(target)[done:])
+        assert num_bytes
+        done += num_bytes
+
+
+def over_tcp() -> tuple[Connection, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+    ours.setblocking(False)
+    return Connection(ours), theirs
+
+
+def test_a_body_in_pieces_less_than_one_is_woken_for() -> None:
+    """What follows it is read as ever; and the end is seen at once."""
+
+    async def play() -> None:
+        connection, peer = over_tcp()
+        body, target = os.urandom(3 * MB + 5), bytearray(3 * MB + 5)
+
+        def send() -> None:
+            for at in range(0, len(body), 300_001):
+                peer.sendall(body[at : at + 300_001])
+            peer.sendall(b"\x02\x00\x00\x00hi")
+
+        sending = asyncio.create_task(asyncio.to_thread(send))
+        await asyncio.wait_for(received(connection, target), 10)
+        assert target == body
+        assert await asyncio.wait_for(connection.read(), 10) == b"hi"
+        await sending
+        reading = asyncio.ensure_future(connection.receive_some(memoryview(target)))
+        await asyncio.sleep(0)
+        peer.sendall(b"few")
+        peer.close()
+        assert await asyncio.wait_for(reading, 10) == 3
+        assert await asyncio.wait_for(connection.receive_some(memoryview(target)), 10) == 0
+        connection.close()
+
+    asyncio.run(play())
+
+
+def test_nothing_is_written_after_a_reception_was_cancelled() -> None:
+    """Its memory is lent to another upload then."""
+
+    async def play() -> None:
+        connection, peer = over_tcp()
+        target = bytearray(16 * MB)
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                peer.sendall(b"x" * (len(target) - 1))
+
+        sending = asyncio.create_task(asyncio.to_thread(send))
+        receiving = asyncio.ensure_future(received(connection, target))
+        while not target[0]:
+            await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        target[:] = bytes(len(target))
+        await asyncio.sleep(0.01)  # that nothing happens is what is tested
+        assert target == bytes(len(target))
+        connection.close()
+        await sending
+        peer.close()
+
+    asyncio.run(play())
+
+
+def test_those_who_send_nothing_keep_no_other_waiting() -> None:
+    """However many there are, and whatever they have announced."""
+
+    async def play() -> None:
+        silent = [over_tcp() for _ in range(12)]
+        waiting = [asyncio.ensure_future(received(one, bytearray(MB))) for one, _ in silent]
+        for _, peer in silent:
+            peer.sendall(b"x" * 1000)
+        connection, peer = over_tcp()
+        target = bytearray(8 * MB)
+        sending = asyncio.create_task(asyncio.to_thread(peer.sendall, b"y" * len(target)))
+        await asyncio.wait_for(received(connection, target), 10)
+        assert target == b"y" * len(target)
+        await sending
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for one, other in [*silent, (connection, peer)]:
+            one.close()
+            other.close()
+
+    asyncio.run(play())
+
+
 # ---- the port ---------------------------------------------------------------------------------------
 
 
