@@ -1,8 +1,8 @@
 """One direct connection: see `common/wire/direct.py`, and `port.py` for where they are made.
 
 Sockets are read and written on the event loop, without a task or a copy of their own: what has not come yet is waited
-for, and a body is received in the memory that it belongs to. What of a large one has come is taken by a thread, so that
-those of several workers come side by side; a thread waits for nobody, so a few do for any number of workers.
+for, and a body is received in the memory that it belongs to. A large one is taken and sent by threads, so that those of
+several workers pass side by side; a thread waits for nobody, so a few do for any number of workers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from ...common.errors import Reason, refusal
 from ...common.wire.direct import LENGTH_BYTES, Waking, length_of
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
+Result = TypeVar("Result")
+
 _BUFFER_BYTES = 64 << 10
-_NUM_RECEIVERS = 4
-_LEAST_RECEIVED = 256 << 10  # less is received on the loop: a hop costs as much
+_NUM_THREADS = 4
+_LEAST_HANDED_OVER = 256 << 10  # less is sent and received on the loop: a hop costs as much
 _MOMENT_MS = 1
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
-_receivers = ThreadPoolExecutor(_NUM_RECEIVERS, thread_name_prefix="receive")
+_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="direct")
 
 
 class Connection:
@@ -42,6 +45,7 @@ class Connection:
         self._start = self._end = 0  # what of it has come and was not taken
         self._waiting: set[asyncio.Future[None]] = set()
         self._is_closed = False
+        self._num_running = 0  # on threads
         self._waking = Waking(connection)
         # One thread at a time in what TLS remembers; a bare socket needs none.
         is_tls = isinstance(connection, ssl.SSLSocket)
@@ -110,19 +114,13 @@ class Connection:
             target[:num_bytes] = self._view[self._start : self._start + num_bytes]
             self._start += num_bytes
             return num_bytes
-        if len(target) < _LEAST_RECEIVED:
+        if len(target) < _LEAST_HANDED_OVER:
             return await self._receive(target)
         while True:
-            taking = self._loop.run_in_executor(_receivers, self._take, target)
             try:
-                return await asyncio.shield(taking)
+                return await self._on_a_thread(self._take, target)
             except _WAITS as error:
                 await self._until_it_may(error)
-            except asyncio.CancelledError:
-                while not taking.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait({taking})
-                raise
 
     def _take(self, target: memoryview) -> int:
         """On a thread: what is here, and what comes within a moment. Raises as recv_into where that is nothing."""
@@ -133,9 +131,7 @@ class Connection:
                 with self._alone:
                     num_bytes = self._socket.recv_into(target[done:])
             except _WAITS:
-                coming = select.poll()
-                coming.register(self._descriptor, select.POLLIN)
-                if coming.poll(_MOMENT_MS):
+                if self._may_soon(select.POLLIN):
                     continue
                 if not done:
                     raise
@@ -162,9 +158,42 @@ class Connection:
         return pieces
 
     async def send(self, pieces: list[bytes | memoryview]) -> None:
-        """Returns when the system has all of it."""
-        while pieces := self.send_now(pieces):
-            await self._wait(self._loop.add_writer, self._loop.remove_writer)
+        """Returns when the system has all of it; also when it is cancelled, nothing more is read from `pieces`."""
+        while pieces:
+            if is_large(pieces):
+                pieces = await self._on_a_thread(self._give, pieces)
+            else:
+                pieces = self.send_now(pieces)
+            if pieces:
+                await self._wait(self._loop.add_writer, self._loop.remove_writer)
+
+    def _give(self, pieces: list[bytes | memoryview]) -> list[bytes | memoryview]:
+        """On a thread: as much as is taken without waiting for more than a moment; what is left."""
+        while (pieces := self.send_now(pieces)) and self._may_soon(select.POLLOUT):
+            pass
+        return pieces
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    async def _on_a_thread(self, work: Callable[..., Result], *what: object) -> Result:
+        """The result of `work`, which waits for nobody. It is over when this returns, also when this is cancelled."""
+        running = self._loop.run_in_executor(_threads, work, *what)
+        self._num_running += 1
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not running.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({running})
+            raise
+        finally:
+            self._num_running -= 1
+            self._close_unused()
+
+    def _may_soon(self, event: int) -> bool:
+        ready = select.poll()
+        ready.register(self._descriptor, event)
+        return bool(ready.poll(_MOMENT_MS))
 
     async def _until_it_may(self, error: Exception) -> None:
         """Go on with what would have waited."""
@@ -174,6 +203,8 @@ class Connection:
             await self._wait(self._loop.add_reader, self._loop.remove_reader)
 
     async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+        if self._is_closed:
+            raise ConnectionResetError("the connection was closed")
         ready: asyncio.Future[None] = self._loop.create_future()
         add(self._descriptor, _set, ready)
         self._waiting.add(ready)
@@ -196,7 +227,13 @@ class Connection:
         self._loop.remove_writer(self._descriptor)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if (
+            self._is_closed and not self._num_running
+        ):  # a thread would go on with its number, which is another's by then
+            self._socket.close()
 
     async def handshake(self) -> None:
         """TLS, where it is spoken. Raises ssl.SSLError, OSError."""
@@ -218,6 +255,11 @@ class Connection:
             return None
         pairs: Iterable[tuple[str, str]] = itertools.chain.from_iterable(shown["subject"])  # type: ignore[arg-type]
         return "".join(value for key, value in pairs if key == "commonName")
+
+
+def is_large(pieces: list[bytes | memoryview]) -> bool:
+    """Whether they are sent on a thread."""
+    return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
 
 
 def _set(ready: asyncio.Future[None]) -> None:

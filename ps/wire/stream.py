@@ -22,7 +22,7 @@ from ...common.wire.direct import Placed, on_the_wire
 from ...common.wire.frames import CHUNK_BYTES, BodyReader, Frame, parse, placed_frame
 from ...common.wire.protocol import check_header
 from ...proto import parameter_server_pb2 as pb
-from .direct import Connection
+from .direct import Connection, is_large
 from .limits import Allowance, Pace, Watch
 
 Result = TypeVar("Result")
@@ -213,7 +213,7 @@ class Stream:
 
     def _write_direct(self, connection: Connection, pieces: list[bytes | memoryview]) -> None:
         try:
-            left = connection.send_now(pieces)
+            left = pieces if is_large(pieces) else connection.send_now(pieces)
         except OSError as error:
             raise StreamLost from error
         if left:

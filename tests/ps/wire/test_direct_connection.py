@@ -146,6 +146,36 @@ def test_nothing_is_written_after_a_reception_was_cancelled() -> None:
     asyncio.run(play())
 
 
+def test_nothing_is_read_after_a_sending_was_cancelled() -> None:
+    """The next version is made there. What has left is as it was, in order."""
+
+    async def play() -> None:
+        connection, peer = over_tcp()
+        weights = bytearray(b"x" * (16 * MB))
+        sending = asyncio.ensure_future(connection.send([b"header", memoryview(weights)]))
+        assert await asyncio.to_thread(peer.recv, 6) == b"header"
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        weights[:] = bytes(len(weights))
+        connection.close()
+        assert connection._socket.fileno() == -1
+
+        def read() -> bytes:
+            found = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := peer.recv(MB):
+                    found += more
+            return found
+
+        found = await asyncio.to_thread(read)
+        assert len(found) < len(weights)
+        assert not found.strip(b"x")
+        peer.close()
+
+    asyncio.run(play())
+
+
 def test_those_who_send_nothing_keep_no_other_waiting() -> None:
     """However many there are, and whatever they have announced."""
 
