@@ -113,7 +113,7 @@ class Cluster:
         """Run one of the programs to its end: `command("ps", "--mode", "x")`."""
         return subprocess.run(
             [sys.executable, "-m", f"paramserver.{argv[0]}", *argv[1:]],
-            capture_output=True, text=True, timeout=DEADLINE_S, env=self._env | {"PS_LOG__FORMAT": "text"} | env,
+            capture_output=True, text=True, timeout=1.5 * DEADLINE_S, env=self._env | {"PS_LOG__FORMAT": "text"} | env,
             cwd=self.folder, check=False,
         )  # fmt: skip
 

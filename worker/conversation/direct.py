@@ -80,8 +80,12 @@ class Direct:
 
     def _run(self) -> None:
         while (messages := self._waiting.get()) is not None:
-            with contextlib.suppress(OSError):
-                self._write(messages)
+            try:
+                with contextlib.suppress(OSError):
+                    self._write(messages)
+            except BaseException:  # they cannot be made: nobody is to wait for an answer to them
+                self.hang_up()
+                raise
             del messages
             with self._lock:
                 self._num_waiting -= 1

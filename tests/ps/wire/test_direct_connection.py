@@ -10,7 +10,7 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +369,25 @@ def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert met(config_of(), arrive)
     assert "direct_not_accepted" in "".join(capfd.readouterr())
+
+
+# ---- the worker's end -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_made_ends_the_connection() -> None:
+    """A body comes of a generator, on a thread of its own: whoever waits for the answer is told."""
+
+    def body() -> Iterator[bytes]:
+        yield b"its beginning"
+        raise MemoryError
+
+    def arrive(port: int, ticket: bytes) -> None:
+        connection = Direct("127.0.0.1:1", port, ticket, PLAINTEXT)
+        connection._socket.settimeout(5)
+        connection.send(body())
+        with pytest.raises(EOFError):
+            connection.receive()
+        connection.close()
+
+    assert met(config_of(), arrive)
