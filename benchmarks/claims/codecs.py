@@ -1,6 +1,6 @@
 """What codecs do to learning: handwritten digits, four workers in step, in one process.
 
-    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer sgd|momentum|adam]
+    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer sgd|momentum|worker|adam]
 
 The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
 nothing else of a run does, so that one takes seconds. An MLP of 85,002 parameters, batch 32 of each worker; the
@@ -28,6 +28,7 @@ NUM_WORKERS, BATCH = 4, 32
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "worker": lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # worker.momentum 0.9
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
 }
 
@@ -40,9 +41,9 @@ class Outcome(NamedTuple):
 class Way:
     """From one worker's gradients to what the server makes of them."""
 
-    def __init__(self, codec: Codec, layout: Layout) -> None:
+    def __init__(self, codec: Codec, layout: Layout, momentum: float) -> None:
         self.codec, self._layout = codec, layout
-        self._encoding = Encoding(codec, layout, len(layout.entries))
+        self._encoding = Encoding(codec, layout, len(layout.entries), momentum)
         self._decoder = codec.decoder(layout)
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
@@ -61,7 +62,7 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     task, tensors = Digits(), ModelTensors(net)
     transfer, layout = DirectTransfer(tensors), tensors.layout
-    ways = [Way(_codec(codec, has_feedback), layout) for _ in range(NUM_WORKERS)]
+    ways = [Way(_codec(codec, has_feedback), layout, 0.9 * (optimizer == "worker")) for _ in range(NUM_WORKERS)]
     server = OPTIMIZERS[optimizer](net.parameters())
     batches = [_batches(task, rank, seed) for rank in range(NUM_WORKERS)]
     for _ in range(num_steps):

@@ -131,10 +131,16 @@ _LINEAR = ("SGD", "ASGD")
 
 
 def check_codecs(
-    mode: str, source: str, up: Codec, down: Codec, optimizers: Iterable[tuple[str, Mapping[str, object]]] = ()
+    mode: str,
+    source: str,
+    up: Codec,
+    down: Codec,
+    optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
+    momentum: float = 0.0,
 ) -> None:
     """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
-    `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
+    `optimizers`: the server's, class and arguments of each group; none where they are not known yet. `momentum`: the
+    workers'."""
     if not down.takes_weights:
         raise UsageError(
             f"worker.answer_codec is {down.name}, and answers bring weights, of which it leaves out too much",
@@ -145,9 +151,19 @@ def check_codecs(
             f"worker.codec is {up.name}, and workers of mode {mode} send weights, of which it leaves out too much",
             fix="--mode diloco, whose workers send how far they went; or --set worker.codec=bf16",
         )
+    if momentum and (source != "gradient" or not up.has_feedback):
+        raise UsageError(
+            f"worker.momentum is {momentum:g}, with worker.codec {up.name} in mode {mode}",
+            fix="leave it out, and give the optimizer momentum: it is for gradients that a codec leaves much out of",
+        )
     if source != "gradient":
         return
     for name, arguments in optimizers:
+        if momentum and (name not in _LINEAR or arguments.get("momentum")):
+            raise UsageError(
+                f"worker.momentum is {momentum:g}, and the server's {name} remembers gradients as well",
+                fix="give the optimizer no momentum (torch.optim.SGD(..., momentum=0)), or leave worker.momentum out",
+            )
         if not up.suits_adaptive and name not in _LINEAR:
             why = (
                 f"the server's {name} divides every gradient by its usual size, and most of them are 0 or all alike now"
@@ -158,7 +174,8 @@ def check_codecs(
             continue
         raise UsageError(
             f"worker.codec is {up.name}: {why}; measured, that is worse than sending nothing late",
-            fix="--mode diloco, whose workers keep such an optimizer to themselves; or --set worker.codec=q4",
+            fix="--mode diloco, whose workers keep such an optimizer to themselves; SGD without momentum and --set "
+            "worker.momentum=0.9; or --set worker.codec=q4",
         )
 
 

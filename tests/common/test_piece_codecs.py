@@ -238,8 +238,10 @@ def test_what_is_small_is_bf16() -> None:
 SGD, MOMENTUM, ADAM = ("SGD", {"lr": 0.1, "momentum": 0}), ("SGD", {"momentum": 0.9}), ("AdamW", {"lr": 1e-3})
 
 
-def check(source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw") -> None:
-    check_codecs("sync", source, CODECS.load(codec)(), CODECS.load(down)(), optimizers)
+def check(
+    source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw", momentum: float = 0.0
+) -> None:
+    check_codecs("sync", source, CODECS.load(codec)(), CODECS.load(down)(), optimizers, momentum)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "int8", "q4"])
@@ -269,3 +271,13 @@ def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() ->
     for codec in ("sign", "sign_rms"):
         with pytest.raises(UsageError, match=r"momentum 0\.9"):
             check("gradient", codec, MOMENTUM)
+
+
+def test_momentum_is_the_workers_or_the_servers() -> None:
+    check("gradient", "sign", SGD, momentum=0.9)
+    for source, codec in (("gradient", "raw"), ("gradient", "bf16"), ("delta", "sign")):
+        with pytest.raises(UsageError, match=r"worker.momentum is 0\.9, with worker.codec"):
+            check(source, codec, momentum=0.9)
+    for optimizer in (MOMENTUM, ADAM):
+        with pytest.raises(UsageError, match="remembers gradients as well"):
+            check("gradient", "q4", SGD, optimizer, momentum=0.9)

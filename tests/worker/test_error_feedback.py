@@ -18,7 +18,7 @@ from paramserver.worker.tensors.transfer import Stretch
 
 LAYOUT = Layout(
     [
-        TensorSpec("w", Kind.PARAMETER, "float64", (40, 33)),
+        TensorSpec("w", Kind.PARAMETER, "float64", (70, 67)),
         TensorSpec("bias", Kind.PARAMETER, "float64", (7,)),
         TensorSpec("n", Kind.BUFFER, "int64", (3,)),
     ]
@@ -66,8 +66,8 @@ FATES = ["counts", "counts", "sent again", "repeated", "dropped", "rejected", "r
 
 @pytest.mark.parametrize("is_work", [False, True])
 @pytest.mark.parametrize("name", LOSSY)
-@given(fates=st.lists(st.sampled_from(FATES), max_size=20))
-@settings(max_examples=40, deadline=None)
+@given(fates=st.lists(st.sampled_from(FATES), max_size=12))
+@settings(max_examples=15, deadline=None)
 def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fates: list[str]) -> None:
     """sum(y) + e = sum(x) of what counts; of differences (`is_work`) also of what was dropped."""
     server = Server(name)
@@ -141,6 +141,30 @@ def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
     server.encode(x)
     server.encoding.commit()
     assert not server.left.any() and server.encoding.num_resets == 1
+
+
+@given(fates=st.lists(st.sampled_from(["counts", "dropped", "start", "sent again"]), max_size=12))
+@settings(max_examples=25, deadline=None)
+def test_what_is_sent_adds_up_to_momentum_of_what_counts(fates: list[str]) -> None:
+    """As one SGD with momentum would step along the gradients that count."""
+    server, computed = Server("topk"), torch.zeros(NUM, dtype=torch.float64)
+    server.encoding._momentum = 0.9
+    speed = torch.zeros(NUM, dtype=torch.float64)
+    for seed, fate in enumerate(fates):
+        sent = bytes(server.encode(gradient(seed)))
+        if fate == "start":
+            computed -= server.left
+            server.encoding.start()
+            speed.zero_()
+            continue
+        if fate == "dropped":
+            server.encoding.rollback()
+            continue
+        server.encoding.commit()
+        server.received += server.decoded(memoryview(sent))
+        speed = 0.9 * speed + gradient(seed)
+        computed += speed
+        assert (server.received + server.left - computed).abs().max() < 1e-11
 
 
 def test_another_codec_takes_over_what_was_left_out() -> None:

@@ -9,7 +9,8 @@ al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was com
     dropped, a delta  e <- c: work that was done is sent with the next one
     START             e <- 0: another membership, or a server that went back, whose steps are done again
 
-e lies where the body was gathered, in the tensors' own dtypes: one body more than without.
+e lies where the body was gathered, in the tensors' own dtypes: one body more than without. With momentum mu (DGC, Lin
+et al. 2018), x is not the gradient g but u <- mu u + g, which becomes so when it counts, and is zeros after a START.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from ..tensors.transfer import Stretch, copy_bytes
 class Encoding:
     """Attempts at one contribution after another. `layout` is of the part of the model that lies on the shard."""
 
-    def __init__(self, codec: Codec, layout: Layout, num_exchanged: int) -> None:
+    def __init__(self, codec: Codec, layout: Layout, num_exchanged: int, momentum: float = 0.0) -> None:
         self.codec = codec
+        self._momentum = momentum
+        self._speed: torch.Tensor | None = None  # u, as a body; None: zeros
+        self._next_speed: torch.Tensor | None = None  # what it is to become
         self._layout, self._num_exchanged = layout, num_exchanged
         self._coder: Coder = codec.encoder(layout)
         self._out: torch.Tensor | None = None  # uint8 [body_bytes], as it is sent
@@ -86,12 +90,22 @@ class Encoding:
         if not self._has_feedback:
             codec.write(piece, values, out)
             return
+        if self._momentum:
+            self._speed_up(piece, values)
         if self._left is not None:
             values.add_(piece.of_body(self._left), alpha=codec.decay)
         codec.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
         self._sum += values.sub_(decoded).sum().item()
+
+    def _speed_up(self, piece: Piece, values: torch.Tensor) -> None:
+        """`values` become u."""
+        if self._next_speed is None:
+            self._next_speed = new_body(self._layout.exchange_bytes)
+        if self._speed is not None:
+            values.add_(piece.of_body(self._speed), alpha=self._momentum)
+        piece.of_body(self._next_speed).copy_(values)
 
     @property
     def _has_feedback(self) -> bool:
@@ -153,6 +167,7 @@ class Encoding:
     def _keep(self) -> None:
         if math.isfinite(self._sum):
             self._left, self._body = self._body, self._left
+            self._speed, self._next_speed = self._next_speed, self._speed
         else:
             self._reset()
 
@@ -168,7 +183,7 @@ class Encoding:
 
     def _reset(self) -> float:
         norm = self.norm
-        self._left = None
+        self._left = self._speed = None
         self.num_resets += norm > 0
         return norm
 

@@ -29,12 +29,17 @@ class Up:
     lane: Lane
 
     def __init__(
-        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | Placed]], None]
+        self,
+        codec: Codec,
+        model: ModelTensors,
+        transfer: Transfer,
+        send: Callable[[Iterable[bytes | Placed]], None],
+        momentum: float = 0.0,
     ) -> None:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
-        self.encoding = Encoding(codec, model.layout, model.num_exchanged)
+        self.encoding = Encoding(codec, model.layout, model.num_exchanged, momentum)
         self._is_work = False  # what is not taken is to be sent again: the difference that steps have made
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 

@@ -103,7 +103,9 @@ class RemoteSession(Session):
             CODECS.load(one)() for one in (self._config.worker.codec, self._config.worker.answer_codec)
         )
         groups = zip(described.classes, (group.hyperparameters for group in described.groups), strict=True)
-        check_codecs(self.settings.mode, self.settings.source, codec, answer_codec, groups)
+        check_codecs(
+            self.settings.mode, self.settings.source, codec, answer_codec, groups, self._config.worker.momentum
+        )
         self._strategy.start(tensors, described, is_parted=len(inner) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
