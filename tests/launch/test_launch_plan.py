@@ -321,6 +321,12 @@ def test_plan_and_supervise_are_pure() -> None:
             assert not impure & {name.partition(".")[0] for name in names}, path
 
 
+def test_the_headline_says_what_async_makes_of_the_optimizer() -> None:
+    assert plan_of(resolve(), "async").headline().startswith("async (less momentum the more workers): a server")
+    told = resolve(policy__late_momentum=False)
+    assert plan_of(told, "async").headline().startswith("async: a server")
+
+
 def test_the_headline_says_that_a_run_is_pipelined() -> None:
     resolved = resolve(policy__pipelined=True)
     assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), pipelined: a server and 4 workers,")
