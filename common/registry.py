@@ -88,7 +88,7 @@ class Family:
 
 _NO_MODES = frozenset({"base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
-AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "order"}))
+AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "by_tensor"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))

@@ -19,6 +19,8 @@ from .summary import Summary, WorkerSummary
 
 _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 
+_MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
+
 _RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("wall s", lambda run: f"{run.wall_s:,.1f}"),
     ("updates", lambda run: f"{run.updates:,}"),
@@ -82,6 +84,7 @@ def summary_table(summary: Summary) -> RenderableType:
         held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
         parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
     parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
+    parts += [_direction(summary.cosine, summary.gain)] if None not in (summary.cosine, summary.gain) else []
     parts += [final] if summary.final else []
     if (best := summary.best) is not None and len(summary.curve) > 1:
         figures = "   ".join(f"{name} {figure(value)}" for name, value in best.figures.items())
@@ -155,6 +158,15 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.1f} TB"
+
+
+def _direction(cosine: float | None, gain: float | None) -> Text:
+    """How far rounds go the same way, and what becomes of it."""
+    assert cosine is not None and gain is not None
+    told = f"deltas of successive rounds: cosine {cosine:.2f}, which outer momentum makes {gain:.1f} times as far"
+    if gain <= _MOST_GAIN:
+        return Text(told, style="dim")
+    return Text(f"{told}: beyond {_MOST_GAIN:g}, try a lower --outer-momentum or --outer-lr", style="yellow")
 
 
 def _lanes(summary: Summary) -> str:

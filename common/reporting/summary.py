@@ -55,6 +55,8 @@ class Summary(BaseModel):
     local_steps: int = 1
     updates: int = 0
     version: int = 0
+    cosine: float | None = None  # between mean deltas of successive rounds, mean over them (diloco); of shard 0's part
+    gain: float | None = None  # what the outer momentum makes of a direction that goes on so
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned

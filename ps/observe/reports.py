@@ -102,8 +102,11 @@ def summary(engine: Engine) -> Summary:
         losses = [stats.loss for stats in run.roster.stats.values() if math.isfinite(stats.loss)]
         if losses:
             final["train_loss"] = sum(losses) / len(losses)
+    cosine, gain = _direction(engine)
     return Summary(
         mode=engine.config.run.mode,
+        cosine=cosine,
+        gain=gain,
         staleness_bound=run.policy.staleness_bound,
         local_steps=run.policy.local_steps,
         updates=run.policy.version,
@@ -116,6 +119,16 @@ def summary(engine: Engine) -> Summary:
         workers=_workers(engine),
         shards=_shards(engine),
     )
+
+
+def _direction(engine: Engine) -> tuple[float | None, float | None]:
+    """Cosine rho between successive means, and with the outer momentum mu the gain 1 + mu / (1 - mu rho)."""
+    outer, model = engine.run.policy.outer, engine.model
+    direction = model.store.direction if model.has_weights else None
+    if outer is None or direction is None or (cosine := direction.cosine) is None:
+        return None, None
+    momentum = float(outer.arguments.get("momentum", 0.0))
+    return cosine, 1 + momentum / (1 - momentum * cosine)
 
 
 def _workers(engine: Engine) -> list[WorkerSummary]:

@@ -7,8 +7,9 @@ weighted by samples, the server's own *outer* optimizer, Nesterov's of torch.opt
     buf <- mu buf + D;   weights <- weights - lr (D + mu buf)
 
 and every worker goes on from the new weights; its own optimizer (AdamW, say), with what that remembers, stays with it.
-With lr 1 and mu 0 it is localsgd. A persistent direction is multiplied by up to 1 + mu / (1 - mu), which many rounds
-make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of 24 to 96 rounds, and 0.5 better.
+With lr 1 and mu 0 it is localsgd, also where it is pipelined. A persistent direction is multiplied by up to
+1 + mu / (1 - mu), which many rounds make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of
+24 to 96 rounds, and 0.5 better.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class DilocoPolicy(RoundPolicy):
     options: DilocoOptions
     contribution = "delta"
     may_aggregate = True
+    may_pipeline = True
 
     @classmethod
     def told(cls, options: DilocoOptions) -> str:

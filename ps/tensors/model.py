@@ -256,6 +256,7 @@ class Model:
             is_part=server.shards > 1,
             clip_norm=store.clip_norm,
             tables=self._tables,
+            follows=self._outer is not None,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes

@@ -22,6 +22,7 @@ from ...common.tensors.layout import FlatRun, Kind, Layout, View, kept_views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ..core.judgement import Limits, factor_to
 from .aggregation.base import Aggregator, Buffers
+from .aggregation.direction import Direction
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer
 from .sanity import Sanity
@@ -36,6 +37,7 @@ class Store:
     `optimizer` is None when workers contribute weights: a commit then takes the mean as the
     new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded,
     `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters and rows).
+    `follows`: it is measured whether means go the way of those before (`direction`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Store:
         is_part: bool = False,
         clip_norm: float | None = None,
         tables: Tables | None = None,
+        follows: bool = False,
     ) -> None:
         self.layout = layout
         self.weights = weights
@@ -63,6 +66,7 @@ class Store:
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
         self.sanity = Sanity(limits or Limits(), self.windows, self._view, optimizer is not None, is_part)
         self.tables = tables
+        self.direction = Direction(self.windows, self._view) if follows else None
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
         self._clip_norm = clip_norm  # of the mean gradient
         self._polyak = polyak
@@ -141,6 +145,8 @@ class Store:
                 progress(num_done)
         self.weights = new
         self.version += 1
+        if self.direction is not None:
+            self.direction.close()
         return round_.close() if round_.result is not None else []
 
     def measure(self) -> float:
@@ -165,6 +171,8 @@ class Store:
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, takes_integers: bool
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
+        if self.direction is not None:
+            self.direction.see(index, mean)
         if self.optimizer is not None:
             self.optimizer.step(index, mean, self._view, self._without)
         view = self._view

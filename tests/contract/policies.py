@@ -219,7 +219,7 @@ class World:
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
         # Weights contain the average they were last built on, but pipelined they were computed before it came.
-        if self.policy.contribution == "weights" and base == self.policy.version:
+        if self.policy.contribution != "gradient" and base == self.policy.version:
             assert staleness == (1 if self.common.pipelined and not worker.is_fresh else 0)
         worker.is_fresh = False
         # Whether it is accepted shows in the policy's own table; the model notes it before it sees folds.

@@ -217,9 +217,27 @@ def test_weights_go_on_from_the_average_and_their_own_steps_since() -> None:
     assert bench.exchange.sent[1] == (106.0, 302.0, 1), "it stands on the average that it contains"
 
 
+def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights() -> None:
+    bench = Bench("delta")
+    bench.net.w.data += 1.0
+    bench.step()
+    assert bench.net.w.item() == 101.0
+    bench.net.w.data += 5.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 106.0, "the weights of version 1 are 101"
+    bench.net.w.data -= 2.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 100.0, "those of version 2 are 102"
+    bench.land()
+    assert bench.exchange.sent == [(-1.0, 301.0, 0), (-5.0, 302.0, 1), (2.0, 303.0, 2)]
+
+
+@pytest.mark.parametrize("source", ["weights", "delta"])
 @pytest.mark.parametrize("outcome", ["START", "REJECTED"])
-def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str) -> None:
-    bench = Bench("weights")
+def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, source: str) -> None:
+    bench = Bench(source)
     bench.exchange.landings = [outcome]
     bench.step()
     bench.net.w.data += 5.0
@@ -229,8 +247,9 @@ def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str) ->
     assert bench.pipelined._flight is None
 
 
-def test_a_dropped_round_keeps_the_steps_since() -> None:
-    bench = Bench("weights")
+@pytest.mark.parametrize("source", ["weights", "delta"])
+def test_a_dropped_round_keeps_the_steps_since(source: str) -> None:
+    bench = Bench(source)
     bench.exchange.landings = ["DROPPED"]
     bench.step()
     bench.net.w.data += 5.0
@@ -239,9 +258,10 @@ def test_a_dropped_round_keeps_the_steps_since() -> None:
     assert bench.net.w.item() == 105.0
 
 
-def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round() -> None:
+@pytest.mark.parametrize("source", ["weights", "delta"])
+def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(source: str) -> None:
     """The rounds of others count: a straggler may hear that the run is over while it computes another round."""
-    bench = Bench("weights", steps=8, local_steps=2)
+    bench = Bench(source, steps=8, local_steps=2)
     bench.step()
     bench.exchange._applied = 3
     bench.land()

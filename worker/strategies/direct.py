@@ -100,8 +100,6 @@ class Direct:
         self._look()
         if parameters is not None:
             self._model.step_only(parameters)
-        if self._anchor is not None:
-            self._anchor.measure()
         self._contribute(self._described(work))
         if not self._late.is_coming:
             self._note()
@@ -130,6 +128,8 @@ class Direct:
             self._exchange.moved()
 
     def _contribute(self, work: Work) -> None:
+        if self._anchor is not None:
+            self._anchor.measure()
         if self._early is not None:
             self._early.settle()
         waited_s = self._late.take_waited()

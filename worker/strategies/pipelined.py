@@ -13,7 +13,7 @@ Gradients: contribution k + 1 is computed on the weights that came with the answ
 Weights (localsgd): after the average of the snapshot has come, the model is average + (weights now - snapshot), which
 is also what is contributed next, on the average's version: the local steps taken meanwhile are kept (CoCoD-SGD, Shen
 et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends: a difference of
-variances may be negative.
+variances may be negative. Deltas (diloco): the same, and snapshot - weights now is what is contributed.
 
 A flight whose connection was lost is flown again, by the exchange. Only a worker that is told where to
 start (its lease had ended, or the server went back to a snapshot) throws away what it computed meanwhile.
@@ -51,7 +51,8 @@ class Pipelined(Direct):
         self._held_version = 0  # of those in the model
         # As if the contribution in flight had been applied; the exchange's own says what is known.
         self.progress: Progress = copy.copy(exchange.progress)
-        self._turn = self._turn_gradient if self.source == "gradient" else self._turn_weights
+        turns = {"gradient": self._turn_gradient, "weights": self._turn_weights, "delta": self._turn_delta}
+        self._turn = turns[self.source]
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
         self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source != "gradient" else set())
 
@@ -101,6 +102,18 @@ class Pipelined(Direct):
         self._shadow.snapshot("weights")
         return self._held_version
 
+    def _turn_delta(self, has_weights: bool) -> int:
+        """Snapshot what the steps since the last turn came to, then put new weights under them. Returns the version of
+        these."""
+        assert self._anchor is not None
+        self._anchor.measure()
+        self._shadow.snapshot("delta")
+        if has_weights:
+            self._shadow.take_trained()
+            self._anchor.put_on()
+            self._held_version = self._received_version
+        return self._held_version
+
     def _hand_over(self, base_version: int, work: Work) -> None:
         exchange, shadow, source = self._exchange, self._shadow, self.source
         exchange.progress.version = base_version
@@ -133,8 +146,7 @@ class Pipelined(Direct):
     def settle(self) -> int:
         self._land()
         self._begin()
-        if self._watch is not None:
-            self._watch.note()
+        self._note()
         return self._held_version
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:

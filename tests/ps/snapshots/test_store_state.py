@@ -18,7 +18,9 @@ from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, 
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.snapshots.checkpoint import Loaded, load, write
 from paramserver.ps.snapshots.manifest import WEIGHTS
+from paramserver.ps.snapshots.resharding import merge
 from paramserver.ps.snapshots.store_state import Captured, capture, manifest_of, restore, tensors_of
+from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -280,6 +282,38 @@ def test_a_run_may_change_what_it_keeps(tmp_path: Path) -> None:
     fresh = new_store(spec, polyak=None)
     restore(fresh, from_weights)  # an optimizer that remembers nothing
     assert fresh.version == 3 and fresh.optimizer is not None and fresh.optimizer.num_state_bytes == 0
+
+
+def test_an_outer_optimizer_goes_on_and_is_never_taken_for_the_workers(tmp_path: Path) -> None:
+    """Both are SGD with momentum here: mode sync's, and what mode diloco runs while AdamW is with the workers."""
+    layout, sgd, theirs = LAYOUT, optimizer("SGD", momentum=0.9), optimizer("AdamW")
+    outer = outer_spec("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True}, layout)
+    store, straight = new_store(outer), new_store(outer)
+    train(straight, 0, 4)
+    train(store, 0, 2)
+    captured = capture(store)
+    manifest = manifest_of(captured, layout, theirs, outer=outer, **FACTS)
+    loaded = load(write(tmp_path / "diloco", manifest, tensors_of(captured, layout, outer)).path)
+    assert loaded.whole_optimizer == theirs
+    for again in (loaded, merge([loaded], 0, 1)):
+        resumed = new_store(outer)
+        restore(resumed, again, is_outer=True)
+        train(resumed, 2, 4)
+        assert_same(resumed, straight)
+    half = merge([loaded], 1, 2)
+    assert half.manifest.outer == outer_spec("SGD", outer.groups[0].hyperparameters, half.layout)
+    restore(
+        other := Store(half.layout, torch.zeros(half.layout.total_bytes, dtype=torch.uint8), half.manifest.outer),
+        half,
+        True,
+    )
+    assert other.optimizer is not None and 0 < other.optimizer.num_state_bytes < store.optimizer.num_state_bytes
+    synchronous = new_store(sgd)
+    train(synchronous, 0, 2)
+    for spec, snapshot, is_outer in ((sgd, loaded, False), (outer, through_files(synchronous, sgd, tmp_path), True)):
+        fresh = new_store(spec)
+        restore(fresh, snapshot, is_outer)
+        assert fresh.version == 2 and fresh.optimizer is not None and fresh.optimizer.num_state_bytes == 0
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:

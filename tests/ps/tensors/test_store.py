@@ -476,3 +476,18 @@ def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_
         store.commit(1, 0, None, momentum_among=among)
     torch.testing.assert_close(store.weights.view(torch.float64), parameter.data, rtol=1e-12, atol=1e-12)
     assert store.optimizer.torch.param_groups[0]["momentum"] == 0.9, "as told: a snapshot keeps that"
+
+
+def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
+    """Cosines of successive means: 1, 0 and -1 have the mean 0; where nothing was folded nothing is measured."""
+    layout = Layout([TensorSpec("w", P, "float32", (2, 1_000)), TensorSpec("b", B, "float32", (4,))])
+    sgd = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
+    store = Store(layout, new_body(layout.total_bytes).zero_(), sgd, follows=True)
+    for east, north in ((1.0, 0.0), (2.0, 0.0), (0.0, 3.0), (0.0, -1.0)):
+        body = new_body(layout.exchange_bytes).zero_()
+        (_, w), _ = layout.views(body)
+        w[0], w[1] = east, north
+        store.fold(body, 1.0, 0)
+        store.commit(1, 0, None)
+        store.commit(1, 0, None)
+    assert store.direction is not None and store.direction.cosine == pytest.approx(0.0, abs=1e-9)

@@ -1,0 +1,51 @@
+"""Whether rounds go the same way: the cosine between one's mean and the mean of the one before."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ....common.tensors.layout import Kind, View
+from ..windows import Window
+
+_MAX_SAMPLED = 1 << 16  # of all elements: right to about half a percent
+
+
+class Direction:
+    """Of means whose windows come one after another, from an even sample of their elements."""
+
+    def __init__(self, windows: list[Window], view: View) -> None:
+        self._view = view
+        self._pieces = [[one for one in window.pieces if one.kind is Kind.PARAMETER] for window in windows]
+        num_elements = sum(piece.num_elements for pieces in self._pieces for piece in pieces)
+        self._stride = -(-num_elements // _MAX_SAMPLED)
+        self._before: dict[int, torch.Tensor] = {}  # by window
+        self._sum, self._count = 0.0, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._dot = self._square = self._square_before = 0.0
+
+    def see(self, index: int, mean: torch.Tensor) -> None:
+        """A window of a mean, uint8 [exchange_bytes], is complete."""
+        pieces = [self._view(piece, mean)[:: self._stride].double() for piece in self._pieces[index]]
+        if not pieces:
+            return
+        now = torch.cat(pieces)
+        if (before := self._before.get(index)) is not None:
+            self._dot += float(now @ before)
+            self._square += float(now @ now)
+            self._square_before += float(before @ before)
+        self._before[index] = now
+
+    def close(self) -> None:
+        """All windows of a round were seen."""
+        if length := math.sqrt(self._square * self._square_before):
+            self._sum, self._count = self._sum + self._dot / length, self._count + 1
+        self._begin()
+
+    @property
+    def cosine(self) -> float | None:
+        """Mean over the rounds; None before the second."""
+        return self._sum / self._count if self._count else None
