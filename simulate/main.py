@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from ..common.config.cli import SetOption, make_app, run_app
+from ..common.errors import UsageError
 from ..common.user_code import is_in_file
 
 PROGRAM = "ps-sim"
@@ -56,16 +58,21 @@ def simulate(
     sets: SetOption = None,
 ) -> int:
     from .plan import Told, resolve, worlds
+    from .traces import read_trace
 
     flags = {"run.steps": steps, "run.seed": seed}
     told = Told(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures
     )
     configs = resolve(config, mode, workers, flags, sets or [], os.environ)
-    if trace is not None and not _decides_the_same(trace, configs[0]):
-        return 1
     try:
-        return _compare(worlds(configs, told))
+        runs = worlds(configs, told)
+        if trace is not None:
+            lines = read_trace(trace)
+            if not _decides_the_same(lines, configs[0]):
+                return 1
+            runs = _foresee(lines, runs, told, workers)
+        return _compare(runs)
     except BrokenPipeError:
         from ..launch.view.screen import discard_from_now_on
 
@@ -73,13 +80,12 @@ def simulate(
         return _EXIT_OUTPUT_LOST
 
 
-def _decides_the_same(path: str, config: Any) -> bool:
+def _decides_the_same(lines: list[Any], config: Any) -> bool:
     """Replay a recorded run, and say what came of it."""
     from .replay import replay
-    from .traces import read_trace
 
     common = {"training_steps": config.run.steps, **config.policy.model_dump()}
-    verdict = replay(read_trace(path), common, [mode for mode in config.run.modes if is_in_file(mode)])
+    verdict = replay(lines, common, [mode for mode in config.run.modes if is_in_file(mode)])
     for note in verdict.notes:
         print(f"replay: {note}")
     if verdict.problem is None:
@@ -89,6 +95,32 @@ def _decides_the_same(path: str, config: Any) -> bool:
     print(f"{verdict.problem}\n  decided now: {verdict.decided}")
     print("  (a history does not tell that a run was stopped early, nor a mode's own state in a snapshot)")
     return False
+
+
+def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) -> list[Any]:
+    """Say how well the second half of the recorded run is foreseen from its first; the runs with what was fitted."""
+    from ..common.reporting.report import share
+    from .fit import calibrate, fitted
+    from .traces import config_of
+
+    try:
+        found = calibrate(lines, config_of(lines, runs[0][0]))
+    except UsageError as error:
+        print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
+        return runs
+    was, is_ = found.recorded, found.foreseen
+    print(f"calibration: {found.num_workers} workers, {was.num:,} contributions of the second half by the first half")
+    print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} foreseen ({found.rate_error:+.1%})")
+    print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} foreseen")
+    print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
+    chosen = []
+    for config, world in runs:
+        num = workers or found.num_workers
+        world = fitted(found, replace(world, num_workers=num), told.has_links)
+        chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
+    if far := found.outside(chosen[0][1], None):
+        print(f"  more than ten times away from what was recorded: {'; '.join(far)}")
+    return chosen
 
 
 def _compare(runs: list[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class Told:
     fold: str | None = None
     step: str | None = None
     failures: str | None = None
+
+    @property
+    def has_links(self) -> bool:
+        """Something of the network was given."""
+        return (self.bandwidth, self.latency, self.server_bandwidth) != ("none", "0ms", "none")
 
 
 def resolve(
@@ -123,7 +129,8 @@ def _world(config: Config, told: Told) -> World:
         down_bytes=down_bytes,
         start_bytes=start_bytes,
         max_staged=config.server.max_staged,
-        **{f"{name}_s": seconds("--failures", text) for name, text in failures.items()},
+        mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
+        back_s=seconds("--failures", failures["back"]) if failures else 0.0,
     )
     if world.compute_s <= 0:
         raise UsageError("flag --compute: a training step takes time", fix="e.g. --compute 100ms")

@@ -24,7 +24,7 @@ from ..ps.core import effects, events
 from ..ps.core.run import Run
 from ..ps.engine.modes import make_policy, options_of
 from .links import Link
-from .world import Compute, World
+from .world import Compute, Recorded, World
 
 TICK_S = 0.2  # as in a server
 _MOST_IDLE_TICKS = 100_000
@@ -98,7 +98,8 @@ class Simulation:
         self._busy_until = 0.0  # the server, with tensor work
         self._num_staged = self._num_folds = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for a place among those staged
-        self.workers = [Worker(rank, Compute(world, rank)) for rank in range(world.num_workers)]
+        compute = Recorded if world.recorded else Compute
+        self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
         self._chance = random.Random(world.seed + 0.25)
         self._hash = hashlib.sha256()
         self._lines: list[str] = []
@@ -258,7 +259,8 @@ class Simulation:
         seconds["own link"] += own_s
         seconds["server"] += server_s
         seconds["staging"] += (staged_s := worker.begun_at - worker.sent_at)
-        seconds["its link"] += max(0.0, worker.transfer_s - own_s - server_s - staged_s)
+        rest_s = max(0.0, worker.transfer_s - own_s - server_s - staged_s)
+        seconds["own link" if world.recorded else "its link"] += rest_s
 
     # ---- what is on its way ------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class Simulation:
     def _uploaded(self, worker: Worker, life: int) -> None:
         worker.num_sent += self.world.up_bytes
         if worker.life == life:
-            self._push(self.now + self.world.latency_s / 2, self._arrived, worker)
+            self._push(self.now + self.world.latency_s / 2 + worker.compute.exchange_s(), self._arrived, worker)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """Its contribution is here, whole: the run decides."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..common.config.schema import Config, PolicyConfig
 from ..common.errors import UsageError
+from ..common.registry import mode_anywhere
 from ..drills.history_lines import Line, read_lines
 
 
@@ -20,3 +24,19 @@ def read_trace(path: str) -> list[Line]:
         told = "the server's lines do not begin with a start"
         raise UsageError(f"flag --trace: {path}: {told}", fix="the file that ps-server wrote with --history")
     return found
+
+
+def config_of(lines: Sequence[Line], config: Config) -> Config:
+    """`config` with the mode, the options and the length of the newest run in a history."""
+    at = max(at for at, line in enumerate(lines) if line.op == "start")
+    start = lines[at].fields
+    common = start.get("common", {})
+    told = {name: common[name] for name in ("min_workers", "weighting", "pipelined") if name in common}
+    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **told, **start.get("options", {})})
+    mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
+    counted = [line for line in lines[at:] if line.op == "accept"]
+    said = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)
+    local_steps = getattr(policy.options(mode), "local_steps", 1)
+    steps = common.get("training_steps") or said or max((line["step"] for line in counted), default=1) * local_steps
+    run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
+    return config.model_copy(update={"run": run, "policy": policy})

@@ -40,6 +40,8 @@ class World:
     max_staged: int = 4  # uploads that the server holds at once
     mtbf_s: float = math.inf  # mean time of a worker between two failures
     back_s: float = 30.0  # from a failure until its next process joins
+    # Instead of all that: of each rank in turn, what its contributions took, computing and exchange (`fit.py`).
+    recorded: tuple[tuple[tuple[float, float], ...], ...] = ()
 
 
 class Compute:
@@ -53,6 +55,10 @@ class Compute:
         self._slowdown = None if world.slowdown == SlowdownConfig() else Slowdown(world.slowdown, rank, world.seed)
         self._num_steps = 0
 
+    def exchange_s(self) -> float:
+        """Seconds of the exchange on the way to the server, beyond what links and latency take."""
+        return 0.0
+
     def take(self, num_steps: int) -> float:
         """Seconds of the next so many training steps."""
         if not self._sigma and self._slowdown is None:
@@ -65,6 +71,23 @@ class Compute:
         if self._sigma:
             step_s *= math.exp(self._sigma * self._random.gauss(0.0, 1.0) - self._shift)
         return step_s if self._slowdown is None else step_s + self._slowdown.delay_s(self._num_steps, step_s)
+
+
+class Recorded(Compute):
+    """What one rank's contributions took, again and again in the order in which they did."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._pairs = world.recorded[rank % len(world.recorded)]
+        self._num = 0
+        self._most = 1
+
+    def exchange_s(self) -> float:
+        return self._pairs[(self._num - 1) % len(self._pairs)][1]
+
+    def take(self, num_steps: int) -> float:
+        """A last contribution has fewer steps than the others, and takes less."""
+        self._num, self._most = self._num + 1, max(self._most, num_steps)
+        return self._pairs[(self._num - 1) % len(self._pairs)][0] * num_steps / self._most
 
 
 # ---- from text --------------------------------------------------------------------------------------

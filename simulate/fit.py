@@ -1,0 +1,192 @@
+"""Fits computing and exchange of each rank on the first half of a recorded run, and foresees the second. Pure.
+
+From an answer to the rank's next contribution the time is the worker's, its links' and the server's; from a
+contribution to its answer it is the mode's, which is not fitted: the mode itself decides. So what is kept of a rank is
+a list of pairs, seconds of computing and of the rest, in their order, and they are taken in that order again: what
+drifts drifts, and what slows all workers at one time does so again. The first tenth is left out: processes warm up.
+With links that the user names only the computing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..common.config.schema import Config
+from ..common.errors import UsageError
+from ..drills.history_lines import Line
+from ..ps.core import effects
+from ..ps.observe.history import line_of
+from .run import Simulation
+from .world import World
+
+_FEWEST = 4  # contributions of a rank in the first half
+_COUNTING = ("accepted", "skipped")
+
+
+class Cycle(NamedTuple):
+    """One contribution that counts. Seconds; `held_s` by the mode, `exchange_s` what is neither this nor computing."""
+
+    rank: int
+    at: float
+    compute_s: float
+    exchange_s: float
+    held_s: float
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Half:
+    """What some contributions came to: how many a second, the part of the time that the mode held them."""
+
+    num: int
+    rate: float
+    wait_share: float
+    staleness: tuple[int, ...]  # sorted
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How well the second half was foreseen."""
+
+    num_workers: int
+    before: Half  # the first half, as recorded
+    recorded: Half
+    foreseen: Half
+    world: World  # fitted
+    exchange_s: float  # mean
+    jitter: float  # of computing, mean over the ranks
+
+    @property
+    def rate_error(self) -> float:
+        """As a part of what was recorded."""
+        return self.foreseen.rate / self.recorded.rate - 1
+
+    @property
+    def staleness_distance(self) -> float:
+        """Kolmogorov and Smirnov's: the largest difference of the distributions, 0..1."""
+        one, other = self.recorded.staleness, self.foreseen.staleness
+        return max(abs(bisect_right(one, x) / len(one) - bisect_right(other, x) / len(other)) for x in {*one, *other})
+
+    def outside(self, world: World, jitter: float | None) -> list[str]:
+        """What of a world is more than ten times away from the recorded one, as phrases."""
+        found = []
+        if _is_far(world.num_workers, self.num_workers):
+            found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
+        own_s = world.up_bytes / world.up + world.down_bytes / world.down + world.latency_s
+        own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
+        if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
+            found.append(f"an exchange of {own_s:.3g} s, {self.exchange_s:.3g} s recorded")
+        if jitter is not None and self.jitter and _is_far(jitter, self.jitter):
+            found.append(f"jitter {jitter:g}, {self.jitter:.2g} recorded")
+        return found
+
+
+def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
+    """Of a run that `config` describes (its mode, options and length), by the server's history. UsageError where it
+    does not tell enough."""
+    found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
+    half = len(found) // 2
+    if not any(cycle.compute_s for cycle in found):
+        raise UsageError(
+            "the history does not say how long was computed: an older version, or an unfinished run, wrote it"
+        )
+    if config.policy.pipelined:
+        raise UsageError(
+            "policy.pipelined: what is computed during an exchange cannot be told from it in a history",
+            fix="record a run without, and simulate with --set policy.pipelined=true",
+        )
+    ranks = sorted({cycle.rank for cycle in found})
+    pairs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
+    for cycle in found[:half]:
+        pairs[cycle.rank].append((cycle.compute_s, cycle.exchange_s))
+    few = [rank for rank in ranks if len(pairs[rank]) < _FEWEST]
+    if few or ranks != list(range(len(ranks))):
+        which = few[0] if few else ranks[-1]
+        raise UsageError(
+            f"rank {which} has {len(pairs[which])} contributions in the first half of the history, and {_FEWEST} are "
+            "needed of each rank from 0 on",
+            fix="record a longer run of workers that all stay",
+        )
+    recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
+    world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20)
+    again = _simulated(config, world)
+    exchange_s = sum(exchange for one in recorded for _, exchange in one) / sum(map(len, recorded))
+    jitter = sum(_jitter([compute for compute, _ in one]) for one in recorded) / len(recorded)
+    return Calibration(
+        len(ranks), measured(found[:half], found[0].at), measured(found[half:], found[half - 1].at), measured(again[half:], again[half - 1].at),
+        world, exchange_s, jitter,
+    )  # fmt: skip
+
+
+def _simulated(config: Config, world: World) -> list[Cycle]:
+    told: list[tuple[str, float, dict[str, Any]]] = []
+
+    def tell(at: float, fact: effects.Fact) -> None:
+        op, fields = line_of(fact)
+        told.append((op, at, fields))
+
+    run = config.run.model_copy(update={"workers": world.num_workers})
+    Simulation(config.model_copy(update={"run": run}), world, tell=tell).go()
+    return cycles(told)
+
+
+def fitted(calibration: Calibration, world: World, is_told: bool) -> World:
+    """`world` with the recorded computing; where no links were told (`is_told`) with the recorded exchanges too, and
+    nothing else that takes time."""
+    pairs = calibration.world.recorded
+    if is_told:
+        return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in one) for one in pairs))
+    bare = World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs)
+    return replace(bare, up_bytes=world.up_bytes, down_bytes=world.down_bytes, start_bytes=world.start_bytes)
+
+
+def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
+    """Of (operation, time, fields) of a history, in the order in which contributions were answered, ranks from their
+    first answer on."""
+    free_at: dict[int, float] = {}  # by rank: when it could go on
+    open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not answered
+    found: list[Cycle] = []
+    for op, at, fields in lines:
+        if op == "start" and "mode" in fields:
+            free_at, open_, found = {}, {}, []  # the newest run of the file
+        elif op == "accept" and fields["outcome"] in _COUNTING and (rank := fields["rank"]) in free_at:
+            compute_s = fields.get("compute_s", 0.0)
+            exchange_s = max(0.0, at - free_at[rank] - compute_s)
+            staleness = fields["version"] - fields["base_version"]
+            open_[rank] = at, Cycle(rank, at, compute_s, exchange_s, 0.0, staleness)
+        elif op == "answer":
+            rank = fields["rank"]
+            free_at[rank] = at
+            if rank in open_:
+                came_at, cycle = open_.pop(rank)
+                found.append(cycle._replace(held_s=at - came_at))
+        elif op in ("leave", "join"):
+            free_at.pop(fields["rank"], None)
+            open_.pop(fields["rank"], None)
+    return sorted(found, key=lambda cycle: cycle.at)
+
+
+def measured(found: Sequence[Cycle], since: float) -> Half:
+    """Of contributions after the moment `since`."""
+    elapsed_s = found[-1].at - since if found else 0.0
+    held_s = sum(cycle.held_s for cycle in found)
+    total_s = held_s + sum(cycle.compute_s + cycle.exchange_s for cycle in found)
+    return Half(
+        len(found),
+        len(found) / elapsed_s if elapsed_s else 0.0,
+        held_s / total_s if total_s else 0.0,
+        tuple(sorted(cycle.staleness for cycle in found)),
+    )
+
+
+def _jitter(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) / mean if mean else 0.0
+
+
+def _is_far(one: float, other: float) -> bool:
+    return not 0.1 <= one / other <= 10

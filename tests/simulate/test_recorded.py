@@ -1,0 +1,45 @@
+"""A real run, of real processes: every decision again, and its second half foreseen from the first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.config.schema import Config
+from paramserver.simulate.fit import calibrate
+from paramserver.simulate.replay import replay
+from paramserver.simulate.traces import config_of, read_trace
+
+CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
+SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.lanes=grpc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
+    """Throughput within 10 %, waiting within 5 points, contributions exactly."""
+    history, summary = str(tmp_path / "history.jsonl"), str(tmp_path / "summary.json")
+    flags = ["-n", "3", "--mode", mode, "--steps", "60", "--history", history, "--summary", summary]
+    sets = [word for setting in SETTINGS for word in ("--set", setting)]
+    code = "from paramserver.launch.main import main; main()"
+    command = [sys.executable, "-c", code, str(CONFIG), *flags, *sets]
+    subprocess.run(command, check=True, capture_output=True, timeout=100, cwd=tmp_path)
+
+    lines = read_trace(history)
+    verdict = replay(lines, {})
+    assert (verdict.problem, verdict.decided, verdict.notes) == (None, "", [])
+    told = json.loads(Path(summary).read_text())
+    accepted = sum(line.op == "accept" for line in lines)
+    assert accepted == sum(worker["steps"] for worker in told["workers"]) == 180
+
+    found = calibrate(lines, config_of(lines, Config()))
+    assert found.foreseen.num == found.recorded.num == 90
+    # What the machine itself did differently in the second half, nobody can foresee from the first.
+    drift = abs(found.recorded.rate / found.before.rate - 1)
+    assert abs(found.rate_error) < 0.1 + drift
+    share, before = found.recorded.wait_share, found.before.wait_share
+    assert abs(found.foreseen.wait_share - share) < 0.05 + abs(share - before)
