@@ -117,9 +117,14 @@ def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
     exchange_s = sum(exchange for one in recorded for _, exchange in one) / sum(map(len, recorded))
     jitter = sum(_jitter([compute for compute, _ in one]) for one in recorded) / len(recorded)
     return Calibration(
-        len(ranks), measured(found[:half], found[0].at), measured(found[half:], found[half - 1].at), measured(again[half:], again[half - 1].at),
-        world, exchange_s, jitter,
-    )  # fmt: skip
+        len(ranks),
+        measured(found[:half], found[0].at),
+        measured(found[half:], found[half - 1].at),
+        measured(again[half:], again[half - 1].at),
+        world,
+        exchange_s,
+        jitter,
+    )
 
 
 def _simulated(config: Config, world: World) -> list[Cycle]:

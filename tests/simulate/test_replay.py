@@ -34,8 +34,11 @@ def test_all_decisions_of_a_run_in_which_workers_fail_are_the_same(mode: str, po
 @EVERY_MODE
 def test_all_decisions_are_the_same_with_lost_connections_and_restarts(mode: str, seed: int) -> None:
     """The histories of the checker's own tests: joins, departures, repeats, snapshots, restarts."""
-    texts = simulate(mode, random.Random(seed))
-    lines = [Line("h", number, text["role"], text["op"], text) for number, text in enumerate(texts, 1)]
+    chance = random.Random(seed)
+    chance.randint(1, 4)
+    options = {"options": {"staleness": chance.randint(0, 2)}, "t": 0.0}  # as it chooses them, and as it tells the time
+    texts = enumerate(simulate(mode, random.Random(seed)), 1)
+    lines = [Line("h", number, text["role"], text["op"], {**text, **options}) for number, text in texts]
     verdict = replay(lines, COMMON)
     assert (verdict.problem, verdict.decided) == (None, "")
 
