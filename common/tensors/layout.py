@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, NamedTuple
 
@@ -30,6 +30,7 @@ from ..errors import Reason, refusal
 
 _ALIGNMENT_BYTES = 64
 _MAX_BYTES = 2**50
+_MAX_KEPT_VIEWS = 256
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -142,7 +143,17 @@ View = Callable[[FlatRun, torch.Tensor], torch.Tensor]
 def kept_views() -> View:
     """For small models, where making a view takes as long as adding 10,000 floats. Kept views keep their bodies, so
     bodies must be few and used again."""
-    return lru_cache(256)(FlatRun.view)
+    kept: dict[tuple[int, int], tuple[FlatRun, torch.Tensor, torch.Tensor]] = {}
+
+    def view(run: FlatRun, body: torch.Tensor) -> torch.Tensor:
+        found = kept.get((id(run), id(body)))  # hashing what they are takes longer than the look for NaN
+        if found is None:
+            if len(kept) >= _MAX_KEPT_VIEWS:
+                kept.clear()
+            found = kept[id(run), id(body)] = run, body, run.view(body)
+        return found[2]
+
+    return view
 
 
 class Layout:
@@ -249,8 +260,13 @@ def copy_of(*pieces: memoryview) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes; shares it."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
     try:
-        array = tensor.detach().numpy()
+        return plain.numpy().data.cast("B")
+    except (TypeError, ValueError):  # numpy has no bfloat16; nothing, or complex numbers, cannot be cast
+        pass
+    try:
+        array = plain.numpy()
     except TypeError:  # numpy has no bfloat16
         array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8).data

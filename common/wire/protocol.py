@@ -98,6 +98,8 @@ def _from_value(value: Any) -> Any:
 
 def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
     """Raises a BAD_REQUEST refusal for NaN and Inf, and for more than any optimizer has."""
+    if not groups:
+        return []
     num_left = _MAX_HYPERPARAMETERS - len(groups)
     for key, value in (item for group in groups for item in _values(group.fields.items())):
         num_left -= 1
@@ -208,7 +210,8 @@ def check_header(header: Message) -> None:
     """Raises a BAD_REQUEST refusal for texts nobody would write and times that cannot be. Models, optimizers and
     hyperparameters are checked where they are read."""
     for field in _TEXTS.get(type(header), ()):
-        _check_text(f"{type(header).__name__}.{field}", getattr(header, field))
+        if text := getattr(header, field):
+            _check_text(f"{type(header).__name__}.{field}", text)
     for field in _TIMES.get(type(header), ()):
         if not 0 <= (value := getattr(header, field)) <= _MAX_SECONDS:
             raise refusal(Reason.BAD_REQUEST, f"{field} is {value}; it is 0 to {_MAX_SECONDS:g}")

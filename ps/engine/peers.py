@@ -76,6 +76,7 @@ class Peer:
     base: int | None = None  # the version that it has all of the weights of, if it has said so
     traffic: Traffic = field(default_factory=Traffic)
     outbox: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+    at_once: Callable[[Item], bool] | None = None  # says an item now, or (False) leaves it to the outbox
     state: str = "joining"
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     weights: Segment | None = None  # the initial ones, when it has brought them
@@ -90,8 +91,9 @@ class Peer:
         return self.rank, self.incarnation
 
     def say(self, item: Item) -> None:
-        """Queue it for the worker."""
-        self.outbox.put_nowait(item)
+        """Say it now, or queue it for the worker."""
+        if self.at_once is None or not self.at_once(item):
+            self.outbox.put_nowait(item)
 
     def end(self, error: ParamServerError | None = None) -> None:
         """End its call, with a refusal if there is an error, whatever it is waiting for. Once."""

@@ -62,6 +62,7 @@ class Model:
         self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
         self._tables: Tables | None = None
         self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
+        self._small_weights: tuple[torch.Tensor | None, memoryview] = (None, memoryview(b""))  # where they lie
 
     @property
     def clips_parts(self) -> bool:
@@ -285,7 +286,12 @@ class Model:
         """The bytes of weights so small that all tensor work runs inline: of the newest version."""
         version, body = self._small_body
         if version != self.store.version:
-            body = bytes(as_bytes(self.store.weights)[: self.store.layout.exchange_bytes])
+            weights, memory = self._small_weights
+            if weights is not self.store.weights:
+                weights = self.store.weights
+                memory = as_bytes(weights)[: self.store.layout.exchange_bytes]
+                self._small_weights = weights, memory
+            body = bytes(memory)
             self._small_body = (self.store.version, body)
         return body
 

@@ -67,6 +67,9 @@ class TensorThread:
         comes after work that `holds` waits for `go_on`.
         """
         self._num_pending += 1
+        if self._executor is None and not (self._queue or self.is_held or holds):
+            self._begin(work, done, failed)
+            return
         self._queue.append((work, done, failed, holds))
         self._begin_those_that_may()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import grpc.aio
 
@@ -16,10 +17,11 @@ from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, Frame, body_frames,
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
-from ..engine.peers import Done, Go, Peer
+from ..engine.peers import Done, Go, Item, Peer
 from .intake import Intake
 from .joining import Joining
 from .lanes.grpc import Header, Lane
+from .small import SmallExchanges
 from .stream import Stream
 
 
@@ -73,7 +75,15 @@ class Conversation:
 
     async def _exchange(self, peer: Peer, delivery: Delivery, intake: Intake) -> Frame | None:
         """Contributions and answers until the worker goes; its goodbye, or None when its stream ended instead."""
+        model, connection = self._engine.model, self._stream.direct
+        small: SmallExchanges | None = None
+        if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
+            small = SmallExchanges(connection, self._stream, peer, intake, delivery.whole)
         while True:
+            if small is not None and await small.until_other():
+                if not await self._hear_out(peer, delivery):
+                    return None
+                continue
             received = await intake.next()
             if received is None or received.kind == "leave":
                 return received
@@ -136,6 +146,36 @@ class Conversation:
         return True
 
 
+_OUTCOMES: dict[str, Any] = {name: pb.Answer.Outcome.Value(name) for name in pb.Answer.Outcome.keys()}  # noqa: SIM118
+
+
+def answer_message(
+    said: effects.Answer, version: int, num_bytes: int, segment: pb.Segment | None = None
+) -> pb.ServerMessage:
+    """One message, made anew each time: setting its fields takes a third of building it from them."""
+    message = pb.ServerMessage()
+    answer = message.answer
+    answer.outcome = _OUTCOMES[said.outcome]
+    answer.step = said.number
+    answer.version = version
+    answer.next_local_steps = said.next_local_steps
+    answer.body_bytes = num_bytes
+    answer.staleness = said.staleness
+    answer.held_s = said.held_s
+    answer.reason = said.reason
+    answer.num_workers = said.num_workers
+    answer.worker_index = said.worker_index
+    answer.training_steps = said.training_steps
+    answer.steps = said.steps or 0
+    answer.spare = said.has_spare
+    answer.in_step = said.in_step
+    if said.num_batches is not None:
+        answer.batches = said.num_batches
+    if segment is not None:
+        answer.segment.CopyFrom(segment)
+    return message
+
+
 class Delivery:
     """To one worker. A START goes over the stream, whatever the `lane`: it also has what never changes."""
 
@@ -146,33 +186,31 @@ class Delivery:
         self._frames = Lane(engine, stream)
         self.lane = self._frames
 
+    def whole(self, item: Item) -> bytes | None:
+        """What is one message; None for all else."""
+        if isinstance(item, str):
+            return pb.ServerMessage(waiting=pb.Waiting(reason=item)).SerializeToString()
+        if not isinstance(item, Go):
+            return None
+        go, said, num_bytes = item, item.answer, self._engine.model.store.layout.exchange_bytes
+        if said.outcome == "START" or (said.has_weights and (go.body is None or self._peer.answer_codec is not None)):
+            return None
+        message = answer_message(said, said.version, num_bytes if said.has_weights else 0)
+        return frame(message, 0, [go.body] if go.body is not None else [])
+
     async def answer(self, go: Go) -> None:
         said = go.answer
         kept = self._engine.states.at(self._peer.rank, said.number) if said.outcome == "START" else None
 
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
-            answer = pb.Answer(
-                outcome=said.outcome,
-                step=said.number,
-                version=version,
-                next_local_steps=said.next_local_steps,
-                body_bytes=num_bytes,
-                staleness=said.staleness,
-                held_s=said.held_s,
-                reason=said.reason,
-                num_workers=said.num_workers,
-                worker_index=said.worker_index,
-                training_steps=said.training_steps,
-                segment=segment,
-                batches=said.num_batches,
-                steps=said.steps or 0,
-                began=pb.Place(**kept.place) if kept is not None else None,
-                spare=said.has_spare,
-                in_step=said.in_step,
-            )
-            return pb.ServerMessage(answer=answer)
+            found = answer_message(said, version, num_bytes, segment)
+            if kept is not None:
+                found.answer.began.CopyFrom(pb.Place(**kept.place))
+            return found
 
-        if not said.has_weights:
+        if (raw := self.whole(go)) is not None:
+            await self._stream.write(raw)
+        elif not said.has_weights:
             await self._stream.say(header(said.version, 0, None))
         elif said.outcome == "START":
             if kept is not None:

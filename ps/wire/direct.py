@@ -75,6 +75,45 @@ class Connection:
         start, self._start = self._start, self._start + num_bytes
         return bytes(self._view[start : self._start])
 
+    def read_now(self) -> bytes | None:
+        """The next message if it is here, None while it is not whole. EOFError: it is large, or the end, or an error,
+        and `read` will say so."""
+        try:
+            while (left := self._end - self._start) < LENGTH_BYTES or (
+                left < (num_bytes := length_of(self._buffer, self._start)) + LENGTH_BYTES
+            ):
+                if left >= LENGTH_BYTES and num_bytes > _BUFFER_BYTES - LENGTH_BYTES:
+                    raise EOFError
+                self._make_room()
+                if not (came := self._socket.recv_into(self._view[self._end :])):
+                    raise EOFError
+                self._end += came
+        except _WAITS:
+            return None
+        except OSError:
+            raise EOFError from None
+        start = self._start + LENGTH_BYTES
+        self._start = start + num_bytes
+        return bytes(self._view[start : self._start])
+
+    def unread(self, message: bytes) -> None:
+        """It was read last, and comes again."""
+        self._start -= LENGTH_BYTES + len(message)
+
+    @property
+    def has_more(self) -> bool:
+        """Something has come that the system does not know of any more."""
+        return self._end > self._start or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0)
+
+    def watch(self, readable: Callable[[], object]) -> None:
+        """Call this whenever something has come."""
+        if not self._is_closed:
+            self._loop.add_reader(self._descriptor, readable)
+
+    def unwatch(self) -> None:
+        if not self._is_closed:
+            self._loop.remove_reader(self._descriptor)
+
     async def receive_into(self, target: memoryview) -> bool:
         """Bytes that follow a message; False when they end before."""
         done = min(len(target), self._end - self._start)
@@ -88,15 +127,18 @@ class Connection:
         return True
 
     async def _fill(self) -> bool:
+        self._make_room()
+        num_bytes = await self._receive(self._view[self._end :])
+        self._end += num_bytes
+        return num_bytes > 0
+
+    def _make_room(self) -> None:
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start and self._end == _BUFFER_BYTES:
             left = self._end - self._start
             self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
-        num_bytes = await self._receive(self._view[self._end :])
-        self._end += num_bytes
-        return num_bytes > 0
 
     async def _receive(self, target: memoryview) -> int:
         self._waking.wait_for(1)

@@ -16,8 +16,8 @@ from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import CODECS
 from ...common.tensors.layout import copy_of
 from ...common.tensors.optimizers import Hyperparameters
-from ...common.wire.frames import Frame
-from ...common.wire.protocol import hyperparameters_from_proto
+from ...common.wire.frames import Frame, parse
+from ...common.wire.protocol import check_header, hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import Judgement
@@ -50,6 +50,7 @@ class Intake:
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
         self._rows: list[Rows] = []  # of it
+        self._position = partial(engine.run.policy.upload_position, peer.rank)
 
     async def next(self) -> Frame | None:
         """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
@@ -136,18 +137,43 @@ class Intake:
         header = received.of(pb.Contribution)
         store, codec = self._check(header)
         body = await self._borrow()
+        if codec.is_identity:
+            self._take_raw(received, store, body)
+            return
+        try:
+            memory, encoded = self._engine.folding.codec_memories.of(self._peer.rank), copy_of(received.data)
+            judgement = await self._engine.tensors.run(partial(decode, store, memory, codec, encoded, body))
+        except BaseException:
+            self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
+            raise
+        self._hand_over(header, body, judgement)
+
+    def _take_raw(self, received: Frame, store: Store, body: Body) -> None:
         staging = self._engine.model.staging
         try:
-            if codec.is_identity:
-                staging.bytes_of(body)[:] = received.data
-                judgement = store.sanity.examine(body, store.weights)
-            else:
-                memory, encoded = self._engine.folding.codec_memories.of(self._peer.rank), copy_of(received.data)
-                judgement = await self._engine.tensors.run(partial(decode, store, memory, codec, encoded, body))
+            staging.bytes_of(body)[:] = received.data
+            judgement = store.sanity.examine(body, store.weights)
         except BaseException:
             self._engine.tensors.then(partial(staging.give_back, body))
             raise
-        self._hand_over(header, body, judgement)
+        self._hand_over(received.of(pb.Contribution), body, judgement)
+
+    def take_small(self, raw: bytes) -> bool:
+        """The same between two calls of `next`, at once; False for what is no raw contribution in one message, or has
+        to wait."""
+        received = parse(pb.WorkerMessage, raw)
+        header = received.header
+        if not isinstance(header, pb.Contribution) or header.repeat or len(received.data) != header.body_bytes:
+            return False
+        check_header(header)
+        self._check_facts(header)
+        store, codec = self._check(header)
+        body = self._engine.model.staging.try_borrow(self._position) if codec.is_identity else None
+        if body is None:
+            return False
+        self._stream.num_received += len(raw)
+        self._take_raw(received, store, body)
+        return True
 
     def _check_facts(self, header: pb.Contribution) -> None:
         if self._lane.reading is not None:
@@ -231,8 +257,7 @@ class Intake:
 
     async def _borrow(self) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
-        staging = self._engine.model.staging
-        position = partial(self._engine.run.policy.upload_position, self._peer.rank)
+        staging, position = self._engine.model.staging, self._position
         body = staging.try_borrow(position)
         if body is not None:
             return body

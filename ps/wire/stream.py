@@ -105,6 +105,11 @@ class Stream:
             self._take_piece(len(received.data) + came + received.left_out)
         return received
 
+    @property
+    def direct(self) -> Connection | None:
+        """Where messages may be read and written at once: nothing keeps this worker's pace."""
+        return self._direct if self._pace is None else None
+
     def go_direct(self, connection: Connection) -> None:
         """Everything from here on is said over this."""
         self._direct = connection
@@ -197,8 +202,8 @@ class Stream:
         next read, or the making of the next message, does not wait for this one."""
         self.num_sent += len(raw)
         await self.flush()
-        self._writing_since = self._time()
         if self._direct is None:
+            self._writing_since = self._time()
             self._writing = asyncio.ensure_future(self._context.write(raw))
         else:
             self._write_direct(self._direct, on_the_wire(raw))
@@ -208,7 +213,6 @@ class Stream:
         assert self._direct is not None
         self.num_sent += sum(map(len, message.pieces))
         await self.flush()
-        self._writing_since = self._time()
         self._write_direct(self._direct, on_the_wire(message))
 
     def _write_direct(self, connection: Connection, pieces: list[bytes | memoryview]) -> None:
@@ -217,7 +221,17 @@ class Stream:
         except OSError as error:
             raise StreamLost from error
         if left:
+            self._writing_since = self._time()
             self._writing = asyncio.ensure_future(connection.send(left))
+
+    def write_now(self, raw: bytes) -> bool:
+        """The same over a direct connection, at once; False where the message before has not been taken yet."""
+        assert self._direct is not None
+        if self._writing is not None:
+            return False
+        self.num_sent += len(raw)
+        self._write_direct(self._direct, on_the_wire(raw))
+        return True
 
     async def say(self, message: pb.ServerMessage) -> None:
         """Send a message without a body."""

@@ -150,31 +150,36 @@ def initial_weights_frames(pieces: list[memoryview]) -> Iterator[bytes]:
 
 def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
     """What announces the body of the next contribution."""
-    header = pb.Contribution(
-        step=progress.next_number,
-        base_version=progress.version,
-        num_samples=max(1, work.num_samples),
-        body_bytes=body_bytes,
-        wants_weights=progress.wants_weights or work.evaluates,
-        evaluates=work.evaluates,
-        hyperparameters=[struct(group) for group in work.hyperparameters],
-        codec=codec,
-        loss=work.loss,
-        compute_s=work.compute_s,
-        transfer_s=work.transfer_s,
-        in_segment=in_segment,
-        batches=work.num_batches,
-        without_gradient=work.without_gradient,
-        training_steps=0 if work.continues else progress.local_steps if progress.is_cut_short else None,
-        part=work.part,
-        has_base=work.has_base,
-        order=work.order,
-    )
+    message = pb.WorkerMessage()
+    header = message.contribution  # set field by field, which takes a third of making it from them
+    header.step = progress.next_number
+    header.base_version = progress.version
+    header.num_samples = max(1, work.num_samples)
+    header.body_bytes = body_bytes
+    header.wants_weights = progress.wants_weights or work.evaluates
+    header.evaluates = work.evaluates
+    header.codec = codec
+    header.loss = work.loss
+    header.compute_s = work.compute_s
+    header.transfer_s = work.transfer_s
+    header.in_segment = in_segment
+    header.part = work.part
+    header.has_base = work.has_base
+    if work.hyperparameters:
+        header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
+    if work.num_batches is not None:
+        header.batches = work.num_batches
+    if work.without_gradient:
+        header.without_gradient.extend(work.without_gradient)
+    if work.order:
+        header.order.extend(work.order)
+    if work.continues or progress.is_cut_short:
+        header.training_steps = 0 if work.continues else progress.local_steps
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data
     if work.began is not None:
         header.place.MergeFrom(pb.Place(**asdict(work.began.place)))
-    return pb.WorkerMessage(contribution=header)
+    return message
 
 
 def state_frames(body: bytes) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from itertools import compress
 
 import torch
 
-from ...common.tensors.layout import Kind
+from ...common.tensors.layout import Kind, as_bytes
 from .transfer import ModelTensors
 
 _SAMPLED = 16  # elements of each tensor
@@ -17,8 +17,8 @@ _ROUNDINGS = 16
 class Watch:
     """Compares a few elements of every trained tensor, so that weights which were swapped and put back are the same.
 
-    `note()` and `changed()` take 40 us each for 300 tensors (one core at 2.6 GHz). On a GPU nothing waits for them:
-    there `changed()` looks at the elements only where torch has counted a change in place.
+    On the CPU it compares their bytes. On a GPU nothing waits for that: there `changed()` looks at the elements only
+    where torch has counted a change in place.
     """
 
     def __init__(self, model: ModelTensors) -> None:
@@ -28,11 +28,17 @@ class Watch:
         self._numbers = [sum(self._is_trained[:index]) for index in range(len(self._is_trained))]  # among the trained
         self._places: list[int] | None = None
         self._corners: list[torch.Tensor] = []
+        self._bytes: list[memoryview] = []  # the same memory, where it is the CPU's
+        self._versions: list[int] = []
         self.note()
 
     def note(self) -> None:
         """These are the weights that came."""
-        self._sample = self._take()
+        self._look_up()
+        if self._bytes:
+            self._noted = list(map(bytes, self._bytes))
+            return
+        self._sample = torch.cat(self._corners)
         self._samples = self._sample.split([corner.numel() for corner in self._corners])
         self._versions = self._count()
 
@@ -40,33 +46,46 @@ class Watch:
         """As `note`, of one entry of the layout."""
         if self._is_trained[index]:
             at = self._numbers[index]
+            if self._bytes:
+                self._noted[at] = bytes(self._bytes[at])
+                return
             self._samples[at].copy_(self._corners[at])
             if self._versions:
                 self._versions[at] = self._model.tensors[index]._version
 
     def changed(self) -> list[str]:
         """Names of tensors that are others than noted."""
-        if self._sample.is_cuda and self._versions == self._count():
-            return []
-        now = self._take()
-        if torch.equal(now, self._sample):
-            return []
+        self._look_up()
+        if self._bytes:
+            if list(map(bytes, self._bytes)) == self._noted:
+                return []
+            noted = list(map(_from_bytes, self._noted, self._corners))
+        else:
+            if self._versions and self._versions == self._count():
+                return []
+            if torch.equal(torch.cat(self._corners), self._sample):
+                return []
+            noted = list(self._samples)
         limit = _ROUNDINGS * max(torch.finfo(corner.dtype).eps for corner in self._corners)
-        sizes = [corner.numel() for corner in self._corners]
-        pairs = zip(self._names, now.split(sizes), self._sample.split(sizes), strict=True)
-        return [name for name, new, old in pairs if (new - old).norm() > limit * old.norm()]
+        triples = zip(self._names, self._corners, noted, strict=True)
+        return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
 
     def _count(self) -> list[int]:
         trained = compress(self._model.tensors, self._is_trained)
         return [tensor._version for tensor in trained] if self._sample.is_cuda else []
 
-    def _take(self) -> torch.Tensor:
-        """The first elements of each tensor, one after another, in memory of their own."""
+    def _look_up(self) -> None:
+        """The first elements of each tensor, wherever it lies now."""
         if self._places is not self._model.places:
             self._places = self._model.places
             trained = list(compress(self._model.tensors, self._is_trained))
             self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
-        return torch.cat(self._corners)
+            is_plain = all(corner.device.type == "cpu" and corner.is_contiguous() for corner in self._corners)
+            self._bytes = list(map(as_bytes, self._corners)) if is_plain else []
+
+
+def _from_bytes(noted: bytes, like: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(noted), dtype=like.dtype) if noted else torch.empty_like(like)
 
 
 def _corner(tensor: torch.Tensor) -> torch.Tensor:

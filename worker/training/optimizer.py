@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer_hooks
+from torch.autograd import profiler
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
@@ -86,11 +88,19 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
         Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
         """
+        is_watched = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _are_all_watched()
+        return self._watched_step(closure) if is_watched else self._take_step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, of which there are few
+
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self._steps.may_step(self):
             return closure() if closure is not None else None
         loss = self._step(closure)
         self._steps.stepped(self)
         return loss
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -130,6 +140,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
                 fix="add the group to the optimizer before (its parameters may stay without gradients until later)",
             )
         super().add_param_group(param_group)
+
+
+def _are_all_watched() -> bool:
+    """Every optimizer's steps, by a profiler or a hook."""
+    hooks = optimizer_hooks._global_optimizer_pre_hooks or optimizer_hooks._global_optimizer_post_hooks
+    return bool(profiler._is_profiler_enabled or hooks)
 
 
 def _as_number(value: Any) -> Any:

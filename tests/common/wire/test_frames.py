@@ -41,6 +41,8 @@ def test_lengths_around_every_varint_boundary(num_bytes: int) -> None:
     assert pb.WorkerMessage.FromString(raw) == pb.WorkerMessage(offset=5, data=data)
     parsed = parse(pb.WorkerMessage, raw)
     assert (parsed.offset, bytes(parsed.data)) == (5, data)
+    if num_bytes > 1 << 14:
+        assert parsed.data.obj is raw, "data is a view into the message, not a copy, where that takes longer"
 
 
 # ---- the generated classes', read by ours -----------------------------------------------------
@@ -55,9 +57,6 @@ def test_what_protobuf_writes_is_read(message_class: Any, has_header: bool, offs
     raw = message.SerializeToString()
     parsed = parse(message_class, raw)
     assert_same_as_protobuf(parsed, message)
-    if data and has_header:
-        address = memoryview(raw).obj
-        assert parsed.data.obj is address, "data is a view into the message, not a copy"
 
 
 @pytest.mark.parametrize("field", [field.name for field in pb.WorkerMessage.DESCRIPTOR.oneofs[0].fields])

@@ -149,13 +149,15 @@ class Steps:
     def _contribute(self, part: Part) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
-        work = Work(num_samples, mean_loss, self._compute_s, self._current_hyperparameters())
+        hyperparameters = self._current_hyperparameters()
         if self._begins:
             self._began = self._memory.take()
         drawn = self._num_batches if self.taken.is_used else None
         is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
-        work = work._replace(num_batches=drawn, data=self._data(part), began=self._began, rows=self._rows())
-        work = work._replace(evaluates=is_due)
+        work = Work(
+            num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
+            data=self._data(part), began=self._began, rows=self._rows(),
+        )  # fmt: skip
         if self.taken.is_parted:
             number = self.parts.index(part) + 1
             self.strategy.contribute(work._replace(part=number, continues=not self._begins), part.parameters)

@@ -1,0 +1,141 @@
+"""Small contributions on a direct connection are taken and answered where they come; all else is left to the
+conversation, as if it had just come."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from paramserver.common.errors import Reason, refusal
+from paramserver.common.wire.direct import on_the_wire
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core.effects import Answer
+from paramserver.ps.engine.peers import Go, Item, Peer
+from paramserver.ps.wire.direct import Connection
+from paramserver.ps.wire.small import SmallExchanges
+
+GO = Go(Answer(0, 1, "APPLIED", "", 1, 1, True, 1, 1), b"weights")
+
+
+def message(item: Item) -> bytes | None:
+    return item.body if isinstance(item, Go) else b"waiting"
+
+
+class Stage:
+    """One worker's side, and what the run makes of contributions: `taken` says."""
+
+    def __init__(self, taken: Callable[[Stage], bool] = lambda stage: True) -> None:
+        ours, self.worker = socket.socketpair()
+        self.worker.setblocking(False)
+        ours.setblocking(False)
+        self.connection, self.peer = Connection(ours), Peer(0, 1)
+        self.num_taken, self.num_sent = 0, 0
+        self._taken = taken
+        self.is_stuck = False  # the message before has not left
+        self.small = SmallExchanges(self.connection, self, self.peer, self, message)  # type: ignore[arg-type]
+        self.other = asyncio.ensure_future(self.small.until_other())
+
+    def take_small(self, raw: bytes) -> bool:
+        if not pb.WorkerMessage.FromString(raw).HasField("contribution"):
+            return False
+        self.num_taken += 1
+        return self._taken(self)
+
+    def write_now(self, raw: bytes) -> bool:
+        return not self.is_stuck and not self.connection.send_now(on_the_wire(raw))
+
+    def contribute(self, count: int = 1) -> None:
+        message = pb.WorkerMessage(contribution=pb.Contribution(step=1)).SerializeToString()
+        self.worker.sendall(b"".join(map(bytes, on_the_wire(message))) * count)
+
+    def answers(self) -> int:
+        try:
+            return len(self.worker.recv(1 << 16)) // len(b"\x07\0\0\0weights")
+        except BlockingIOError:
+            return 0
+
+
+def answered(stage: Stage) -> bool:
+    stage.peer.say(GO)
+    return True
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def played(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(play())
+
+
+def test_each_is_answered_and_one_that_came_too_early_after_it() -> None:
+    async def play() -> None:
+        stage = Stage(answered)
+        stage.contribute(3)
+        await until(lambda: stage.num_taken == 3)
+        assert stage.answers() == 3 and not stage.other.done() and stage.peer.outbox.empty()
+
+        later = Stage()
+        later.contribute(2)
+        await until(lambda: later.num_taken == 1)
+        later.contribute()
+        await asyncio.sleep(0.01)
+        assert (later.num_taken, later.answers()) == (1, 0)  # the first is not answered yet
+        later.peer.say("a reason to wait")
+        later.peer.say(GO)
+        await until(lambda: later.num_taken == 2)
+        later.peer.say(GO)
+        await until(lambda: later.num_taken == 3)
+
+    played(play)
+
+
+def test_what_is_none_is_read_by_the_conversation() -> None:
+    async def play() -> None:
+        stage = Stage(answered)
+        stage.contribute()
+        stage.worker.sendall(b"".join(map(bytes, on_the_wire(pb.WorkerMessage(leave={}).SerializeToString()))))
+        assert await asyncio.wait_for(stage.other, 5) is False
+        raw = await asyncio.wait_for(stage.connection.read(), 5)
+        assert raw is not None and pb.WorkerMessage.FromString(raw).HasField("leave")
+
+        for ending in (lambda one: one.worker.close(), lambda one: one.worker.sendall(b"\xff\xff\xff\xff")):
+            stage = Stage()
+            ending(stage)
+            assert await asyncio.wait_for(stage.other, 5) is False
+
+    played(play)
+
+
+def test_an_answer_that_cannot_be_said_at_once_is_the_conversations() -> None:
+    async def play() -> None:
+        for item in (GO, Go(GO.answer)):  # the connection is full; weights that are no small message
+            stage = Stage()
+            stage.contribute()
+            await until(lambda stage=stage: stage.num_taken)
+            stage.is_stuck = item.body is not None
+            stage.peer.say(item)
+            assert await asyncio.wait_for(stage.other, 5) is True
+            assert stage.peer.outbox.get_nowait() is item
+
+    played(play)
+
+
+def test_what_goes_wrong_is_the_conversations() -> None:
+    def refuse(stage: Stage) -> bool:
+        raise refusal(Reason.BAD_REQUEST, "num_samples is 0")
+
+    async def play() -> None:
+        stage = Stage(refuse)
+        stage.contribute()
+        with pytest.raises(Exception, match="num_samples"):
+            await asyncio.wait_for(stage.other, 5)
+        assert stage.peer.at_once is None
+
+    played(play)
