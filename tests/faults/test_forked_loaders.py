@@ -25,6 +25,8 @@ def test_a_hundred_short_epochs_with_forked_loaders(job, figure):
     server = job.server("--mode", "async", "--workers", "2", "--steps", str(BATCHES * epochs), "--history", "h.jsonl")
     began = time.monotonic()
     workers = [job.script(rank, SCRIPT, "2") for rank in range(2)]
+    for count in (epochs // 2, epochs):  # of twice as many; a hang is the end of progress, however slow the machine is
+        job.until(lambda count=count: min(len(loaders_of(worker)) for worker in workers) >= count, f"{count} loaders")
     job.end(*workers, server)
     figure("seconds", time.monotonic() - began)
     numbers = [loaders_of(worker)[-1][0] for worker in workers]
