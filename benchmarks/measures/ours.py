@@ -105,6 +105,7 @@ class OurExchange:
                 found: Samples = {}
                 for _ in range(count):
                     whole, upload = self._exchange(first), self._exchange(second)
+                    time.sleep(upload["exchange"])  # its server steps after the answer: not in somebody else's turn
                     for part, seconds in (whole | {"up": upload["up"], "up_reply": whole["up"]}).items():
                         found.setdefault(part, []).append(seconds)
                 return found

@@ -86,18 +86,18 @@ def test_sigterm_stops_every_process_too(bench: Any) -> None:
 @pytest.mark.slow
 def test_exchange_beside_peers(bench: Any) -> None:
     report, table = bench.measure(
-        "exchange --mb 1 --runs 2 --mode bsp --codec bf16 --lane grpc --peers unary,iperf,ddp"
+        "exchange --mb 2 --runs 2 --mode bsp --codec bf16 --lane grpc --peers unary,iperf,ddp"
     )
     check_origin(report, "exchange")
     config = report["config"]
     assert (config["mode"], config["codec"], config["lane"], config["workers"]) == ("sync", "bf16", "grpc", 1)
     check_numbers(report["results"])
     found = report["results"]["ours"]["grpc"]
-    assert (report["results"]["size_mb"], found["sent_mb"], found["lane"]) == (1.0, 0.5, "grpc")
+    assert (report["results"]["size_mb"], found["sent_mb"], found["lane"]) == (2.0, 1.0, "grpc")
     for part in ("exchange", "up", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
     assert found["held_ms"] >= 0  # one worker: nobody is waited for
-    for part, num_mb in (("up", 0.5), ("down", 1.0)):
+    for part, num_mb in (("up", 1.0), ("down", 2.0)):
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
     assert found["held_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
