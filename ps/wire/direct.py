@@ -108,6 +108,7 @@ class Connection:
     def watch(self, readable: Callable[[], object]) -> None:
         """Call this whenever something has come."""
         if not self._is_closed:
+            self._waking.wait_for(1)  # a large message may have come before
             self._loop.add_reader(self._descriptor, readable)
 
     def unwatch(self) -> None:

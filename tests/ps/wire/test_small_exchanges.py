@@ -139,3 +139,25 @@ def test_what_goes_wrong_is_the_conversations() -> None:
         assert stage.peer.at_once is None
 
     played(play)
+
+
+def test_it_is_woken_by_a_small_message_after_a_large_one() -> None:
+    async def play() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            worker = socket.create_connection(listening.getsockname())
+            ours, _ = listening.accept()
+        ours.setblocking(False)
+        connection = Connection(ours)
+        large = bytearray(4 << 20)
+        receiving = asyncio.ensure_future(connection.receive_into(memoryview(large)))
+        await asyncio.to_thread(worker.sendall, large)
+        assert await asyncio.wait_for(receiving, 5)
+        connection._waking.wait_for(1 << 20)  # as it may be left
+        woken: list[bool] = []
+        connection.watch(lambda: woken.append(True))
+        worker.sendall(b"x")
+        await until(lambda: woken)
+        connection.close()
+        worker.close()
+
+    played(play)
