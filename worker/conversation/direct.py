@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, Waking, length_of, on_the_wire, prepare
+from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from .reach import connect, left_s
 
@@ -57,7 +57,8 @@ class Direct:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        self._waking = Waking(self._socket)
+        # Not SO_RCVLOWAT: who waits in recv for the rest of what it has begun to take is woken for so many new bytes.
+        self._all_at_once = 0 if isinstance(self._socket, ssl.SSLSocket) else socket.MSG_WAITALL
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_waiting = 0  # for the thread
         self._lock = threading.Lock()
@@ -130,8 +131,7 @@ class Direct:
             target[:done] = self._view[self._start : self._start + done]
             self._start += done
             while done < len(target):
-                self._waking.wait_for(len(target) - done)
-                done += self._receive(target[done:])
+                done += self._receive(target[done:], self._all_at_once)
 
     def _fill(self) -> None:
         if self._start == self._end:
@@ -140,11 +140,10 @@ class Direct:
             left = self._end - self._start
             self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
-        self._waking.wait_for(1)
         self._end += self._receive(self._view[self._end :])
 
-    def _receive(self, target: memoryview) -> int:
-        num_bytes = self._socket.recv_into(target)
+    def _receive(self, target: memoryview, flags: int = 0) -> int:
+        num_bytes = self._socket.recv_into(target, len(target), flags)
         if not num_bytes:
             raise EOFError
         return num_bytes

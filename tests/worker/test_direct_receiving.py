@@ -1,0 +1,59 @@
+"""The worker's end of a direct connection, and a server that sends a body in pieces."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import termios
+import threading
+import time
+
+import pytest
+
+from paramserver.common.security import Credentials
+from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES
+from paramserver.worker.conversation.direct import Direct
+
+NUM_BYTES = 600_000
+
+
+def num_unread(connection: socket.socket) -> int:
+    """Bytes that have come and nobody has taken."""
+    found = array.array("i", [0])
+    fcntl.ioctl(connection, termios.FIONREAD, found)
+    return found[0]
+
+
+@pytest.mark.parametrize("first", [1, 100_000, 400_000, NUM_BYTES - 1])
+def test_a_body_of_which_some_was_taken_before_the_rest_came(first):
+    """Whoever sleeps in recv with a part of what it wants is woken for the rest, however little that is."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def take() -> None:
+            server, _ = listening.accept()
+            server.recv(len(HELLO) + TICKET_BYTES, socket.MSG_WAITALL)
+            server.sendall(TAKEN)
+            accepted.append(server)
+
+        accepted: list[socket.socket] = []
+        taking = threading.Thread(target=take)
+        taking.start()
+        direct = Direct(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), Credentials())
+        taking.join()
+    (server,) = accepted
+    body = bytes(range(256)) * (NUM_BYTES // 256) + bytes(NUM_BYTES % 256)
+    received = bytearray(NUM_BYTES)
+    receiving = threading.Thread(target=direct.receive_into, args=(iter([memoryview(received)]),), daemon=True)
+    receiving.start()
+    server.sendall(body[:first])
+    deadline = time.monotonic() + 10
+    while received[:first] != body[:first] or num_unread(direct._socket):
+        assert time.monotonic() < deadline
+    server.sendall(body[first:])
+    receiving.join(10)
+    assert not receiving.is_alive()
+    assert received == body
+    direct.close()
+    server.close()
