@@ -38,8 +38,7 @@ class Watch:
         if self._bytes:
             self._noted = list(map(bytes, self._bytes))
             return
-        self._sample = torch.cat(self._corners)
-        self._samples = self._sample.split([corner.numel() for corner in self._corners])
+        self._keep(self._corners)
         self._versions = self._count()
 
     def note_one(self, index: int) -> None:
@@ -59,13 +58,13 @@ class Watch:
         if self._bytes:
             if list(map(bytes, self._bytes)) == self._noted:
                 return []
-            noted = list(map(_from_bytes, self._noted, self._corners))
+            noted = self._kept()
         else:
             if self._versions and self._versions == self._count():
                 return []
             if torch.equal(torch.cat(self._corners), self._sample):
                 return []
-            noted = list(self._samples)
+            noted = self._kept()
         limit = _ROUNDINGS * max(torch.finfo(corner.dtype).eps for corner in self._corners)
         triples = zip(self._names, self._corners, noted, strict=True)
         return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
@@ -77,11 +76,28 @@ class Watch:
     def _look_up(self) -> None:
         """The first elements of each tensor, wherever it lies now."""
         if self._places is not self._model.places:
+            noted = self._kept() if self._places is not None else []
             self._places = self._model.places
             trained = list(compress(self._model.tensors, self._is_trained))
             self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
             is_plain = all(corner.device.type == "cpu" and corner.is_contiguous() for corner in self._corners)
             self._bytes = list(map(as_bytes, self._corners)) if is_plain else []
+            if noted:
+                self._keep([old.to(new) for old, new in zip(noted, self._corners, strict=True)])
+                self._versions = []  # nothing was counted there
+
+    def _keep(self, noted: list[torch.Tensor]) -> None:
+        """In the form in which what lies there now is compared."""
+        if self._bytes:
+            self._noted = [bytes(as_bytes(one)) for one in noted]
+        else:
+            self._sample = torch.cat(noted)
+            self._samples = self._sample.split([one.numel() for one in noted])
+
+    def _kept(self) -> list[torch.Tensor]:
+        if self._bytes:
+            return list(map(_from_bytes, self._noted, self._corners))
+        return list(self._samples)
 
 
 def _from_bytes(noted: bytes, like: torch.Tensor) -> torch.Tensor:
