@@ -1,0 +1,50 @@
+"""A small network in float64, on batches that (rank, step) say, 3 + 2 * rank samples each: a worker, and what a test
+makes the reference of. argv: sgd|adamw [WAIT_FILE STEP], as in onehot.py.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def make(inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    if inner == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def size(rank: int) -> int:
+    return 3 + 2 * rank
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    chance = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(size(rank), 6, generator=chance, dtype=torch.float64)
+    targets = torch.randint(3, (size(rank),), generator=chance)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+
+
+def main() -> None:
+    import paramserver
+
+    model, inner = make(sys.argv[1])
+    with paramserver.connect() as session:
+        optimizer = session.optimizer(model, inner)
+        while not session.is_over():
+            if len(sys.argv) > 3 and session.step == int(sys.argv[3]):
+                print("at the gate", flush=True)
+                while not Path(sys.argv[2]).exists():
+                    time.sleep(0.005)
+            backward(model, session.rank, session.step)
+            session.record(num_samples=size(session.rank))
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
