@@ -12,7 +12,6 @@ open: it says why a conversation has ended, and each of the two ends with the ot
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -28,9 +27,6 @@ _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 # So much of a body follows one message: what has come whole is looked through while the rest is on its way.
 PLACED_BYTES = 8 * CHUNK_BYTES
-# Of a body so many bytes are waited for at once: whoever is woken costs the sender as much as copying 64 KiB.
-WAKE_BYTES = 512 << 10
-_RECORDS_BYTES = 32 << 10
 # A probe after 4 s of silence and then each 2 s, three times; bytes that nobody acknowledges, ms.
 _NOTICED = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
@@ -59,23 +55,6 @@ def placed_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[P
     """The pieces of a body, in order from `offset`, as messages of at most PLACED_BYTES."""
     for at, parts in stretches(pieces, offset, PLACED_BYTES):
         yield Placed(placed_frame(at, sum(map(len, parts))), parts)
-
-
-class Waking:
-    """How many bytes whoever waits on a connection is woken for."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._num_bytes = 1
-
-    def wait_for(self, num_missing: int) -> None:
-        """So many are missing: WAKE_BYTES at once, or what is left, or the end; 1: whatever comes."""
-        # In TLS some of them may have been taken already, in a record that is not whole.
-        num_bytes = min(WAKE_BYTES, num_missing - _RECORDS_BYTES) if num_missing > 2 * _RECORDS_BYTES else 1
-        if num_bytes != self._num_bytes:
-            self._num_bytes = num_bytes
-            with contextlib.suppress(OSError):  # a system that has no such option
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 def prepare(connection: socket.socket) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, Waking, length_of
+from ...common.wire.direct import LENGTH_BYTES, length_of
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
@@ -28,9 +28,33 @@ _BUFFER_BYTES = 64 << 10
 _NUM_THREADS = 4
 _LEAST_HANDED_OVER = 256 << 10  # less is sent and received on the loop: a hop costs as much
 _MOMENT_MS = 1
+# Of a body so many bytes are waited for at once: whoever is woken costs the sender as much as copying 64 KiB.
+_WAKE_BYTES = 512 << 10
+_RECORDS_BYTES = 32 << 10
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="direct")
+
+
+class _Waking:
+    """How many bytes whoever polls a connection is woken for.
+
+    Nobody may sleep in `recv` on it: with a part of what it wants taken it is woken for so many *new* bytes, which may
+    be more than are left.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._num_bytes = 1
+
+    def wait_for(self, num_missing: int) -> None:
+        """So many are missing: _WAKE_BYTES at once, or what is left, or the end; 1: whatever comes."""
+        # In TLS some of them may have been taken already, in a record that is not whole.
+        num_bytes = min(_WAKE_BYTES, num_missing - _RECORDS_BYTES) if num_missing > 2 * _RECORDS_BYTES else 1
+        if num_bytes != self._num_bytes:
+            self._num_bytes = num_bytes
+            with contextlib.suppress(OSError):  # a system that has no such option
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 class Connection:
@@ -46,7 +70,7 @@ class Connection:
         self._waiting: set[asyncio.Future[None]] = set()
         self._is_closed = False
         self._num_running = 0  # on threads
-        self._waking = Waking(connection)
+        self._waking = _Waking(connection)
         # One thread at a time in what TLS remembers; a bare socket needs none.
         is_tls = isinstance(connection, ssl.SSLSocket)
         self._alone: contextlib.AbstractContextManager[object] = (
