@@ -30,10 +30,14 @@ def over(code: int) -> None:
     """What became of the program is decided: a signal ends it with that at once, whatever it still puts away. Files
     that a user's task has left open are written now: the end of the interpreter does not come to all of them."""
     _State.is_over = True
-    for found in gc.get_objects():
-        if issubclass(type(found), io.IOBase):
+    objects = gc.get_objects()
+    kinds = {kind for kind in {type(found) for found in objects} if issubclass(kind, io.IOBase)}  # few beside objects
+    for found in objects:
+        if type(found) in kinds:
             with contextlib.suppress(Exception):
                 found.flush()
+    if not gc.isenabled():  # nothing ran, as in --help: nobody looks for garbage in what was imported for it
+        gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM):
         # What the handler uses it holds: modules are gone when the interpreter ends.
         signal.signal(number, lambda *_, end=os._exit: end(code))

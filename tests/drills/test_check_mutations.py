@@ -138,10 +138,13 @@ def forget_a_departure(lines: list[Line], chance: random.Random) -> None:
 
 
 def answer_with_older_weights(lines: list[Line], chance: random.Random) -> None:
+    """Older than what this worker has been given: `buffered` answers version 0 until its first group is full."""
+
     def is_later(i: int) -> bool:
         segment = next(segment for segment in server_segments(lines) if i in segment)
         return is_op(lines, i, "answer", outcome="APPLIED") and any(
             is_op(lines, j, "answer", rank=lines[i]["rank"], incarnation=lines[i]["incarnation"])
+            and lines[j]["version"] > 0
             for j in range(segment.start, i)
         )
 
