@@ -86,10 +86,10 @@ class Family:
         return found
 
 
-_NO_MODES = frozenset({"base", "rules", "shared", "single"})
+_NO_MODES = frozenset({"base", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
-CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "by_tensor"}))
+CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 

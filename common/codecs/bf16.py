@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from ..tensors.layout import FlatRun, Kind, Layout
-from .by_tensor import ByTensor, aligned
+from .shared.by_tensor import ByTensor, aligned
 
 
 class Bf16Codec(ByTensor):

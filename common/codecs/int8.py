@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .by_tensor import ROOM, ByTensor, blocks_of
+from .shared.by_tensor import ROOM, ByTensor, blocks_of
 
 _BLOCK = 256
 _SCALE_BYTES = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .by_tensor import ByTensor
+from .shared.by_tensor import ByTensor
 
 _SCALE_BYTES = 4
 _AT_ONCE = 1 << 17

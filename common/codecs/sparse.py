@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .by_tensor import ByTensor, largest, scatter
+from .shared.by_tensor import ByTensor, largest, scatter
 
 _CHUNK, _KEPT = 4096, 64
 _LEVELS = 4

@@ -39,8 +39,8 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
-from .rules import Rule
 from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .shared.rules import Rule
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
 

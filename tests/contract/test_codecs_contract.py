@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.by_tensor import ByTensor, pieces_of
+from paramserver.common.codecs.shared.by_tensor import ByTensor, pieces_of
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 

@@ -20,7 +20,7 @@ import math
 import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
-from ...common.codecs.by_tensor import ROOM, ByTensor, Piece, pieces_of
+from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, pieces_of
 from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
 from ..tensors.transfer import Stretch, copy_bytes
 

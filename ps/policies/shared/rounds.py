@@ -18,7 +18,7 @@ from pydantic import Field
 
 from ....common.config.option import Section
 from ..base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
-from ..rules import RoundRule
+from .rules import RoundRule
 
 
 class RoundOptions(Section):

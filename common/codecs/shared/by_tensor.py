@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from ..tensors.layout import DTYPES, Kind, Layout
-from .base import Stateless
+from ...tensors.layout import DTYPES, Kind, Layout
+from ..base import Stateless
 
 _ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
 _HALF_BYTES = 2
