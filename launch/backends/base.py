@@ -11,9 +11,9 @@ loop and calls `on_line` and `on_exit` from there. What every backend promises (
 - when the launcher dies, whatever the cause, nothing it started stays behind.
 
 To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`; its settings are fields of
-`LaunchConfig` (common/config/schema.py). `spans_hosts` tells the planner that processes may land on other machines:
-their settings then travel as --set instead of as --config FILE, servers listen on all addresses (0.0.0.0) unless told
-where, and the summary is written by the launcher. The life of a backend in a job:
+`LaunchConfig` (common/config/sections/launching.py). `spans_hosts` tells the planner that processes may land on other
+machines: their settings then travel as --set instead of as --config FILE, servers listen on all addresses (0.0.0.0)
+unless told where, and the summary is written by the launcher. The life of a backend in a job:
 
     __init__ ─> prepare() ─> start(server) ... its `listening` event ─> reach(), for each server
              ─> start(shards) ─> check_reach(addresses) ─> start(workers) ... ─> close()

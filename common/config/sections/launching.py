@@ -1,0 +1,117 @@
+"""What comes out, and how processes are started."""
+
+# No `from __future__ import annotations`: see __init__.py.
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from ..option import EVERY, LAUNCHER, Flag, Panel, Section
+
+
+class SlowdownConfig(Section):
+    """Delays added to a worker's steps, to try unequal machines on equal ones. Seconds are per step."""
+
+    base_s: float = Field(0.0, ge=0, description="added to every step of every worker")
+    jitter_s: float = Field(0.0, ge=0, description="plus a uniform random 0..jitter_s")
+    straggler_rank: int | None = Field(None, ge=0, description="the rank that is slow; none: any")
+    straggler_every: int | None = Field(None, ge=1, description="it is slow every Nth step")
+    straggler_factor: float = Field(5.0, ge=1, description="a slow step takes this many times the step")
+    straggler_probability: float = Field(0.0, ge=0, le=1, description="chance of any step of any worker")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.straggler_rank is None) != (self.straggler_every is None):
+            raise ValueError("straggler_rank and straggler_every go together: which rank, and every how many steps")
+        return self
+
+
+class OutputConfig(Section):
+    save: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.safetensors", is_for_alone=True)] = Field(
+        None, description="final weights; of several modes FILE-MODE.safetensors each"
+    )
+    save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
+    best_weights: str | None = Field(
+        None, description="weights of the best evaluation; none: best.safetensors beside output.save"
+    )
+    curve: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.csv|.jsonl", is_for_alone=True)] = Field(
+        None, description="all evaluations; of several modes FILE-MODE each"
+    )
+    summary: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.json", is_for_alone=True)] = Field(
+        None, description="results as JSON"
+    )
+    history: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.jsonl")] = Field(
+        None,
+        description="what was applied when (a worker: sent and answered), for ps-launch check; "
+        "of several modes FILE-MODE.jsonl each",
+    )
+
+    @property
+    def tables(self) -> str | None:
+        """Where tables of rows go, beside the weights."""
+        return None if self.save is None else f"{self.save.removesuffix('.safetensors')}-tables.safetensors"
+
+    @property
+    def best(self) -> str | None:
+        """Where the weights of the best evaluation go."""
+        beside = None if self.save is None else str(PurePath(self.save).with_name("best.safetensors"))
+        return self.best_weights or beside
+
+    @field_validator("curve")
+    @classmethod
+    def _is_curve(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith((".csv", ".jsonl")):
+            raise ValueError("evaluations are written as CSV or JSON lines: let the name end in .csv or .jsonl")
+        return value
+
+    @field_validator("save", "best_weights")
+    @classmethod
+    def _is_safetensors(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".safetensors"):
+            raise ValueError("weights are written as safetensors: let the name end in .safetensors")
+        return value
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level shown")
+    format: Annotated[
+        Literal["text", "json"], Flag(Panel.OUTPUT, (LAUNCHER,), name="log-format", metavar="text|json")
+    ] = Field("text", description="text for people, json for programs")
+
+
+class LaunchConfig(Section):
+    backend: Annotated[str, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
+        "local", description="where processes start: local, slurm, or ssh, which launch.hosts means"
+    )
+    hosts: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="FILE.yaml")] = Field(
+        None, description="YAML file of the machines to use, see docs/remote.md"
+    )
+    colocate: Annotated[bool, Flag(Panel.HOSTS, (LAUNCHER,))] = Field(
+        False, description="each host that has workers carries one server shard"
+    )
+    sync_code: Annotated[bool, Flag(Panel.HOSTS, (LAUNCHER,))] = Field(
+        False, description="copy the task file or script to every host that has workers"
+    )
+    ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
+    connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
+    lost_after_s: float = Field(
+        20.0, ge=5, description="a host not heard of for so long is lost, and ends what runs there by itself"
+    )
+    script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
+        None, description="your own training script as each worker; its arguments follow --"
+    )
+    torch_variables: Annotated[bool, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
+        False,
+        description="a script is given RANK and WORLD_SIZE too; trainers take them for a process group of their own",
+    )
+    port: Annotated[int | None, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
+        None, ge=0, le=65535, description="server port; none: a free one"
+    )
+    status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
+    grace_s: float = Field(
+        10.0, gt=0, description="seconds from Ctrl-C until children are killed, servers ten times as long"
+    )
+    max_restarts: Annotated[int, Flag(Panel.SNAPSHOTS, (LAUNCHER,), metavar="N")] = Field(
+        3, ge=0, description="of each process, before the job ends with exit code 17; 0: its first failure ends the job"
+    )
+    backoff_s: float = Field(0.5, ge=0, description="before a first restart; doubles up to 10 s")
