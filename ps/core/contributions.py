@@ -15,12 +15,12 @@ from ...common.errors import Reason, refusal
 from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outer, Policy, Refuse
 from ..policies.shared.late import momentum_left
 from . import effects
-from .drawn import Data, Drawn
+from .counting.drawn import Data, Drawn
+from .counting.stats import WorkerStats
 from .effects import Effect, Log
 from .events import Contributed, Identity
 from .judgement import halted, rejected_too_often
 from .roster import Roster, Worker
-from .stats import WorkerStats
 
 # An exchange is over with one of these, and the worker has said how long it took with the next contribution.
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")

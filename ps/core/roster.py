@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
+from .counting.stats import WorkerStats
 from .events import Joined
-from .stats import WorkerStats
 
 # More joins of one rank than this between two snapshots are not believed.
 _MAX_UNKNOWN_JOINS = 10_000

@@ -7,20 +7,18 @@ here is a mistake of ours: the run ends, and what it holds is no state to take a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
+from ...common.errors import ParamServerError, Reason, UsageError, refusal
 from ...common.reporting.curve import Curve, Point
 from ..policies.base import Decision, Policy
-from . import effects, events
+from . import effects, events, saving
 from .contributions import Contributions
+from .counting.length import Length
 from .effects import Effect, Log
-from .length import Length
 from .roster import Roster, Worker, replaced
 from .snapshot_rhythm import Rhythm
 
@@ -71,7 +69,7 @@ class Run:
         self.final: dict[str, float] = {}
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self.length = Length(policy, options.epochs)
-        self._lost_at: dict[int, float] = {}
+        self.lost_at: dict[int, float] = {}  # by rank, before its last training step
         self._happens = self._handlers()
 
     # ---- one event ------------------------------------------------------------------------
@@ -153,7 +151,7 @@ class Run:
         except ParamServerError as error:
             yield effects.NotSeated(asked.stream, error)
             return
-        self._lost_at.pop(worker.rank, None)
+        self.lost_at.pop(worker.rank, None)
         if old is not None:
             if may_resume:
                 worker.goes_on_from(old)
@@ -297,7 +295,7 @@ class Run:
 
     def _take_snapshot(self, at: float) -> Iterator[Effect]:
         saved = self.saved(at)
-        if wrong := _not_json(saved["policy"]):
+        if wrong := saving.not_json(saved["policy"]):
             told = f"mode {self.options.mode} cannot be saved: {wrong}, which is not the same after it has been JSON"
             fix = "let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None"
             yield from self._fail(UsageError(told, fix=fix))
@@ -352,7 +350,7 @@ class Run:
         was_member = rank in self.policy.members
         yield from self._perform(self.policy.left(rank, at), at)
         if was_member and not is_goodbye and not self.policy.is_through(rank):
-            self._lost_at[rank] = at
+            self.lost_at[rank] = at
         yield from self._end_if_over(at)
 
     def _pass_on(self, gone: Worker) -> Iterator[Effect]:
@@ -471,7 +469,7 @@ class Run:
     def absent(self, at: float) -> list[int]:
         """Ranks that were lost before their last training step, and not long ago."""
         since = at - self.options.absent_s
-        return sorted(rank for rank, lost_at in self._lost_at.items() if lost_at > since)
+        return sorted(rank for rank, lost_at in self.lost_at.items() if lost_at > since)
 
     @property
     def is_any_rank_through(self) -> bool:
@@ -513,55 +511,19 @@ class Run:
             yield from self._perform(self.policy.tick(at), at)
         yield from self._end_if_over(at)
 
-    # ---- what survives, and what must be the same everywhere --------------------------------
+    # ---- what survives, and what must be the same everywhere: saving.py ---------------------
 
     def saved(self, at: float) -> dict[str, Any]:
-        """What a snapshot keeps beside the tensors; JSON. Contributions of an open round are not in the weights."""
-        committed = self.policy.num_committed()
-        stats = {}
-        for rank, one in self.roster.stats.items():
-            stats[str(rank)] = one.saved(num_open=self.policy.num_counted.get(rank, 0) - committed.get(rank, 0))
-        return {
-            "run": self.name,
-            "server_incarnation": self.incarnation,
-            "policy": self.policy.saved_state(),
-            "steps": committed,
-            "num_joins": dict(self.roster.num_joins),
-            "training": {
-                "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
-                "stats": stats,
-                "out": sorted(self.policy.out),
-                **self.length.saved(),
-                "curve": self.curve.saved(),
-                "batches": self.contributions.drawn.saved(),
-                "in_step": {str(rank): number for rank, number in self.policy.in_step.items()},
-                "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
-            },
-        }
+        """What a snapshot keeps beside the tensors; JSON."""
+        return saving.saved(self, at)
 
     def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any], source: str = "") -> None:
-        """Go on from the snapshot `source` of `model` (names of model and optimizer, as in `Offered`), before any
-        event. Raises CheckpointError when the mode cannot."""
-        self.model = model
-        self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
-        self.roster.restore(saved["num_joins"])
-        self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
-        try:
-            self.policy.restore(version, saved["steps"], saved["policy"])
-            if (steps := _by_rank(saved["training"], "steps_done")) is not None:
-                self.policy.count_from(steps)
-            self.policy.in_step = _by_rank(saved["training"], "in_step") or {}
-        except Exception as error:
-            raise CheckpointError(
-                f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
-                f"raised {type(error).__name__}: {error}",
-                fix="mend the mode's restore, or begin anew with --resume never",
-            ) from error
-        self.length.restore(saved["training"])
-        self.contributions.restore(saved["training"])
-        self.curve.restore(saved["training"].get("curve"))
-        self.rhythm.restore(version, self.policy.min_steps_done)
-        self.has_weights = self.may_change_optimizer = True
+        """Go on from a snapshot, before any event. Raises CheckpointError when the mode cannot."""
+        saving.restore(self, version, model, saved, source)
+
+    def digest(self) -> str:
+        """The same on all shards after the same events."""
+        return saving.digest(self)
 
     @property
     def was_over_before(self) -> bool:
@@ -577,43 +539,10 @@ class Run:
         """Training has ended, as far as the clock of the summary is concerned."""
         return self.is_done or not self.roster.workers
 
-    def digest(self) -> str:
-        """The same on all shards after the same events: of everything that decides."""
-        seats = {
-            rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
-            for rank, worker in self.roster.workers.items()
-        }
-        bringer = self.bringer and [self.bringer.rank, self.bringer.incarnation]
-        flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, bringer, self._lost_at]
-        end = [self.has_finished, self.evaluator, self.ended_by, self.length.by, len(self.curve.points)]
-        state = [self.policy.full_state(), seats, self.roster.num_joins, flags, end, self.rhythm.state()]
-        text = json.dumps(state, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
 
 
-def _by_rank(training: dict[str, Any], name: str) -> dict[int, int] | None:
-    """Counts of each rank, as `Run.saved` keeps them; None where they are not, as in older snapshots."""
-    saved = training.get(name)
-    if not isinstance(saved, dict) or not all(type(count) is int and count >= 0 for count in saved.values()):
-        return None
-    return {int(rank): count for rank, count in saved.items() if rank.removeprefix("-").isdecimal()}
-
-
 def _stopping() -> ParamServerError:
     return refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")
-
-
-def _not_json(state: dict[str, Any]) -> str:
-    """The first entry that JSON does not give back as it was, as a phrase; empty where there is none."""
-    for key, value in state.items():
-        try:
-            is_same = json.loads(json.dumps({key: value})) == {key: value}
-        except (TypeError, ValueError):
-            is_same = False
-        if not is_same:
-            return f"{key!r} of its saved_state is {value!r:.80}"
-    return ""

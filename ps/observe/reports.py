@@ -8,7 +8,7 @@ from heapq import nsmallest
 
 from ...common.reporting.status import Status, Total, WorkerStatus
 from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
-from ..core.stats import WorkerStats
+from ..core.counting.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
 

@@ -186,8 +186,10 @@ class Server:
 
     async def settle(self) -> None:
         """Until every coroutine and the tensor thread have done what they can."""
-        for _ in range(4):
+        num_quiet = 0
+        while num_quiet < 4:
             await turns()
+            num_quiet = 0 if self.engine.tensors._num_pending else num_quiet + 1
             await self.engine.tensors.run(lambda: None)
 
     def check_no_memory_is_kept(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserver.ps.core.drawn import Data, Drawn
+from paramserver.ps.core.counting.drawn import Data, Drawn
 
 
 def test_the_place_counts_batches_and_not_steps() -> None:

@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError
+from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.core.effects import ContributionTaken
 from paramserver.ps.core.events import Identity
-from paramserver.ps.core.stats import WorkerStats
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import metrics

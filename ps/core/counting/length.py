@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..policies.base import Policy
-from .effects import Effect, Log
+from ...policies.base import Policy
+from ..effects import Effect, Log
 
 
 class Length:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ...common.reporting.summary import WorkerSummary
+from ....common.reporting.summary import WorkerSummary
 
 # The live view's rates cover this many contributions.
 _RECENT = 20

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .effects import Effect, Log
+from ..effects import Effect, Log
 
 
 class Drawn:

@@ -1,0 +1,1 @@
+"""What a run counts: training steps, batches drawn, figures of each worker."""
