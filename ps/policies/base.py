@@ -33,13 +33,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from enum import Enum
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
 from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .shared.members import Common, Member, canonical, names
 from .shared.rules import Rule
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
@@ -49,29 +47,7 @@ __all__ = [
     "Outer", "Policy", "Refuse", "names",
 ]  # fmt: skip
 
-_NUM_NAMED = 8  # ranks in a sentence
 ROUNDS = -1  # in the place of a rank, where all are counted together
-
-
-@dataclass(frozen=True)
-class Common:
-    """What every mode is told of the run."""
-
-    training_steps: int | None = 1_000_000  # of each worker; None: until its own loop ends
-    num_workers: int | None = None  # training starts when all of them have joined
-    min_workers: int = 1  # with fewer, training holds
-    weighting: Literal["samples", "equal"] = "samples"
-    pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
-
-
-@dataclass(slots=True)
-class Member:
-    """A live worker."""
-
-    rank: int
-    pending: Outcome | None = None  # what it will be answered with; None: it computes
-    is_away: bool = False  # its connection is lost: what is pending stays so until it asks again
-    is_fresh: bool = True  # nothing contributed since it was let in
 
 
 class Policy(ABC):
@@ -177,7 +153,7 @@ class Policy(ABC):
         """Everything that decides, as JSON: for comparing two that were given the same events. Takes time in
         proportion to the members."""
         told = ("common", "options")
-        return {name: _canonical(value) for name, value in sorted(vars(self).items()) if name not in told}
+        return {name: canonical(value) for name, value in sorted(vars(self).items()) if name not in told}
 
     # ---- events ------------------------------------------------------------------------
 
@@ -485,22 +461,3 @@ class Policy(ABC):
             else:
                 waiting.shut(rank, gate.until if isinstance(gate, Closed) else None)
         return decisions
-
-
-def names(ranks: Any) -> str:
-    """The first few ranks of many, in a sentence."""
-    first = list(islice(ranks, _NUM_NAMED + 1))
-    return ", ".join(map(str, first[:_NUM_NAMED])) + (", ..." if len(first) > _NUM_NAMED else "")
-
-
-def _canonical(value: Any) -> Any:
-    """As JSON, in one way: whatever has no order of its own is sorted."""
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return [[_canonical(key), _canonical(value[key])] for key in sorted(value)]
-    if isinstance(value, set | frozenset):
-        value = sorted(value)
-    return [_canonical(entry) for entry in value] if isinstance(value, list | tuple) else value
