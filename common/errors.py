@@ -115,8 +115,9 @@ def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
     return reason.error(message, fix=fix, reason=reason)
 
 
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """`did you mean 'ssp'?` with the nearest known name, or the list of all of them."""
+def did_you_mean(wrong: str, known: Iterable[str], before: str = "") -> str:
+    """`did you mean 'ssp'?` with the nearest known name, or the list of all of them. `before` stands before each, and
+    makes no name nearer."""
     names = sorted(known)
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    return f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names)
+    return f"did you mean '{before}{near[0]}'?" if near else f"known: {before}" + f", {before}".join(names)

@@ -220,6 +220,6 @@ def _check_key(key: str, origin: str, known: Iterable[str]) -> None:
     name = rest.partition(".")[0]
     if name and f"{section}.{name}" not in known and sections()[section] is not OptimizerConfig:
         elsewhere = [key for key in known if key.endswith(f".{name}")]
-        near = [key for key in known if key.startswith(f"{section}.")]
-        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(f"{section}.{name}", near)
+        near = [key.removeprefix(f"{section}.") for key in known if key.startswith(f"{section}.")]
+        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, near, f"{section}.")
         raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)
