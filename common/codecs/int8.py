@@ -6,13 +6,17 @@ half to even. Decoded is q s. (Where s is no normal float32, q is smaller: whoev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from .shared.by_tensor import ROOM, ByTensor, blocks_of
+from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
 
 _BLOCK = 256
 _SCALE_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
+# A float32 of this size holds whole numbers, so adding it rounds, and the lowest byte of its bits is the level.
+_ROUND = torch.full((1, _BLOCK), 1.5 * 2**23)
 
 
 class Int8Codec(ByTensor):
@@ -22,32 +26,24 @@ class Int8Codec(ByTensor):
         return -(-num_elements // _BLOCK) * _SCALE_BYTES + num_elements
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        scales, levels = self._parts(out, len(values))
-        for first, block in blocks_of(values, _BLOCK):
-            scale, place = self._places(scales, levels, first, block)
-            work = torch.abs(block, out=ROOM.of("work", block.shape))
-            torch.amax(work, 1, out=scale)
-            scale.div_(127)
-            torch.mul(block, scale.clamp(min=_TINY).reciprocal_()[:, None], out=work)
-            place.copy_(work.round_())
+        for block, scale, place in self._parts(values, out):
+            sizes_of(block, scale).div_(127)
+            steps = scale.clamp(min=_TINY).reciprocal_()[:, None]
+            torch.addcmul(_ROUND[:, : block.shape[1]], block, steps, out=ROOM.of("work", block.shape))
+            place.copy_(ROOM.of("work", block.shape, torch.int32))
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, levels = self._parts(encoded, len(out))
-        for first, block in blocks_of(out, _BLOCK):
-            scale, place = self._places(scales, levels, first, block)
+        for block, scale, place in self._parts(out, encoded):
             block.copy_(place).mul_(scale[:, None])
 
-    def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales, float32 [blocks], and levels, int8 [n]."""
-        num_bytes = len(encoded) - num_elements
-        return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:].view(torch.int8)
-
-    def _places(
-        self, scales: torch.Tensor, levels: torch.Tensor, first: int, block: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of `block`, [blocks, 256], from block `first` on."""
-        at = first * _BLOCK
-        return scales[first : first + len(block)], levels[at : at + block.numel()].view(block.shape)
+    def _parts(
+        self, values: torch.Tensor, encoded: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of the whole blocks and of a shorter one: values and levels, int8, [blocks, n], scales, float32 [blocks]."""
+        num_bytes = len(encoded) - len(values)
+        scales, levels = encoded[:num_bytes].view(torch.float32), encoded[num_bytes:].view(torch.int8)
+        for (first, block), (_, place) in zip(blocks_of(values, _BLOCK), blocks_of(levels, _BLOCK), strict=True):
+            yield block, scales[first : first + len(block)], place
 
 
 ENTRY = Int8Codec

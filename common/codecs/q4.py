@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ROOM, ByTensor, blocks_of
+from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
 
 _BLOCK = 256
 _SCALE_BYTES = 4
@@ -31,15 +31,14 @@ class Q4Codec(ByTensor):
         scales, codes = self._parts(out, len(values))
         for first, block in blocks_of(values, _BLOCK):
             scale = scales[first : first + len(block)]
-            work = torch.abs(block, out=ROOM.of("work", block.shape))
-            torch.amax(work, 1, out=scale)
-            work.mul_(scale.clamp(min=_TINY).reciprocal_()[:, None])
-            work.view(torch.int32).add_(_ROUND).bitwise_right_shift_(_MANTISSA_BITS)
-            code = ROOM.of("code", block.shape, torch.uint8).copy_(work.view(torch.int32))
+            steps = sizes_of(block, scale).clamp(min=_TINY).reciprocal_()[:, None]
+            work = torch.mul(block, steps, out=ROOM.of("work", block.shape)).view(torch.int32)
+            work.add_(_ROUND).bitwise_right_shift_(_MANTISSA_BITS)
+            wide = ROOM.of("wide", block.shape, torch.int16).copy_(work)  # the exponent, less 256 for a minus
+            minus = torch.bitwise_right_shift(wide, 8, out=ROOM.of("minus", block.shape, torch.int16))
+            code = ROOM.of("code", block.shape, torch.uint8).copy_(wide)
             code.clamp_(_BIAS, _BIAS + 7).sub_(_BIAS)
-            torch.bitwise_right_shift(block.view(torch.int32), 31, out=work.view(torch.int32))  # -1 for a minus
-            minus = ROOM.of("minus", block.shape, torch.int8).copy_(work.view(torch.int32))
-            code.bitwise_or_(minus.view(torch.uint8).bitwise_and_(8))
+            code.bitwise_or_(ROOM.of("minus byte", block.shape, torch.uint8).copy_(minus).bitwise_and_(8))
             _pack(code.view(-1), codes[first * _BLOCK // 2 :])
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:

@@ -55,9 +55,10 @@ def test_connections_that_break_in_the_middle_change_nothing(cluster: Any) -> No
 
 
 @pytest.mark.slow
-def test_overlap_with_shards_and_half_precision(cluster: Any) -> None:
-    """Each shard's part comes by itself; what is encoded comes whole."""
-    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__ANSWER_CODEC": "bf16"}
+def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
+    """Each shard's part comes by itself; what is encoded comes down whole, and goes up tensor by tensor, with what was
+    left out of the last ones."""
+    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__ANSWER_CODEC": "bf16", "PS_WORKER__CODEC": "q4"}
     found = []
     for overlap in (False, True):
         server = cluster.server(

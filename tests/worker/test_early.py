@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.codecs.raw import RawCodec
+from paramserver.common.codecs.base import body_bytes
+from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.frames import BodyReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
@@ -25,10 +26,10 @@ from paramserver.worker.tensors.transfer import ModelTensors
 class Receiver:
     """The part of an exchange that sends, and at its other end a body as the server collects it."""
 
-    def __init__(self, model: ModelTensors, lane: str, staged: bool = False) -> None:
+    def __init__(self, model: ModelTensors, lane: str, staged: bool = False, codec: str = "raw") -> None:
         self.model = model
         self.transfer: Any = StagedTransfer(model) if staged else make_transfer(model)
-        self.body = new_body(model.layout.exchange_bytes)
+        self.body = new_body(body_bytes(CODECS.load(codec)(), model.layout))
         self.num_begun = 0
         self._has_begun = False
         way: Lane = Lane()
@@ -36,7 +37,7 @@ class Receiver:
             way = SharedLane()
             way.segment = self.body
         self._is_placed = way.segment is not None
-        self.up = Up(RawCodec(), model, self.transfer, self._come)
+        self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
         self.up.joined(way)
         self.prepare, self.depart, self.recall = self.up.prepare, self.up.depart, self.up.recall
         self._begin()
@@ -80,11 +81,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(20, 30)
-        self.norm = nn.BatchNorm1d(30)
-        self.twice = nn.Linear(30, 30)
+        self.first = nn.Linear(20, 36)
+        self.norm = nn.BatchNorm1d(36)
+        self.twice = nn.Linear(36, 36)
         self.unused = nn.Linear(7, 3)
-        self.last = nn.Linear(30, 2).double()
+        self.last = nn.Linear(36, 2).double()
         self.first.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,6 +165,27 @@ def test_what_arrives_is_what_step_was_called_with(
         arrived = receiver.contribute()
         assert bytes(arrived.numpy()) == b"".join(expected_from.gather("gradient")[0].pieces), f"step {step}"
     assert receiver.num_begun > 0, "nothing left early: this test shows nothing"
+    assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS.names() if CODECS.load(name).goes_in_parts])
+@pytest.mark.parametrize("loop", [plain, clipped, scaled_late], ids=lambda loop: loop.__name__)
+def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
+    loop: Callable[[Net, int], None], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was left out of the contributions before, also where one is encoded again, or does not count."""
+    monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
+    net, twin = Net(), Net()
+    ahead, whole = (Receiver(ModelTensors(one), "tcp", codec=codec) for one in (net, twin))
+    sender = EarlySender(ahead, ahead.model)  # type: ignore[arg-type]
+    for step, outcome in enumerate([pb.Answer.APPLIED, pb.Answer.REJECTED, pb.Answer.START, pb.Answer.APPLIED] * 2):
+        loop(net, step)
+        loop(twin, step)
+        sender.settle()
+        assert torch.equal(ahead.contribute(), whole.contribute()), f"step {step}"
+        ahead.up.answered(outcome)
+        whole.up.answered(outcome)
+    assert ahead.num_begun > 0, "nothing left early: this test shows nothing"
     assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
 
 

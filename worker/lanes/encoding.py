@@ -53,7 +53,7 @@ class Encoding:
             self.part(stretch, range(self._num_exchanged))
         else:
             body, out = self._memory()
-            _gather(stretch, body)
+            _Gather(stretch, body).until_end()
             num_bytes = self.codec.encoded_bytes(self._layout)
             self._coder.begin(body, out[:num_bytes])
             out[num_bytes:].copy_(body[self._layout.parameter_bytes :])
@@ -69,14 +69,16 @@ class Encoding:
         """Encode some tensors, neighbours, each once: their bytes, and where those are in what is sent."""
         assert isinstance(self.codec, ByTensor)
         body, out = self._memory()
-        _gather(stretch, body)
-        of_tensors = pieces_of(self.codec, self._layout)
+        of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, body)
         if not self._has_feedback and len(tensors) == self._num_exchanged:
+            gather.until_end()
             self.codec.encode(self._layout, body, out[: self.codec.encoded_bytes(self._layout)])
         else:
             for pieces in of_tensors[tensors.start : tensors.stop]:
                 for piece in pieces:
+                    gather.until(piece.offset_end)
                     self._write(piece, body, out)
+            gather.until_end()
         if tensors.stop > len(of_tensors):  # buffers as they are
             first = max(self._layout.parameter_bytes, stretch.offset)
             start, end = self._place(first), self._place(self._layout.entries[tensors.stop - 1].end)
@@ -199,8 +201,21 @@ class Encoding:
         return math.hypot(*(float(torch.linalg.vector_norm(run.view(self._left).float())) for run in runs))
 
 
-def _gather(stretch: Stretch, body: torch.Tensor) -> None:
-    target, at = as_bytes(body), stretch.offset
-    for piece in stretch.pieces:
-        copy_bytes(target[at : at + len(piece)], piece)
-        at += len(piece)
+class _Gather:
+    """Copies a stretch to its place in a body, as far as it is to be worked on next: it is in the cache then."""
+
+    def __init__(self, stretch: Stretch, body: torch.Tensor) -> None:
+        self._target, self._at, self._pieces = as_bytes(body), stretch.offset, stretch.pieces[::-1]
+
+    def until(self, end: int) -> None:
+        """So many bytes of the body; a piece that has been begun may go on."""
+        while self._at < end and self._pieces:
+            piece = self._pieces.pop()
+            now, rest = piece[: end - self._at], piece[end - self._at :]
+            if rest:
+                self._pieces.append(rest)
+            copy_bytes(self._target[self._at : self._at + len(now)], now)
+            self._at += len(now)
+
+    def until_end(self) -> None:
+        self.until(len(self._target))

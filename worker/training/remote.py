@@ -46,8 +46,8 @@ class RemoteSession(Session):
         self._config = config
         self._steps: Steps | None = None
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
-        # What is encoded leaves at step(): under load a step that encoded during backward once took over half a minute.
-        self._strategy = make_strategy(self._exchange, may_overlap and config.worker.codec == "raw", may_overlap)
+        may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
+        self._strategy = make_strategy(self._exchange, may_send_early, may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._exchange.settings

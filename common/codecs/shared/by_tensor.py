@@ -23,6 +23,7 @@ from ..base import Stateless
 
 _ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
 _HALF_BYTES = 2
+_MAX_VIEWS = 256  # of kept memory: making one takes as long as work on 10 KiB
 
 
 class Piece(NamedTuple):
@@ -140,25 +141,42 @@ class Room(threading.local):
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, Sequence[int], torch.dtype], torch.Tensor] = {}
 
     def of(self, what: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`shape` of `dtype`, with old contents; the same memory each time that `what` is asked for."""
+        found = self._views.get((what, shape, dtype))
+        return found if found is not None else self._make(what, shape, dtype)
+
+    def _make(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if what not in self._kept or len(self._kept[what]) < num_bytes:
             self._kept[what] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._kept[what][:num_bytes].view(dtype).view(shape)
+            self._views.clear()  # of what is smaller
+        elif len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = self._views[what, shape, dtype] = self._kept[what][:num_bytes].view(dtype).view(shape)
+        return view
 
 
 ROOM = Room()
 
 
-def blocks_of(values: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+def blocks_of(values: torch.Tensor, size: int) -> list[tuple[int, torch.Tensor]]:
     """[n] as blocks: the number of the first one, and [blocks, size]; what is left over is a shorter one."""
-    full = len(values) // size
-    if full:
-        yield 0, values[: full * size].view(full, size)
-    if full * size < len(values):
-        yield full, values[full * size :].view(1, -1)
+    full, rest = divmod(len(values), size)
+    if not rest:
+        return [(0, values.view(full, size))] if full else []
+    found = [(0, values[: full * size].view(full, size))] if full else []
+    return [*found, (full, values[full * size :].view(1, -1))]
+
+
+def sizes_of(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The largest size in each of `blocks`, float32 [blocks, n], to `out`, float32 [blocks]; NaN where there is one."""
+    torch.abs(blocks, out=ROOM.of("work", blocks.shape))
+    # Their bits as whole numbers are in the same order, NaN last, and need no look for it.
+    torch.amax(ROOM.of("work", blocks.shape, torch.int32), 1, out=out.view(torch.int32))
+    return out
 
 
 def largest(chunks: torch.Tensor, num_kept: int) -> torch.Tensor:
