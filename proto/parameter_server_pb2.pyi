@@ -238,7 +238,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order", "residual")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class Contribution(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     HAS_BASE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_version: int
     num_samples: int
@@ -283,7 +284,8 @@ class Contribution(_message.Message):
     part: int
     has_base: bool
     order: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
+    residual: float
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ..., residual: _Optional[float] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
@@ -320,12 +322,14 @@ class Data(_message.Message):
     def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("transfer_s", "can_evaluate")
+    __slots__ = ("transfer_s", "can_evaluate", "residual")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     can_evaluate: bool
-    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ...) -> None: ...
+    residual: float
+    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)

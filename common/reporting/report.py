@@ -43,12 +43,15 @@ _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("sent", lambda worker: size(worker.bytes_sent)),
     ("received", lambda worker: size(worker.bytes_received)),
 ]
-_RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], int]]] = [
+_RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], float]]] = [
     ("restarts", lambda worker: worker.restarts),
     ("dropped", lambda worker: worker.dropped),
     ("rejected", lambda worker: worker.rejected),
     ("skipped", lambda worker: worker.skipped),
     ("clipped", lambda worker: worker.clipped),
+    ("kept\nback", lambda worker: worker.residual),
+    ("times\nlost", lambda worker: worker.residuals_lost),
+    ("lost", lambda worker: worker.residual_lost),
 ]
 
 
@@ -70,7 +73,7 @@ def summary_table(summary: Summary) -> RenderableType:
     rare = [(name, get) for name, get in _RARE_COLUMNS if any(get(worker) for worker in summary.workers)]
     table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
-        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(f"{get(worker):,}" for _, get in rare))
+        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_count(get(worker)) for _, get in rare))
     rate = f"{summary.num_samples / summary.wall_s:,.0f}" if summary.wall_s else "-"
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
@@ -135,6 +138,10 @@ def describe_mode(summary: Summary) -> str:
 def figure(value: float) -> str:
     """A loss or an accuracy: three decimals, or an exponent where they would hide it."""
     return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.2e}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else figure(value)
 
 
 def share(part: float) -> str:

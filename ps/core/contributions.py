@@ -67,6 +67,8 @@ class Contributions:
         rank, policy, stats, at = worker.rank, self._policy, self._roster.stats[worker.rank], event.at
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
+        if event.residual or stats.residual:
+            stats.kept_back(event.residual)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, event.wants_weights
         worker.evaluates = event.evaluates
         if event.hyperparameters is not None:

@@ -94,6 +94,7 @@ class Finished(OfAWorker):
 
     transfer_s: float = 0.0
     can_evaluate: bool = False
+    residual: float = 0.0  # norm of what its codec has kept back
 
 
 @dataclass(slots=True)
@@ -183,6 +184,7 @@ class Contributed(OfAWorker):
     evaluates: bool = False  # its worker evaluates the weights of the answer
     steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
     part: int = 0  # of a model that is stepped in parts, from 1
+    residual: float = 0.0  # norm of what its worker's codec had kept back before it
 
     @property
     def identity(self) -> Identity:

@@ -90,7 +90,7 @@ class Conversation:
             if received.kind == "finish":
                 peer.state = "finished"
                 facts = received.of(pb.Finish)
-                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate))
+                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, facts.residual))
                 if not await self._hear_out(peer, delivery):
                     return None
                 while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":

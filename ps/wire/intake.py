@@ -247,6 +247,7 @@ class Intake:
             evaluates=header.evaluates,
             steps=header.data.steps,
             part=header.part,
+            residual=header.residual,
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}

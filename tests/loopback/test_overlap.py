@@ -62,13 +62,16 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
     found = []
     for overlap in (False, True):
         server = cluster.server(
-            "--mode", "sync", "--workers", "2", "--steps", "8", "--shards", "2", "--save", "w.safetensors"
-        )
+            "--mode", "sync", "--workers", "2", "--steps", "8", "--shards", "2", "--save", "w.safetensors",
+            "--summary", "s.json",
+        )  # fmt: skip
         shard = cluster.shard(1, 2)
         told = env | {"PS_WORKER__OVERLAP": str(overlap).lower(), "LATE": "yes" if overlap else "no"}
         workers = [cluster.script(rank, "wide.py", **told) for rank in range(2)]
         assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
         found.append(load_file(cluster.folder / "w.safetensors"))
+        summary = json.loads((cluster.folder / "s.json").read_text())
+        assert [0 < one["residual"] < 1 and not one["residuals_lost"] for one in summary["workers"]] == [True, True]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 

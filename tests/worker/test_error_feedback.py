@@ -103,6 +103,7 @@ def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fat
             server.encoding.rollback()
             assert torch.equal(server.left, before)
         assert server.encoding.body is None
+        assert server.encoding.norm == pytest.approx(float(server.left.norm()))
         assert (server.received + server.left - computed).abs().max() < 1e-12 * (seed + 1), fate
 
 

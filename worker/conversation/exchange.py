@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -187,13 +188,18 @@ class Exchange:
         """How tensors travel, for people."""
         return ", ".join(dict.fromkeys(shard.lanes.lane.name for shard in self._shards))
 
+    @property
+    def _residual(self) -> float:
+        """Norm of what the codec has kept back, of all parts."""
+        return math.hypot(*(shard.up.encoding.norm for shard in self._shards))
+
     # ---- exchanging -------------------------------------------------------------------------
 
     def contribute(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
         """Send the next contribution; returns when the run lets the worker go on, its weights in the model; or, where
         they may be late, to be received with `arrive`."""
         started = time.perf_counter()
-        work = work._replace(transfer_s=self._last_transfer_s)
+        work = work._replace(transfer_s=self._last_transfer_s, residual=self._residual)
         try:
             answer = self._exchange(source, work, may_be_late)
         except Lost as lost:
@@ -347,7 +353,8 @@ class Exchange:
         while True:
             try:
                 self._say_first()
-                finals = self._crew.all(self._shards, lambda shard: shard.finish(self._last_transfer_s, can_evaluate))
+                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._residual)
+                finals = self._crew.all(self._shards, finish)
             except Lost as lost:
                 if self._return(lost) is not None and not (is_early or self.progress.is_done):
                     return None

@@ -87,6 +87,7 @@ class Work(NamedTuple):
     has_base: bool = False  # the weights it was computed on are still all here
     # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
     order: tuple[int, ...] = ()
+    residual: float = 0.0  # norm of what the codec has kept back
 
 
 class Goodbye(NamedTuple):
@@ -165,6 +166,8 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
     header.in_segment = in_segment
     header.part = work.part
     header.has_base = work.has_base
+    if work.residual:
+        header.residual = work.residual
     if work.hyperparameters:
         header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
     if work.num_batches is not None:

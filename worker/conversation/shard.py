@@ -247,9 +247,9 @@ class Shard:
 
     # ---- the end ----------------------------------------------------------------------------
 
-    def finish(self, transfer_s: float, can_evaluate: bool) -> Final:
+    def finish(self, transfer_s: float, can_evaluate: bool, residual: float) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
-        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate})
+        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": residual})
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, final, codec="")

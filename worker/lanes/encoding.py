@@ -21,7 +21,7 @@ import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, pieces_of
-from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
+from ...common.tensors.layout import Layout, as_bytes, new_body
 from ..tensors.transfer import Stretch, copy_bytes
 
 
@@ -38,7 +38,8 @@ class Encoding:
         self._out: torch.Tensor | None = None  # uint8 [body_bytes], as it is sent
         self._body: torch.Tensor | None = None  # uint8 [exchange_bytes], as gathered; of a part that is encoded, c - y
         self._left: torch.Tensor | None = None  # e, as a body; None: zeros
-        self._sum = 0.0  # of c - y, not finite where one of them is not
+        self._square = 0.0  # of the norm of c - y; not finite where a value is not
+        self.norm = 0.0  # of e
         self._is_whole = False
         self.num_resets = 0  # of e, that were not zeros
 
@@ -99,7 +100,7 @@ class Encoding:
         codec.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
-        self._sum += values.sub_(decoded).sum().item()
+        self._square += _square(values.sub_(decoded))
 
     def _speed_up(self, piece: Piece, values: torch.Tensor) -> None:
         """`values` become u."""
@@ -139,7 +140,7 @@ class Encoding:
     def recall(self) -> None:
         """Parts that were encoded are not what is to be sent; what is whole stays as it is."""
         if not self._is_whole:
-            self._sum = 0.0
+            self._square = 0.0
 
     def commit(self) -> None:
         """It counts."""
@@ -167,7 +168,8 @@ class Encoding:
         self.codec, self._coder = codec, codec.encoder(self._layout)
 
     def _keep(self) -> None:
-        if math.isfinite(self._sum):
+        if math.isfinite(self._square):
+            self.norm = math.sqrt(self._square)
             self._left, self._body = self._body, self._left
             self._speed, self._next_speed = self._next_speed, self._speed
         else:
@@ -175,30 +177,29 @@ class Encoding:
 
     def _restore(self) -> None:
         """c = (c - y) + y."""
+        self._square = 0.0
         assert isinstance(self.codec, ByTensor) and self._body is not None and self._out is not None
         for pieces in pieces_of(self.codec, self._layout):
             for piece in pieces:
                 values = piece.of_body(self._body)
                 decoded = ROOM.of("of what is sent", values.shape, values.dtype)
                 self.codec.read(piece, self._out, decoded)
-                values.add_(decoded)
+                self._square += _square(values.add_(decoded))
 
     def _reset(self) -> float:
-        norm = self.norm
+        norm, self.norm = self.norm, 0.0
         self._left = self._speed = None
         self.num_resets += norm > 0
         return norm
 
     def _forget_attempt(self) -> None:
-        self._is_whole, self._sum = False, 0.0
+        self._is_whole, self._square = False, 0.0
 
-    @property
-    def norm(self) -> float:
-        """Of e."""
-        if self._left is None:
-            return 0.0
-        runs = self._layout.runs_of(Kind.PARAMETER)
-        return math.hypot(*(float(torch.linalg.vector_norm(run.view(self._left).float())) for run in runs))
+
+def _square(values: torch.Tensor) -> float:
+    """Of the norm of [n]."""
+    wide = values if values.dtype.itemsize > 2 else values.float()
+    return torch.dot(wide, wide).item()
 
 
 class _Gather:

@@ -34,6 +34,9 @@ class WorkerStats:
     rejected_in_a_row: int = 0
     skipped: int = 0
     clipped: int = 0
+    residual: float = 0.0
+    residuals_lost: int = 0
+    residual_lost: float = 0.0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent_samples: int = 0  # of `recent`
@@ -52,6 +55,14 @@ class WorkerStats:
             self.recent_samples -= self.recent[0][1]
         self.recent.append((now, num_samples))
         self.recent_samples += num_samples
+
+    def kept_back(self, norm: float) -> None:
+        """So much its codec keeps back now, as it says. Nothing, where there was something, is the beginning after a
+        START or after values that were not finite: what was kept is lost."""
+        if self.residual and not norm:
+            self.residuals_lost += 1
+            self.residual_lost += self.residual
+        self.residual = norm if 0 < norm < math.inf else 0.0
 
     def exchange_s(self, incarnation: int) -> float:
         """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""

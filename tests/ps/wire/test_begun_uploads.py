@@ -159,3 +159,16 @@ async def test_pieces_that_nothing_announced(server: Server) -> None:
     await turns()
     assert await worker.end() == "BAD_REQUEST"
     server.check_no_memory_is_kept()
+
+
+@served(workers=1, mode="async")
+async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> None:
+    """Nothing, where there was something: lost. At the end it is what is never sent."""
+    (worker,) = await server.workers(1)
+    for step, residual in enumerate([0.0, 3.0, 4.0, 0.0, 0.0, 2.0], 1):
+        worker.contribute(step=step, base_version=step - 1, residual=residual)
+        await server.settle()
+    worker.send(finish=pb.Finish(residual=1.5))
+    await server.settle()
+    row = server.engine.run.roster.stats[0].summary()
+    assert (row.residual, row.residuals_lost, row.residual_lost) == (1.5, 1, 4.0)
