@@ -1,9 +1,11 @@
 """What codecs do to learning: handwritten digits, four workers in step, in one process.
 
-    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer sgd|momentum|worker|adam]
+    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer sgd|momentum|worker|adam] [--down]
 
 The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
-nothing else of a run does, so that one takes seconds. An MLP of 85,002 parameters, batch 32 of each worker; the
+nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, as
+differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that; ratios are then of either
+way. An MLP of 85,002 parameters, batch 32 of each worker; the
 held-out accuracy after the last step, of several seeds, with what was left out sent later, and without.
 """
 
@@ -18,8 +20,11 @@ import torch
 from torch import nn
 
 from ...common.codecs.base import Codec, body_bytes, take_body
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.registry import CODECS
-from ...common.tensors.layout import Layout, new_body
+from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.wire.frames import body_frames
 from ...worker.lanes.encoding import Encoding
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
@@ -35,7 +40,8 @@ OPTIMIZERS = {
 
 class Outcome(NamedTuple):
     accuracy: float
-    ratio: float  # bytes of a gradient over those that were sent
+    ratio: float  # bytes of a gradient over those that were sent, with their framing
+    ratio_down: float  # the same of weights
 
 
 class Way:
@@ -56,7 +62,39 @@ class Way:
         return body
 
 
-def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: bool = True) -> Outcome:
+class Back:
+    """From the server's weights to those that all workers have."""
+
+    def __init__(self, codec: Codec, tensors: ModelTensors) -> None:
+        self.num_bytes = num_framed(tensors.layout.exchange_bytes)
+        self._transfer, self._layout, self._codec = DirectTransfer(tensors), tensors.layout, codec
+        self._reference = self._weights()
+        if moves_reference(codec):
+            self._out = new_body(body_bytes(codec, tensors.layout))
+            self.num_bytes = num_framed(len(self._out))
+
+    def _weights(self) -> torch.Tensor:
+        body = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in self._transfer.gather_all()])
+        return body[: self._layout.exchange_bytes]
+
+    def lend(self) -> torch.Tensor:
+        """The model has the workers' weights until these, the server's, are given back."""
+        weights = self._weights()
+        if isinstance(self._codec, ByTensor) and moves_reference(self._codec):
+            approach(self._codec, self._layout, weights, self._reference, self._out)
+            self._transfer.write(0, as_bytes(self._reference))
+        return weights
+
+    def give_back(self, weights: torch.Tensor) -> None:
+        self._transfer.write(0, as_bytes(weights))
+
+
+def num_framed(num_bytes: int) -> int:
+    """Of a body on a stream."""
+    return sum(map(len, body_frames([memoryview(bytes(num_bytes))])))
+
+
+def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: bool = True, down: str = "raw") -> Outcome:
     """Train once."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -65,7 +103,9 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
     ways = [Way(_codec(codec, has_feedback), layout, 0.9 * (optimizer == "worker")) for _ in range(NUM_WORKERS)]
     server = OPTIMIZERS[optimizer](net.parameters())
     batches = [_batches(task, rank, seed) for rank in range(NUM_WORKERS)]
+    back = Back(CODECS.load(down)(), tensors)
     for _ in range(num_steps):
+        weights = back.lend()
         mean = torch.zeros(layout.exchange_bytes // 4)
         for way, own in zip(ways, batches, strict=True):
             images, labels = next(own)
@@ -74,8 +114,10 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
             mean += way.send(transfer).view(torch.float32) / NUM_WORKERS
         for (_, view), tensor in zip(layout.views(mean.view(torch.uint8)), tensors.tensors, strict=True):
             tensor.grad = view
+        back.give_back(weights)
         server.step()
-    return Outcome(task.evaluate(net)["accuracy"], layout.exchange_bytes / body_bytes(ways[0].codec, layout))
+    sent, whole = num_framed(body_bytes(ways[0].codec, layout)), layout.exchange_bytes
+    return Outcome(task.evaluate(net)["accuracy"], whole / sent, whole / back.num_bytes)
 
 
 def _codec(name: str, has_feedback: bool) -> Codec:
@@ -99,18 +141,20 @@ def main() -> None:
     parser.add_argument("--optimizer", default="momentum", choices=OPTIMIZERS)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--down", action="store_true", help="both ways; only with what is left out sent later")
     parser.add_argument("--only-feedback", action="store_true", help="do not also train without it")
     told = parser.parse_args()
     torch.set_num_threads(1)
     print(f"digits, {NUM_WORKERS} workers, {told.optimizer}, {told.steps} steps, {told.seeds} seeds: accuracy in %")
-    print(f"{'codec':10}{'ratio':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")
+    print(f"{'codec':10}{'ratio':>8}{'down':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")
     for codec in told.codec or CODECS.names():
-        columns, ratio = [], 1.0
-        for has_feedback in (True, False) if CODECS.load(codec).has_feedback and not told.only_feedback else (True,):
-            found = [run(codec, told.optimizer, seed, told.steps, has_feedback) for seed in range(told.seeds)]
-            every, ratio = [100 * one.accuracy for one in found], found[0].ratio
+        columns, ratio, ratio_down, down = [], 1.0, 1.0, codec if told.down else "raw"
+        is_alone = told.only_feedback or told.down or not CODECS.load(codec).has_feedback
+        for has_feedback in (True,) if is_alone else (True, False):
+            found = [run(codec, told.optimizer, seed, told.steps, has_feedback, down) for seed in range(told.seeds)]
+            every, ratio, ratio_down = [100 * one.accuracy for one in found], found[0].ratio, found[0].ratio_down
             columns.append(f"{statistics.mean(every):6.2f}{min(every):7.2f}{max(every):7.2f}")
-        print(f"{codec:10}{ratio:8.2f}  {'   '.join(columns)}", flush=True)
+        print(f"{codec:10}{ratio:8.2f}{ratio_down:8.2f}  {'   '.join(columns)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ class Codec(Protocol):
     decay: float = 1.0
     # It may encode weights themselves, and not only what is added to them.
     takes_weights: bool = True
+    # What it leaves out is less than what there was, whatever that is: what is sent later comes to an end.
+    contracts: bool = True
     # Gradients in it may be what a server's optimizer takes that divides by their size, or adds them up (law 1 in
     # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
     suits_adaptive: bool = True
@@ -126,6 +128,21 @@ class Spares:
             self._idle.append(body)
 
 
+def _check_reference(mode: str, source: str, down: Codec) -> None:
+    """Whether answers may be differences in this codec."""
+    if source == "weights":
+        raise UsageError(
+            f"worker.answer_codec is {down.name}, and workers of mode {mode} send weights, in which what it leaves out "
+            "would be lost",
+            fix="--mode diloco, whose workers send how far they went; or --set worker.answer_codec=bf16",
+        )
+    if not (down.goes_in_parts and down.contracts):
+        raise UsageError(
+            f"worker.answer_codec is {down.name}, with which the workers' weights may never come near the server's",
+            fix="--set worker.answer_codec=q4 (or int8, bf16)",
+        )
+
+
 # Of torch.optim, those that step along the gradient as it is; all others divide it by what it usually is.
 _LINEAR = ("SGD", "ASGD")
 
@@ -142,10 +159,7 @@ def check_codecs(
     `optimizers`: the server's, class and arguments of each group; none where they are not known yet. `momentum`: the
     workers'."""
     if not down.takes_weights:
-        raise UsageError(
-            f"worker.answer_codec is {down.name}, and answers bring weights, of which it leaves out too much",
-            fix="--set worker.answer_codec=bf16 (or fp16, raw)",
-        )
+        _check_reference(mode, source, down)
     if source == "weights" and not up.takes_weights:
         raise UsageError(
             f"worker.codec is {up.name}, and workers of mode {mode} send weights, of which it leaves out too much",

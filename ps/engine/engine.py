@@ -62,7 +62,7 @@ class Engine:
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self._break("tensors", error))
-        self.model = Model(config, self.tensors, policy.contribution == "gradient", policy.outer)
+        self.model = Model(config, self.tensors, policy.contribution == "gradient", policy.outer, policy.has_rounds)
         self.folding = Folding(
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
@@ -357,7 +357,8 @@ class Engine:
     @property
     def state(self) -> ShardState:
         """What this process holds of the model, and what has passed through it."""
-        held = dict(self.model.store.num_bytes) if self.model.has_weights else {}
+        model = self.model
+        held = {**model.store.num_bytes, "references": model.references.num_bytes} if model.has_weights else {}
         traffic = {rank: (one.num_sent, one.num_received) for rank, one in self.traffic.items()}
         return ShardState(self.run.policy.version, held, traffic)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...common.codecs.base import Codec
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import ParamServerError, Reason
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -20,18 +22,21 @@ from ..core import effects
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
+from ..tensors.answers.publication import Publication
+from ..tensors.answers.reference import News
 from ..tensors.model import Model
-from ..tensors.publication import Publication
 from ..tensors.thread import TensorThread
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go on. The weights are `body`, small ones, or `held` for this worker, or of the newest version, or none."""
+    """Go on. The weights are `body`, small ones, or `held` for this worker, or of the newest version, or none; or
+    `news` of the reference."""
 
     answer: effects.Answer
     body: bytes | None = None
     held: Publication | None = None
+    news: News | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class Peer:
     at_once: Callable[[Item], bool] | None = None  # says an item now, or (False) leaves it to the outbox
     state: str = "joining"
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
+    reference: int = 0  # the number of the one that it has; 0: none
     weights: Segment | None = None  # the initial ones, when it has brought them
     takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
     answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
@@ -89,6 +95,13 @@ class Peer:
     def seat(self) -> tuple[int, int]:
         """Rank and incarnation."""
         return self.rank, self.incarnation
+
+    def encodes(self, answer: effects.Answer) -> bool:
+        """Whether the weights of this answer are its own, as its codec has them. What is evaluated are the weights
+        themselves, where it would have those of a reference."""
+        if moves_reference(self.answer_codec):
+            return not answer.is_evaluated
+        return self.answer_codec is not None and answer.outcome != "START"
 
     def say(self, item: Item) -> None:
         """Say it now, or queue it for the worker."""
@@ -156,12 +169,19 @@ class Streams:
             peer.say(asked)
 
     def answer(self, answer: effects.Answer) -> None:
+        if answer.has_weights:  # on all shards, whoever has a stream to this one
+            is_start = answer.outcome == "START"
+            self._model.references.answers(answer.version, is_start)
         peer = self.peers.get((answer.rank, answer.incarnation))
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
         if not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
+        elif isinstance(codec := peer.answer_codec, ByTensor) and moves_reference(codec) and peer.encodes(answer):
+            reference = self._model.references.of(codec, answer.version)
+            news = reference.news(0 if is_start else peer.reference)
+            self._tensors.then(partial(peer.say, Go(answer, news=news)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(answer, body=self._model.small_body())))
         elif self._are_parts or answer.is_evaluated:  # those of just this version
@@ -224,4 +244,4 @@ def _who_finishes(run: Run, now: float) -> str:
 
 def _go_as_frames(peer: Peer, answer: effects.Answer) -> bool:
     """Whether its weights are frames that all workers share, or are read where they lie."""
-    return answer.outcome == "START" or (peer.takes_frames and peer.answer_codec is None)
+    return answer.outcome == "START" or (peer.takes_frames and not peer.encodes(answer))

@@ -27,7 +27,8 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
 from ..policies.base import Outer
-from .publication import Changes, Publisher
+from .answers.publication import Changes, Publisher
+from .answers.reference import References
 from .staging import StagingPool
 from .store import Store
 from .tables import Tables
@@ -38,18 +39,28 @@ log = get_logger()
 
 
 class Model:
-    """The run's model. `store`, `staging`, `publisher` and `changes` exist once there are weights.
+    """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
 
     `has_optimizer`: workers contribute gradients, and their optimizer runs here; or `outer` does, along their deltas.
+    `has_rounds`: every version is for all of them.
     """
 
     store: Store
     staging: StagingPool
     publisher: Publisher
     changes: Changes
+    references: References
 
-    def __init__(self, config: Config, tensors: TensorThread, has_optimizer: bool, outer: Outer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tensors: TensorThread,
+        has_optimizer: bool,
+        outer: Outer | None = None,
+        has_rounds: bool = False,
+    ) -> None:
         self._config = config
+        self._has_rounds = has_rounds
         self._tensors = tensors
         self._has_optimizer = has_optimizer
         self._outer = outer
@@ -268,6 +279,7 @@ class Model:
             weights, num_bytes, server.max_replies, self.new_memory, notify, version, self.store.order
         )
         self.changes = Changes(self.layout, version)
+        self.references = References(self.store, self._tensors, self._has_rounds)
         self.has_weights = True
 
     def use_order(self, starts: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ its stream in turn. The end of it, for whatever reason, is the worker's leaving.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Item, Peer
+from ..tensors.answers.reference import News
 from .intake import Intake
 from .joining import Joining
 from .lanes.grpc import Header, Lane
@@ -193,7 +195,7 @@ class Delivery:
         if not isinstance(item, Go):
             return None
         go, said, num_bytes = item, item.answer, self._engine.model.store.layout.exchange_bytes
-        if said.outcome == "START" or (said.has_weights and (go.body is None or self._peer.answer_codec is not None)):
+        if said.outcome == "START" or (said.has_weights and (go.body is None or self._peer.encodes(said))):
             return None
         message = answer_message(said, said.version, num_bytes if said.has_weights else 0)
         return frame(message, 0, [go.body] if go.body is not None else [])
@@ -216,7 +218,9 @@ class Delivery:
             if kept is not None:
                 await self._tell_state(kept.body)
             await self._start(header, go)
-        elif self._peer.answer_codec is not None:
+        elif go.news is not None:
+            await self._send_news(header, go.news)
+        elif self._peer.answer_codec is not None and self._peer.encodes(said):
             await self._send_encoded(self._peer.answer_codec, header, go)
         else:
             await self._send(self.lane, header, said.version, go)
@@ -238,6 +242,9 @@ class Delivery:
     async def _start(self, header: Header, go: Go) -> None:
         model = self._engine.model
         frozen = model.frozen_bytes()
+        if go.news is not None:
+            await self._send_news(header, go.news, [frozen])
+            return
         await self._send(self._frames, header, go.answer.version, go, len(frozen))
         for raw in body_frames([frozen], offset=model.store.layout.exchange_bytes):
             await self._stream.write(raw)
@@ -254,9 +261,19 @@ class Delivery:
             return
         held = go.held if go is not None else None
         publication = held or await model.publisher.acquire(version, lane.as_frames)
-        is_next = go is not None and go.answer.outcome != "START"
+        is_next = go is not None and go.answer.outcome != "START" and self._peer.answer_codec is None
         lane.left_out = model.changes.kept(self._peer.base) if is_next and self._peer.base is not None else ()
         await lane.send(header, publication, num_bytes + more_bytes)
+
+    async def _send_news(self, header: Header, news: News, more: Sequence[memoryview] = ()) -> None:
+        """What leads to a reference, and `more` of the body behind it."""
+        pieces = [*news.pieces, *more]
+        announced = header(news.version, sum(map(len, pieces)), None)
+        announced.answer.codec, announced.answer.reference = news.codec, news.number
+        if news.checked is not None and news.checked.check is not None:
+            announced.answer.checked_reference, announced.answer.reference_crc = news.checked.number, news.checked.check
+        for raw in message_frames(announced, pieces):
+            await self._stream.write(raw)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """As this worker's codec has them, which remembers what the worker has: nobody else's frames."""

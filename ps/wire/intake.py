@@ -81,6 +81,7 @@ class Intake:
                     facts, header = received, received.of(pb.Contribution)
                     if header.repeat:
                         self._peer.state, self._peer.base = "waiting", None
+                        self._peer.reference = header.reference
                         self._engine.offer(events.Repeated(*self._peer.seat, header.step))
                         return facts
                     self._check_facts(header)
@@ -253,6 +254,7 @@ class Intake:
             place = {field.name: value for field, value in header.place.ListFields()}
             self._engine.states.stage(event.identity, place, self._told_state())
         self._peer.base = header.base_version if header.has_base else None
+        self._peer.reference = header.reference
         self._engine.contributed(event, body, self._without, rows)
         self._peer.state = "waiting"
 

@@ -256,9 +256,23 @@ def test_weights_themselves_survive_rounding_alone() -> None:
     with pytest.raises(UsageError, match="mode sync send weights") as error:
         check("weights", "q4")
     assert "diloco" in error.value.fix
-    with pytest.raises(UsageError, match=r"worker.answer_codec is int8") as error:
-        check("gradient", "raw", down="int8")
-    assert "bf16" in error.value.fix
+    with pytest.raises(
+        UsageError, match=r"worker.answer_codec is int8, and workers of mode sync send weights"
+    ) as error:
+        check("weights", "raw", down="int8")
+    assert "diloco" in error.value.fix
+
+
+@pytest.mark.parametrize("codec", ["int8", "q4", "sign", "topk", "sparse"])
+def test_answers_may_be_differences_in_what_leaves_out_less_than_there_was(codec: str) -> None:
+    check("gradient", "raw", ADAM, down=codec)
+    check("delta", codec, down=codec)
+
+
+def test_answers_in_what_may_make_more_than_there_was_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"worker.answer_codec is sign_rms") as error:
+        check("gradient", "raw", down="sign_rms")
+    assert "q4" in error.value.fix
 
 
 def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() -> None:

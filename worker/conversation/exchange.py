@@ -37,7 +37,19 @@ from .client import Client, Lost, wait_for_server
 from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Answer, Begun, Final, Goodbye, Settings, Welcome, Work, beat_bytes, join_message, read_settings
+from .messages import (
+    Answer,
+    Begun,
+    Final,
+    Goodbye,
+    Settings,
+    Welcome,
+    Work,
+    beat_bytes,
+    brings_weights,
+    join_message,
+    read_settings,
+)
 from .shard import Shard
 
 log = get_logger()
@@ -235,7 +247,7 @@ class Exchange:
         """For the answer to the last contribution that counts."""
 
         def ask(shard: Shard) -> Answer:
-            shard.client.say(contribution={"step": self._welcome.step, "repeat": True})
+            shard.ask_again(self._welcome.step)
             return shard.take(shard.receive())
 
         return self._took(self._crew.all(self._shards, ask))
@@ -327,7 +339,7 @@ class Exchange:
         """All shards have answered and the weights are in the model, all parts of one version."""
         answer = answers[0]
         self.progress.server_incarnation = self._welcome.server_incarnation
-        self.progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
+        self.progress.answered(answer.step, answer.version, answer.next_local_steps, brings_weights(answer))
         self.progress.total_steps = answer.steps or self.progress.total_steps
         self.progress.has_spare = answer.spare
         self.measured.clear()

@@ -17,6 +17,7 @@ from ...common.version import PROGRAM_VERSION
 from ...common.wire.frames import CHUNK_BYTES, frame, message_frames
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
 from ...proto import parameter_server_pb2 as pb
+from ..lanes.reference import News
 from ..session import Place, Progress
 from ..tensors.transfer import Source
 
@@ -149,8 +150,21 @@ def initial_weights_frames(pieces: list[memoryview]) -> Iterator[bytes]:
     return message_frames(pb.WorkerMessage(initial_weights=header), pieces)
 
 
-def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
-    """What announces the body of the next contribution."""
+def brings_weights(answer: pb.Answer) -> bool:
+    """Also such as the worker has already, as its reference."""
+    return answer.body_bytes > 0 or answer.reference > 0
+
+
+def read_news(answer: pb.Answer) -> News | None:
+    """Of the reference that its weights are of; None where they are the server's own."""
+    news = News(answer.reference, answer.checked_reference, answer.reference_crc)
+    return news if answer.reference else None
+
+
+def contribution(
+    progress: Progress, work: Work, body_bytes: int, codec: str, in_segment: bool, reference: int = 0
+) -> pb.WorkerMessage:
+    """What announces the body of the next contribution, from a worker that has this `reference`."""
     message = pb.WorkerMessage()
     header = message.contribution  # set field by field, which takes a third of making it from them
     header.step = progress.next_number
@@ -168,6 +182,7 @@ def contribution(progress: Progress, work: Work, body_bytes: int, codec: str, in
     header.has_base = work.has_base
     if work.residual:
         header.residual = work.residual
+    header.reference = reference
     if work.hyperparameters:
         header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
     if work.num_batches is not None:

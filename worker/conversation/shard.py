@@ -42,6 +42,7 @@ from .messages import (
     initial_weights_frames,
     model_message,
     read_began,
+    read_news,
     rows_frames,
     state_frames,
 )
@@ -154,7 +155,11 @@ class Shard:
             self.client.send(state_frames(work.began.body))
         if work.rows:
             self.client.send(rows_frames(self.tables, work.rows))
-        self.up.contribute(partial(contribution, self._progress, work), source)
+        self.up.contribute(partial(contribution, self._progress, work, reference=self.down.reference), source)
+
+    def ask_again(self, number: int) -> None:
+        """For the answer to this contribution, which counts."""
+        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference})
 
     def receive(self) -> Frame:
         """The next answer, of which the weights have not been taken yet."""
@@ -192,8 +197,9 @@ class Shard:
         self, received: Frame, announced: Answer | Final, codec: str, target: Target | None = None
     ) -> None:
         memory, target = None, target or self.transfer
+        news = read_news(announced) if isinstance(announced, Answer) else None
         if received.data and len(received.data) == announced.body_bytes and not received.offset:  # small: it is here
-            self.down.take(len(received.data), codec, lambda write: write(0, received.data), target)
+            self.down.take(len(received.data), codec, lambda write: write(0, received.data), target, news=news)
             return
         if announced.HasField("segment"):
             try:
@@ -201,7 +207,7 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
-        targets = target.targets if memory is None and codec in ("", "raw") else None
+        targets = target.targets if memory is None and codec in ("", "raw") and news is None else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
@@ -211,7 +217,7 @@ class Shard:
         def receive(write: Callable[[int, memoryview], None]) -> None:
             self.client.receive_body(received, num_bytes, write, memory, targets, leave)
 
-        self.down.take(num_bytes, codec, receive, target, kept)
+        self.down.take(num_bytes, codec, receive, target, kept, news)
         if memory is not None:
             self.client.say(taken={})
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ...common.codecs.base import Codec, Coder, Spares, body_bytes, take_body
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, copy_bytes
+from .reference import News, Reference
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]
@@ -34,11 +37,21 @@ class Down:
         self.transfer = transfer
         self._decoder: Coder = codec.decoder(model.layout)
         self.num_taken = 0
+        self._reference: Reference | None = None  # where answers are differences
+        if isinstance(codec, ByTensor) and moves_reference(codec):
+            self._reference = Reference(codec, model.layout)
         self._encoded, self._bodies = Spares(), Spares()
 
     def started(self) -> None:
         """The server has forgotten what it sent before."""
         self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
+        if self._reference is not None:
+            self._reference.number = 0
+
+    @property
+    def reference(self) -> int:
+        """The number of the one that is here whole; 0: none."""
+        return self._reference.number if self._reference is not None else 0
 
     def take(
         self,
@@ -47,12 +60,16 @@ class Down:
         receive: Receive,
         target: Target | None = None,
         kept: Sequence[tuple[int, int]] = (),
+        news: News | None = None,
     ) -> None:
         """The model has the weights when this returns (or `target`, where there is one), and the server may count on
         it. Whatever is raised, they did not come, and may come again. Bytes `kept`, which `receive` finds, do not come:
-        the model has them."""
+        the model has them. `news` is an answer that leads to a reference."""
         target = target or self.transfer
-        if codec in ("", "raw"):
+        if news is not None and self._reference is not None:
+            self._reference.take(num_bytes, codec, news, receive, target.write)
+            num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
+        elif codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
             receive(target.write)
         else:
@@ -62,6 +79,9 @@ class Down:
             target.finish_write(num_bytes, kept)
 
     def _take_encoded(self, num_bytes: int, codec: str, receive: Receive, target: Target) -> None:
+        if self._reference is not None:
+            told = f"weights in codec '{codec}', which takes differences only, and no reference"
+            raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
         if codec != self.codec.name:
             raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
         self._check(num_bytes, (body_bytes(self.codec, self._layout),))

@@ -27,7 +27,7 @@ from concurrent.futures import Future, wait
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Final, Goodbye, Work
+from ..conversation.messages import Answer, Final, Goodbye, Work, brings_weights
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .direct import Direct
@@ -72,7 +72,7 @@ class Pipelined(Direct):
                 self._begin()
                 return
             self.progress.become(self._exchange.progress)
-        base_version = self._turn(landed is not None and landed.body_bytes > 0)
+        base_version = self._turn(landed is not None and brings_weights(landed))
         self._hand_over(base_version, work)
         if self.progress.assume_counted():
             # The last one: whether the run is over for this worker only its answer says.
@@ -131,7 +131,7 @@ class Pipelined(Direct):
         wait_for(self._flight)  # a signal may raise here: the flight stays pending then
         flight, self._flight = self._flight, None
         answer = flight.result()
-        if answer.body_bytes:
+        if brings_weights(answer):
             self._received_version = self._exchange.progress.version
         return answer
 

@@ -88,7 +88,8 @@ class WorkerConfig(Section):
     )
     answer_codec: Codec = Field(
         "raw",
-        description="the same of the weights that come back: workers compute on rounded ones, the server on its own",
+        description="the same of the weights that come back (int8, q4: what has changed in them): workers compute on "
+        "rounded ones, the server on its own",
     )
     lanes: tuple[Lane, ...] = Field(
         ("shared", "direct", "grpc"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....common.codecs.base import Codec
 from ....common.wire.direct import placed_messages
 from ....common.wire.frames import frame, left_out_frame
-from ...tensors.publication import Publication, cut
+from ...tensors.answers.publication import Publication, cut
 from .grpc import Header, Lane
 
 

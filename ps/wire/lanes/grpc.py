@@ -12,7 +12,7 @@ from ....common.codecs.base import Codec
 from ....common.wire.frames import frame
 from ....proto import parameter_server_pb2 as pb
 from ...engine.engine import Engine
-from ...tensors.publication import Publication, Range
+from ...tensors.answers.publication import Publication, Range
 from ...tensors.staging import Body
 from ..stream import Stream
 

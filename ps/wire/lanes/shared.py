@@ -10,7 +10,7 @@ from ....common.tensors.layout import Layout
 from ....common.wire.frames import body_frames, frame, left_out_frame
 from ....common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ....proto import parameter_server_pb2 as pb
-from ...tensors.publication import Publication, cut
+from ...tensors.answers.publication import Publication, cut
 from ...tensors.staging import Body
 from .grpc import Header, Lane
 

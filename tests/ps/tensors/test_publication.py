@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors import publication as module
-from paramserver.ps.tensors.publication import Publication, Publisher
+from paramserver.ps.tensors.answers import publication as module
+from paramserver.ps.tensors.answers.publication import Publication, Publisher
 from paramserver.ps.tensors.windows import Order, Window
 
 NUM_BYTES, WINDOW = 48, 8

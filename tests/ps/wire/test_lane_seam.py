@@ -15,7 +15,7 @@ from paramserver.common.codecs.base import Codec
 from paramserver.common.tensors.layout import as_bytes
 from paramserver.common.wire.frames import frame
 from paramserver.common.wire.segments import new_segment
-from paramserver.ps.tensors.publication import Publication
+from paramserver.ps.tensors.answers.publication import Publication
 from paramserver.ps.wire.lanes.grpc import Header, Lane
 
 from ..streams import LARGE, Server, Worker, served

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
-from ...common.tensors.layout import Kind, Layout
-from ...common.wire.frames import CHUNK_BYTES, body_frames, left_out_frame
-from ...common.wire.segments import Segment
-from .windows import Order
+from ....common.tensors.layout import Kind, Layout
+from ....common.wire.frames import CHUNK_BYTES, body_frames, left_out_frame
+from ....common.wire.segments import Segment
+from ..windows import Order
 
 # Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20

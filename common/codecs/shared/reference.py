@@ -1,0 +1,62 @@
+"""One body that a server and its workers move by the same encoded differences, so that all have the same bits.
+
+The server moves it towards its weights, w: d = C(w - r) is what it sends, and r <- r + D(d). A worker does the second
+half with the bytes it gets. What a d leaves out is in the next w - r: nothing is kept for it (a preserved central
+model, as in MCM; Philippenko and Dieuleveut 2021).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+
+from ...errors import Reason, refusal
+from ...tensors.layout import Layout, as_bytes
+from ..base import Codec
+from .by_tensor import ROOM, ByTensor, Piece, pieces_of
+
+
+def moves_reference(codec: Codec | None) -> bool:
+    """Answers in it are differences of a reference, and not weights."""
+    return isinstance(codec, ByTensor) and not codec.takes_weights
+
+
+def approach(codec: ByTensor, layout: Layout, weights: torch.Tensor, body: torch.Tensor, out: torch.Tensor) -> None:
+    """The difference of `weights`, uint8 [>= exchange_bytes], to `body`, uint8 [exchange_bytes], into `out`, uint8
+    [body_bytes]; `body` is moved by what it decodes to, and takes the buffers."""
+    for piece in _pieces(codec, layout):
+        here = piece.of_body(body)
+        left = torch.sub(piece.of_body(weights), here, out=ROOM.of("difference", here.shape, here.dtype))
+        codec.write(piece, left, out)
+        _move(codec, piece, out, here)
+    encoded_bytes, buffers = codec.encoded_bytes(layout), slice(layout.parameter_bytes, layout.exchange_bytes)
+    body[buffers].copy_(weights[buffers])
+    out[encoded_bytes:].copy_(weights[buffers])
+
+
+def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+    """As `approach`, with what it made. Refuses BAD_REQUEST what cannot be decoded; `body` is torn then."""
+    try:
+        for piece in _pieces(codec, layout):
+            _move(codec, piece, encoded, piece.of_body(body))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
+    body[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[codec.encoded_bytes(layout) :])
+
+
+def check_sum(layout: Layout, body: torch.Tensor) -> int:
+    """CRC-32 of the parameters."""
+    return zlib.crc32(as_bytes(body)[: layout.parameter_bytes])
+
+
+def _pieces(codec: ByTensor, layout: Layout) -> Iterator[Piece]:
+    return (piece for pieces in pieces_of(codec, layout) for piece in pieces)
+
+
+def _move(codec: ByTensor, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    decoded = ROOM.of("of what is sent", values.shape, values.dtype)
+    codec.read(piece, encoded, decoded)
+    values.add_(decoded)

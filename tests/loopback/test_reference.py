@@ -1,0 +1,104 @@
+"""Answers that are differences, between real processes: over every lane, of several shards, through broken connections
+and a server that is killed. Workers write down what weights they have of each version: they are the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from paramserver.tests.faults.proxy import Plan, Proxy
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+SCRIPT = """
+import sys, time, pathlib, zlib, torch, paramserver
+gate, out = pathlib.Path(sys.argv[1]), open(sys.argv[2], "w", buffering=1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(90, 300), torch.nn.Tanh(), torch.nn.Linear(300, 4))
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5))
+    while not session.is_done:
+        bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        place = optimizer.progress
+        print(place.server_incarnation, place.version, zlib.crc32(bits), file=out)
+        if place.num_counted == 15:
+            print("at the gate", flush=True)
+            while not gate.exists():
+                time.sleep(0.01)
+        chance = torch.Generator().manual_seed(97 * place.num_counted + session.rank)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=chance)
+        session.record(num_samples=1)
+        optimizer.step()
+    session.finish()
+"""
+Q4 = {"PS_WORKER__CODEC": "q4", "PS_WORKER__ANSWER_CODEC": "q4"}
+
+
+def seen(cluster):
+    """By server incarnation and version, the weights that workers have had of it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for rank in range(2):
+        for line in (cluster.folder / f"seen{rank}").read_text().splitlines():
+            incarnation, version, bits = line.split()
+            found.setdefault((incarnation, version), []).append(bits)
+    return found
+
+
+def workers_of(cluster, **env):
+    (cluster.folder / "script.py").write_text(SCRIPT)
+    places = [str(cluster.folder / "gate"), *(str(cluster.folder / f"seen{rank}") for rank in range(2))]
+    script = cluster.folder / "script.py"
+    return [cluster.script(rank, script, places[0], places[1 + rank], **Q4, **env) for rank in range(2)]
+
+
+def flags(mode: str, shards: int) -> tuple[str, ...]:
+    return ("--mode", mode, "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), "--summary", "s.json")
+
+
+@pytest.mark.parametrize(("mode", "lane", "shards"), [("sync", "direct", 2), ("async", "grpc", 1)])
+def test_all_have_the_same_bits_through_broken_connections(cluster, mode, lane, shards):
+    server = cluster.server(*flags(mode, shards), "--set", "server.direct=true")
+    others = [cluster.shard(number, shards) for number in range(1, shards)]
+    (cluster.folder / "gate").touch()
+
+    def plan(number: int) -> Plan:
+        """Of the first connections, those that carry contributions are lost in the middle of one, or of an answer."""
+        if number >= 8:
+            return Plan()
+        return Plan(reset_after_up=250_000) if number % 4 < 2 else Plan(reset_after_down=250_000)
+
+    with Proxy(cluster.address, plan, server.event("listening")["direct_port"]) as proxy:
+        cluster.address = proxy.address
+        workers = workers_of(cluster, PS_WORKER__LANES=json.dumps(list(dict.fromkeys([lane, "grpc"]))))
+        assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
+        assert [process.wait() for process in (server, *others)] == [0] * shards
+        assert proxy.num_resets >= 2
+    assert len(server.events("resumed")) >= 2
+    found = seen(cluster)
+    assert all(len(set(bits)) == 1 for bits in found.values()), found
+    shared = sum(len(bits) > 1 for bits in found.values())
+    assert shared >= (STEPS if mode == "sync" else 2)
+
+
+def test_all_have_the_same_bits_after_a_killed_server(cluster):
+    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+    server = cluster.server(*flags("sync", 1), *snapshots)
+    workers = workers_of(cluster)
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    second = cluster.server(*flags("sync", 1), *snapshots, "--listen", cluster.address)
+    (cluster.folder / "gate").touch()
+    assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
+    found = seen(cluster)
+    assert all(len(set(bits)) == 1 for bits in found.values()), found
+    assert {incarnation for incarnation, _ in found} == {"1", "2"}
+    rows = json.loads((cluster.folder / "s.json").read_text())["workers"]
+    whole = 4 * (90 * 300 + 300 * 5)
+    assert all(row["bytes_received"] < (STEPS / 6 + 4) * whole for row in rows), rows

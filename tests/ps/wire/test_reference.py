@@ -1,0 +1,381 @@
+"""Answers that are differences of one reference: what comes over the real service, read by a real worker's `Down` and
+by a few lines of numpy after the wire's own words, against the reference that the server holds and its exact weights.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paramserver.common.codecs.base import begin_body
+from paramserver.common.errors import ParamServerError
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Layout, as_bytes, new_body
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.frames import frame, message_frames
+from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker.conversation.messages import read_news
+from paramserver.worker.lanes.down import Down
+from paramserver.worker.tensors.staged import make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
+
+from ..streams import Server, Worker, served, turns
+
+
+class Net(nn.Module):
+    """A matrix that is encoded, one that is too small, a bias, a buffer, and a frozen tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm, self.last = nn.Linear(width, 60), nn.BatchNorm1d(60), nn.Linear(60, 3)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+
+
+SMALL, LARGE = (ModelTensors(Net(width)).layout for width in (40, 3000))  # the large one is worked on by a thread
+
+
+def decoded(codec: str, encoded: bytes, n: int) -> np.ndarray:
+    """float32 [n]: the table of docs/codecs.md."""
+    blocks = -(-n // 256)
+    scales = np.repeat(np.frombuffer(encoded, "<f4", blocks), 256)[:n]
+    if codec == "int8":
+        return np.frombuffer(encoded, "i1", n, 4 * blocks).astype("f4") * scales
+    pairs = np.frombuffer(encoded, "u1", -(-n // 2), 4 * blocks)
+    codes = np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)[:n]
+    sizes = np.where(codes & 7, np.exp2((codes & 7).astype("f4") - 7), np.float32(0)).astype("f4")
+    return np.where(codes & 8, -sizes, sizes) * scales
+
+
+def follow(codec: str, layout: Layout, body: bytearray, difference: bytes) -> None:
+    """What a worker in another language would do."""
+    at = 0
+    for spec, offset, _ in layout.entries:
+        if spec.kind.name != "PARAMETER":
+            continue
+        at, n = -(-at // 8) * 8, spec.num_elements
+        values = np.frombuffer(body, "<f4", n, offset)
+        if len(spec.shape) < 2 or n < 1024:
+            bits = np.frombuffer(difference, "<u2", n, at).astype("<u4") << 16
+            values += bits.view("<f4")
+            at += 2 * n
+            continue
+        for first in range(0, n, 131072):
+            part = values[first : first + 131072]
+            size = 4 * -(-len(part) // 256) + (len(part) if codec == "int8" else -(-len(part) // 2))
+            part += decoded(codec, difference[at : at + size], len(part))
+            at += size
+    body[layout.parameter_bytes : layout.exchange_bytes] = difference[at:]
+
+
+class Follower(Worker):
+    """A worker that is answered in `codec`; `mine` is numpy's copy of the reference."""
+
+    def __init__(self, server: Server, rank: int, codec: str = "q4") -> None:
+        super().__init__(server, rank)
+        self.codec = codec
+        self.net = Net(40 if self.layout.fingerprint == SMALL.fingerprint else 3000)
+        tensors = ModelTensors(self.net)
+        self.down = Down(CODECS.load(codec)(), tensors, make_transfer(tensors))
+        self.mine, self.number, self.step, self.kinds_of_answers = bytearray(), 0, 0, []
+
+    async def join(self, offered: pb.Segment | None = None) -> None:
+        names = tuple(spec.name for spec in self.layout.specs if spec.kind.name == "PARAMETER")
+        contribution = pb.RunSettings.DELTA if self.is_delta else 0
+        model = pb.Model(
+            tensors=layout_to_proto(self.layout), fingerprint=self.layout.fingerprint, answer_codec=self.codec,
+            optimizer=optimizer_to_proto(OptimizerSpec("SGD", (GroupSpec(names, {"lr": 0.5}),))),
+            contribution=contribution,
+        )  # fmt: skip
+        self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
+        await turns()
+        if self.kinds[-1] == "send_weights":
+            weights = new_body(self.layout.total_bytes)
+            for _, view in self.layout.views(weights):
+                view.copy_(torch.randn(view.shape)) if view.is_floating_point() else view.zero_()
+            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=weights.numel()))
+            self.stream.send(*message_frames(header, [as_bytes(weights)]))
+            await turns()
+
+    is_delta = False
+
+    def push(self, body: torch.Tensor, **fields: Any) -> None:
+        self.step += 1
+        told = {"reference": self.down.reference, "base_version": self.version, **fields}
+        header = self._header(self.step, **told)
+        self.stream.send(*message_frames(header, [as_bytes(body)]))
+
+    @property
+    def version(self) -> int:
+        return self.header.version
+
+    @property
+    def header(self) -> Any:
+        return next(one.header for one in reversed(self.stream.received) if one.kind == "answer")
+
+    def take(self) -> None:
+        """The newest answer: by `Down`, and by numpy."""
+        at = max(index for index, one in enumerate(self.stream.received) if one.kind == "answer")
+        answer, pieces = self.stream.received[at].header, self.stream.received[at:]
+        self.step = answer.step
+        if answer.outcome == pb.Answer.START:
+            self.down.started()
+
+        def receive(write: Callable[[int, memoryview], None]) -> None:
+            for one in pieces:
+                write(one.offset, memoryview(bytes(one.data)))
+
+        news = read_news(answer)
+        self.down.take(answer.body_bytes, answer.codec, receive, news=news)
+        body = bytearray(answer.body_bytes)
+        for one in pieces:
+            body[one.offset : one.offset + len(one.data)] = one.data
+        self.kinds_of_answers.append(f"{answer.codec or 'raw'}{answer.reference - self.number if answer.codec else ''}")
+        if not answer.reference:
+            return
+        if not answer.codec:
+            self.mine = body[: self.layout.exchange_bytes]
+        elif answer.reference > self.number:
+            count = answer.reference - self.number
+            size = len(body) // count
+            for one in range(count):
+                follow(self.codec, self.layout, self.mine, bytes(body[one * size : (one + 1) * size]))
+        self.number = answer.reference
+        if answer.checked_reference == answer.reference:
+            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == answer.reference_crc
+
+    def check(self, server: Server) -> None:
+        """All that have the newest number have the server's bits, in the copy and, but for local steps, the model."""
+        reference = server.engine.model.references._of_codec[self.codec]
+        assert self.down.reference == self.number
+        copy = self.down._reference._body  # type: ignore[union-attr]
+        assert bytes(as_bytes(copy)) == bytes(self.mine)
+        if self.number == reference.number:
+            assert torch.equal(copy, reference._body)
+
+
+def random_body(layout: Layout, chance: torch.Generator) -> torch.Tensor:
+    body = new_body(layout.total_bytes)
+    for _, view in layout.views(body):
+        if view.is_floating_point():
+            view.copy_(torch.randn(view.shape, generator=chance))
+    return body[: layout.exchange_bytes]
+
+
+def parameters(layout: Layout, body: torch.Tensor) -> torch.Tensor:
+    return body[: layout.parameter_bytes].view(torch.float32).clone()
+
+
+def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact() -> None:
+    for mode, layout, codec in (
+        ("sync", SMALL, "q4"), ("sync", LARGE, "int8"), ("async", SMALL, "int8"), ("async", LARGE, "q4"),
+        ("buffered", SMALL, "q4"), ("diloco", SMALL, "int8"),
+    ):  # fmt: skip
+        _play(mode, layout, codec)
+
+
+def _play(mode: str, layout: Layout, codec: str) -> None:
+    @served(layout, max_staged=4, mode=mode, workers=2, steps=100)
+    async def test(server: Server) -> None:
+        Follower.is_delta = mode == "diloco"
+        workers = [Follower(server, rank, codec) for rank in range(2)]
+        for worker in workers:
+            await worker.join()
+        await server.settle()
+        store, chance = server.engine.model.store, torch.Generator().manual_seed(7)
+        for worker in workers:
+            worker.take()
+            worker.check(server)
+            assert worker.kinds_of_answers == ["raw"]
+        exact = parameters(layout, store.weights)
+        for _ in range(6):
+            bodies = [random_body(layout, chance) for _ in workers]
+            for worker, body in zip(workers, bodies, strict=True):
+                worker.push(body)
+                await server.settle()
+            for worker in workers:
+                worker.take()
+                worker.check(server)
+            if mode == "sync":
+                exact -= 0.5 * (parameters(layout, bodies[0]) + parameters(layout, bodies[1])) / 2
+                torch.testing.assert_close(parameters(layout, store.weights), exact)
+                assert workers[0].mine == workers[1].mine
+                left = exact - torch.frombuffer(workers[0].mine, dtype=torch.float32, count=len(exact))
+                assert 0 < left.norm() / exact.norm() < (0.03 if codec == "int8" else 0.4)
+            elif mode == "async":
+                for body in bodies:
+                    exact -= 0.5 * parameters(layout, body)
+        if mode == "async":
+            assert store.version == 12
+        assert set(workers[0].kinds_of_answers[1:]) <= {codec + "0", codec + "1"}
+        number = server.engine.model.references._of_codec[codec].number
+        assert number == 7, "once in a round, or in as many contributions as there are workers"
+        for worker in workers:  # the model is a copy, buffers included; what never changes came with the start
+            for tensor, (spec, view) in zip(
+                ModelTensors(worker.net).tensors, layout.views(torch.frombuffer(
+                    bytearray(worker.mine) + bytes(layout.total_bytes - layout.exchange_bytes), dtype=torch.uint8,
+                )), strict=True,
+            ):  # fmt: skip
+                assert spec.kind.name == "FROZEN" or torch.equal(tensor, view)
+
+    try:
+        test()
+    finally:
+        Follower.is_delta = False
+
+
+def test_whoever_is_behind_gets_the_chain_or_the_whole() -> None:
+    found = {kind for seed in range(2) for kind in _kinds_with_losses(seed)}
+    assert {"raw", "q41", "q42", "q43"} <= found, found
+
+
+def _kinds_with_losses(seed: int) -> list[str]:
+    found: list[str] = []
+
+    @served(SMALL, mode="async", workers=1, steps=1000)
+    async def test(server: Server) -> None:
+        chance, order = torch.Generator().manual_seed(seed), random.Random(seed)
+        worker = Follower(server, 0)
+        await worker.join()
+        await server.settle()
+        worker.take()
+        saved: list[tuple[int, bytes, torch.Tensor]] = []
+        for _ in range(30):
+            reference = worker.down._reference
+            assert reference is not None and reference._body is not None
+            saved.append((worker.number, bytes(worker.mine), reference._body.clone()))
+            worker.push(random_body(SMALL, chance), wants_weights=order.random() < 0.5)
+            await server.settle()
+            fault = order.choice(["none", "lost", "long lost", "torn"])
+            if fault == "none" and worker.header.reference:
+                worker.take()
+                worker.check(server)
+                continue
+            worker.step = worker.header.step  # its answer was lost, or brought nothing
+            if fault == "torn":
+                worker.number = reference.number = 0
+            elif fault == "long lost":  # as of a process that stood still
+                worker.number, mine, body = saved[max(0, len(saved) - order.randint(1, 8))]
+                worker.mine, reference.number = bytearray(mine), worker.number
+                reference._body.copy_(body)
+            worker.send(contribution=pb.Contribution(step=worker.step, repeat=True, reference=worker.number))
+            await server.settle()
+            worker.take()
+            worker.check(server)
+            assert worker.number == server.engine.model.references._of_codec["q4"].number
+        found.extend(worker.kinds_of_answers[1:])
+
+    test()
+    return found
+
+
+def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weights() -> None:
+    @served(SMALL, mode="async", workers=None, steps=1000)
+    async def test(server: Server) -> None:
+        chance = torch.Generator().manual_seed(0)
+        first = Follower(server, 0)
+        await first.join()
+        await server.settle()
+        first.take()
+        for _ in range(3):
+            first.push(random_body(SMALL, chance))
+            await server.settle()
+            first.take()
+        late = Follower(server, 1)
+        await late.join()
+        await server.settle()
+        late.take()
+        late.check(server)
+        first.check(server)
+        assert late.mine == first.mine and late.number == first.number == 4
+        before = bytes(first.mine)
+        first.push(random_body(SMALL, chance), evaluates=True)
+        await server.settle()
+        first.take()
+        assert first.header.reference == 0 and first.kinds_of_answers[-1] == "raw"
+        exact = dict(server.engine.model.store.tensors())
+        assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
+        assert bytes(first.mine) == before
+        first.push(random_body(SMALL, chance))
+        await server.settle()
+        first.take()  # two contributions of two workers: a new difference, from where its copy is
+        first.check(server)
+        assert first.kinds_of_answers[-1] == "q41"
+
+    test()
+
+
+def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
+    tensors, codec = ModelTensors(Net(100)), CODECS.load("topk")()
+    layout = tensors.layout
+    nothing = bytes(as_bytes(begin_body(codec, codec.encoder(layout), layout, new_body(layout.exchange_bytes))))
+    size, crc = len(nothing), zlib.crc32(bytes(layout.parameter_bytes))
+
+    def take(data: bytes, told: dict[str, Any], held: int = 3) -> int:
+        down = Down(codec, tensors, make_transfer(tensors))
+        reference = down._reference
+        assert reference is not None
+        reference.number, reference._body = held, new_body(layout.exchange_bytes)
+        answer = pb.Answer(**{"reference": 4, "codec": "topk", **told})
+        news = read_news(answer)
+        down.take(len(data), answer.codec, lambda write: write(0, memoryview(data)), news=news)
+        return down.reference
+
+    assert take(nothing, {"checked_reference": 4, "reference_crc": crc}) == 4
+    assert take(nothing + nothing, {}, 2) == 4
+    assert take(b"", {"reference": 3}) == 3
+    wrong: list[tuple[bytes, dict[str, Any], int, str]] = [
+        (nothing[1:], {}, 3, f"sends {size - 1} bytes"),
+        (nothing + nothing, {}, 3, f"sends {2 * size} bytes"),
+        (nothing * 200, {"reference": 203}, 3, f"sends {200 * size} bytes"),  # more than the whole
+        (nothing, {}, 0, "this worker has reference 0"),
+        (nothing, {"reference": 2}, 3, "up to reference 2"),
+        (nothing, {"codec": "q4"}, 3, "asked for were 'topk'"),
+        (b"\xff" * size, {}, 3, "codec 'topk' cannot decode"),
+        (nothing, {"reference": 0}, 3, "no reference"),
+        (bytes(7), {"codec": ""}, 3, "sends 7 bytes"),
+        (nothing, {"checked_reference": 4, "reference_crc": crc ^ 1}, 3, f"{crc:08x}, the server's"),
+    ]
+    for data, told, held, text in wrong:
+        with pytest.raises(ParamServerError, match=text) as error:
+            take(data, told, held)
+        assert "\n" not in error.value.message
+
+
+def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramserver.ps.tensors.answers.reference._CHECKED_EVERY", 8)
+
+    @served(SMALL, mode="async", workers=1, steps=1000)
+    async def test(server: Server) -> None:
+        chance = torch.Generator().manual_seed(0)
+        worker = Follower(server, 0, "int8")
+        await worker.join()
+        await server.settle()
+        worker.take()
+        checked = []
+        for _ in range(9):
+            worker.push(random_body(SMALL, chance))
+            await server.settle()
+            checked += [worker.header.checked_reference] * bool(worker.header.checked_reference)
+            worker.take()
+        assert checked == [8]
+        reference = worker.down._reference
+        assert reference is not None and reference._body is not None
+        as_bytes(reference._body)[3] ^= 0x80  # a bit of its memory turns over
+        for _ in range(6):
+            worker.push(random_body(SMALL, chance))
+            await server.settle()
+            if worker.header.reference < 16:
+                worker.take()
+        with pytest.raises(ParamServerError, match="weights of reference 16 are not the server's"):
+            worker.take()
+
+    test()
