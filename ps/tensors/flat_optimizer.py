@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ...common.errors import ParamServerError
+from ...common.tensors.fused import kernel_of
 from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
     Hyperparameters,
@@ -70,6 +71,9 @@ class _Flat(NamedTuple):
     tensors: list[Entry]
 
 
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
 class FlatOptimizer:
     """Steps the parameters of `weights`, uint8 [layout.total_bytes], in windows."""
 
@@ -84,20 +88,29 @@ class FlatOptimizer:
             runs = joined(held)
             for (start, end, _), flats in zip(windows, self._windows, strict=True):
                 parts = [part for run in runs if (part := run.within(start, end)) is not None]
-                flats.append([_Flat(one, torch.nn.Parameter(one.view(weights)), _lying_in(one, held)) for one in parts])
+                flats.append([_Flat(one, _parameter(one.view(weights)), _lying_in(one, held)) for one in parts])
             members = [flat.parameter for flats in self._windows for flat in flats[-1]]
             groups.append({"params": members, **group.hyperparameters})
         self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
+        self._kernels = [
+            kernel_of(cls) if group.get("fused") and len({one.dtype for one in group["params"]}) == 1 else None
+            for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
+        ]
         self._is_parted = False  # some flats have missed steps that others took
 
     def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
 
-    @contextmanager
-    def late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
+    def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
         """Steps taken inside are with every group's learning rate times `lr_scale`, 0 or more, and what is left of its
         momentum, where it has one, among so many workers that step one by one."""
+        if lr_scale == 1.0 and (momentum_among == 1 or not any(one.get("momentum") for one in self.torch.param_groups)):
+            return nullcontext()
+        return self._late(lr_scale, momentum_among)
+
+    @contextmanager
+    def _late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
         groups = self.torch.param_groups
         told = [(group["lr"], group.get("momentum")) for group in groups]
         for group, (rate, momentum) in zip(groups, told, strict=True):
@@ -125,6 +138,8 @@ class FlatOptimizer:
         if without:
             for group in range(len(window)):
                 self._part(index, group, lambda name: name in without)
+        elif self._step_directly(window, gradient, view):
+            return
         for flats in window:
             for flat in flats:
                 if not (without and flat.tensors[0].spec.name in without):
@@ -135,6 +150,21 @@ class FlatOptimizer:
         for flats in window:
             for flat in flats:
                 flat.parameter.grad = None  # its memory is used again
+
+    def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
+        """By their kernels, if all groups have one and all that it needs is remembered; False, and nothing is done."""
+        steps = []
+        for kernel, group, flats in zip(self._kernels, self.torch.param_groups, window, strict=True):
+            if kernel is None:
+                return False
+            if flats:
+                step = kernel(group, [self.torch.state.get(flat.parameter, _NOTHING) for flat in flats])
+                if step is None:
+                    return False
+                steps.append((step, flats))
+        for step, flats in steps:
+            step([flat.parameter for flat in flats], [view(flat.run, gradient) for flat in flats])
+        return True
 
     def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
         """Those of a window that have been stepped before, or have not; None: all."""
@@ -167,7 +197,7 @@ class FlatOptimizer:
             assert run is not None
             first = (run.offset - flat.run.offset) // run.dtype.itemsize
             here = slice(first, first + run.num_elements)
-            parameter = torch.nn.Parameter(flat.parameter.data[here])
+            parameter = _parameter(flat.parameter.data[here])
             if remembered is not None:
                 self.torch.state[parameter] = {
                     key: value if value is None else value[here] if value.dim() else value.clone()
@@ -226,6 +256,11 @@ class FlatOptimizer:
     def num_state_bytes(self) -> int:
         tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _parameter(values: torch.Tensor) -> torch.nn.Parameter:
+    """In the place of `values`. Nobody asks for its gradient: it is told."""
+    return torch.nn.Parameter(values, requires_grad=False)
 
 
 def _lying_in(run: FlatRun, entries: list[Entry]) -> list[Entry]:

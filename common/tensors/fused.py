@@ -1,0 +1,79 @@
+"""Torch's fused kernels called as torch.optim calls them, without what it does around one: most of a small step.
+
+Whether a kernel does what the class does is tried out, to the bit: a torch that has it otherwise steps by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from .optimizers import build_optimizer, plain_step
+
+State = Mapping[str, torch.Tensor]
+Step = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+# Of a parameter group, and what is remembered of each parameter: the step of parameters along gradients, all of one
+# dtype. None where something is not remembered yet.
+Kernel = Callable[[Mapping[str, Any], Sequence[State]], Step | None]
+
+_TRIED: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.5, "amsgrad": True})
+
+
+@cache
+def kernel_of(name: str) -> Kernel | None:
+    """Of a class of torch.optim; None where there is none, or it steps otherwise than the class."""
+    kernel = {"SGD": _sgd, "Adam": _adam, "AdamW": _adam}.get(name)
+    return kernel if kernel is not None and all(_agrees(name, kernel, one) for one in _TRIED) else None
+
+
+def _sgd(group: Mapping[str, Any], states: Sequence[State]) -> Step | None:
+    buffers: list[torch.Tensor] = []
+    if group["momentum"]:
+        if not all(map(len, states)):
+            return None
+        buffers = [state["momentum_buffer"] for state in states]
+    return partial(
+        torch._fused_sgd_, momentum_buffer_list=buffers, weight_decay=group["weight_decay"],
+        momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
+        maximize=group["maximize"], is_first_step=False,
+    )  # fmt: skip
+
+
+def _adam(group: Mapping[str, Any], states: Sequence[State]) -> Step | None:
+    if not all(map(len, states)):
+        return None
+    steps = [state["step"] for state in states]
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+
+    def step(weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        torch._foreach_add_(steps, 1)
+        kernel(
+            weights, gradients, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [], steps, lr=group["lr"],
+            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+            amsgrad=group["amsgrad"], maximize=group["maximize"],
+        )  # fmt: skip
+
+    return step
+
+
+def _agrees(name: str, kernel: Kernel, told: Mapping[str, Any]) -> bool:
+    def stepped(is_direct: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 37), requires_grad=False)
+        optimizer = build_optimizer(name, [{"params": [weight], "lr": 0.1, **told}])
+        (group,) = optimizer.param_groups
+        for number, scale in enumerate((1.0, -0.5, 2.0)):
+            weight.grad = torch.linspace(2, -1, 37) * scale
+            if number and is_direct and (step := kernel(group, [optimizer.state[weight]])) is not None:
+                step([weight], [weight.grad])
+            else:
+                plain_step(type(optimizer))(optimizer)
+        return weight
+
+    try:
+        return torch.equal(stepped(True), stepped(False))
+    except Exception:  # whatever another torch makes of it
+        return False

@@ -1,0 +1,58 @@
+"""Kernels called directly step as torch's own classes do, to the bit, and only where they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.common.tensors import fused
+from paramserver.common.tensors.optimizers import build_optimizer, plain_step
+
+TOLD: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.5, "dampening": 0.5, "maximize": True}),
+    ("Adam", {"betas": (0.8, 0.9), "weight_decay": 0.1}),
+    ("AdamW", {"amsgrad": True, "weight_decay": 0.1, "eps": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("name", "told"), TOLD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernel_steps_as_the_class_does(name: str, told: dict[str, Any], dtype: torch.dtype) -> None:
+    sizes, kernel = (3, 83), fused.kernel_of(name)
+    assert kernel is not None
+
+    def stepped(is_direct: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda: [torch.randn(size, generator=generator).to(dtype) for size in sizes]  # noqa: E731
+        weights = [torch.nn.Parameter(one, requires_grad=False) for one in draw()]
+        own = build_optimizer(name, [{"params": weights, "lr": 0.1, **told}])
+        group, num_direct = own.param_groups[0], 0
+        for _ in range(4):
+            gradients = draw()
+            step = kernel(group, [own.state.get(one, {}) for one in weights]) if is_direct else None
+            if step is not None:
+                num_direct += 1
+                step(list(weights), gradients)
+                continue
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            plain_step(type(own))(own)
+        assert num_direct >= 3 * is_direct
+        state = [value for one in weights for value in own.state.get(one, {}).values()]
+        return [*weights, *state]
+
+    assert all(map(torch.equal, stepped(True), stepped(False)))
+
+
+def test_kernel_of_a_torch_that_steps_otherwise_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused._agrees("SGD", fused._sgd, {})
+    assert not fused._agrees("SGD", lambda group, states: lambda weights, gradients: None, {})
+    fused.kernel_of.cache_clear()
+    monkeypatch.delattr(torch, "_fused_sgd_")
+    assert fused.kernel_of("SGD") is None
+    fused.kernel_of.cache_clear()
+    assert fused.kernel_of("RMSprop") is None
