@@ -33,6 +33,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
 
   ps-bench exchange                     100 MB up, optimizer, 100 MB down
   ps-bench exchange --peers torch-rpc,gloo,ray,unary,iperf
+  ps-bench exchange --lane direct --tls
   ps-bench exchange --sweep --max-mb 300 --plot sweep.png
   ps-bench round --workers 2 --peers gloo,ddp
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
@@ -78,6 +79,7 @@ def exchange(
     optimizer: OptimizerOption = "sgd",
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
     lane: LaneOption = "all",
+    tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
     peers: PeersOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
@@ -96,7 +98,7 @@ def exchange(
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.exchange import ExchangeOptions, measure_exchange
 
-    options = ExchangeOptions(mb, runs, mode, optimizer, codec, lane, sweep, min_kb, max_mb)
+    options = ExchangeOptions(mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb)
     show(measure_exchange(options, names), json_path, keep, plot)
 
 

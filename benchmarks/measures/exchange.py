@@ -41,6 +41,7 @@ class ExchangeOptions:
     optimizer: str
     codec: str
     lane: str
+    tls: bool = False
     sweep: bool = False
     min_kb: int = 4
     max_mb: int = 1100
@@ -72,7 +73,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     num_floats, num_steps = num_bytes // 4, warmup + options.runs * per_turn
     ours = {
         variant.name: OurExchange(variant, options.mode, options.optimizer, options.codec, num_floats, num_steps)
-        for variant in variants_of(options.lane)
+        for variant in variants_of(options.lane, options.tls)
     }
     contestants: dict[str, Callable[[], Contestant]] = {name: one.opened for name, one in ours.items()}
     contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
@@ -80,6 +81,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     found = measure(contestants, num_turns=options.runs, per_turn=per_turn, warmup=warmup, together=together)
     mine = {name: our_figures(found[name], one) for name, one in ours.items()}
     theirs = {peer.name: peer_figures(found[peer.name], num_bytes) for peer in peers}
+    times = {name: one["exchange_ms"] for name, one in mine.items()}
     return {
         "size_mb": num_bytes / 1e6,
         "in_turns": together,
@@ -87,6 +89,9 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         "ours": mine,
         "peers": theirs,
         "ratios": {name: {peer: ratios(figure, theirs[peer]) for peer in theirs} for name, figure in mine.items()},
+        "tls": {
+            one.variant.lane: times[name] / times[one.variant.lane] for name, one in ours.items() if one.variant.is_tls
+        },
     }
 
 
@@ -131,10 +136,13 @@ def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
 def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
     """Whatever makes a figure mean less than its name says."""
     notes = []
-    for variant in variants_of(options.lane):
+    for variant in variants_of(options.lane, options.tls):
         for one in found:
             if (lane := one["ours"][variant.name]["lane"]) != variant.lane:
                 notes.append(f"{variant.name}: NOT TAKEN at {one['size_mb']:g} MB, the lane was {lane}")
+    for one in found:
+        told = ", ".join(f"{lane} {ratio:.2f} x" for lane, ratio in one["tls"].items())
+        notes += [f"{one['size_mb']:g} MB in TLS, of the same without: {told}"] if told else []
     apart = [f"{one['size_mb']:g}" for one in found if not one["in_turns"]]
     if apart:
         notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")

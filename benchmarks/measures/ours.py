@@ -21,6 +21,8 @@ turn: small beside the other two, so on a noisy machine trust it least.
 In the shared-memory lane gradients are either renewed before every step, as by a backward that made
 new tensors (the cost of that is included: "shared"), or left where the lane has put them, as by a
 backward that accumulates into what is there ("shared, in place").
+
+With TLS the server has a certificate, and the worker the authority's: made for the measurement.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..rig.certificates import server_certificate
 from ..rig.server_process import running_server
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import JoinedWorker, joined_worker
@@ -39,11 +42,12 @@ _NEVER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Variant:
-    """How tensors travel, and whether each step's gradients are new ones."""
+    """How tensors travel, whether each step's gradients are new ones, and whether all is encrypted."""
 
     name: str
     lane: str
     renews: bool
+    is_tls: bool = False
 
 
 VARIANTS = {
@@ -54,9 +58,11 @@ VARIANTS = {
 LANES = (*VARIANTS, "all")
 
 
-def variants_of(lane: str) -> tuple[Variant, ...]:
-    """Those of a lane, or of all."""
-    return sum(VARIANTS.values(), ()) if lane == "all" else VARIANTS[lane]
+def variants_of(lane: str, tls: bool = False) -> tuple[Variant, ...]:
+    """Those of a lane, or of all; `tls`: those over the network encrypted too."""
+    found = sum(VARIANTS.values(), ()) if lane == "all" else VARIANTS[lane]
+    over = [one for one in found if one.lane != "shared"] if tls else []
+    return (*found, *(replace(one, name=f"{one.name}, TLS", is_tls=True) for one in over))
 
 
 def lanes_of(lane: str) -> tuple[str, ...]:
@@ -93,10 +99,11 @@ class OurExchange:
         first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--set", "policy.local_steps=1")
         second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
         with (
-            running_server(*first_flags) as both_ways,
-            running_server(*second_flags) as one_way,
-            joined_worker(both_ways.address, 0, *size) as first,
-            joined_worker(one_way.address, 0, *size) as second,
+            server_certificate(self.variant.is_tls) as (flags, ca),
+            running_server(*first_flags, *flags) as both_ways,
+            running_server(*second_flags, *flags) as one_way,
+            joined_worker(both_ways.address, 0, *size, ca=ca) as first,
+            joined_worker(one_way.address, 0, *size, ca=ca) as second,
         ):
             self.facts.body_bytes, self.facts.sent_bytes = first.body_bytes, first.sent_bytes
             self.facts.lane = first.lane

@@ -42,14 +42,20 @@ class JoinedWorker:
 
 @contextmanager
 def joined_worker(
-    address: str, rank: int, num_floats: int, optimizer: str, codec: str = "raw", lane: str = "shared"
+    address: str,
+    rank: int,
+    num_floats: int,
+    optimizer: str,
+    codec: str = "raw",
+    lane: str = "shared",
+    ca: str | None = None,
 ) -> Iterator[JoinedWorker]:
-    """Join the run at `address` with a synthetic model of `num_floats`, over `lane` or what comes after it; leave it at
-    the end of the block."""
+    """Join the run at `address` with a synthetic model of `num_floats`, over `lane` or what comes after it, in TLS if
+    there is a `ca`; leave it at the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
     set_lane(lane)
-    os.environ["PS_WORKER__CODEC"] = codec
+    os.environ |= {"PS_WORKER__CODEC": codec, "PS_SECURITY__CA": ca or ""}
     import paramserver
 
     from ...common.registry import CODECS

@@ -57,6 +57,12 @@ def placed_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[P
         yield Placed(placed_frame(at, sum(map(len, parts))), parts)
 
 
+def shut_down(connection: socket.socket, how: int) -> None:
+    """`shutdown`, after which TLS goes on being TLS: ssl's own forgets it, and whoever reads what has come is given
+    encrypted bytes for a body."""
+    socket.socket.shutdown(connection, how)
+
+
 def prepare(connection: socket.socket) -> None:
     """Small messages leave at once. A peer that can no longer be reached this way, while its stream can, is noticed
     in about ten seconds, also by who only waits for it."""

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, length_of
+from ...common.wire.direct import LENGTH_BYTES, length_of, shut_down
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
@@ -293,7 +293,7 @@ class Connection:
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            shut_down(self._socket, socket.SHUT_RDWR)
         self._close_unused()
 
     def _close_unused(self) -> None:

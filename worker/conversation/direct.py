@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare
+from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from .reach import connect, left_s
 
@@ -53,12 +54,13 @@ class Direct:
                 why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
                 raise DirectError(f"port {port} (server.direct_port): {why}") from None
             on_failure.pop_all()
-        self._socket.settimeout(None)
+        self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         # Not SO_RCVLOWAT: who waits in recv for the rest of what it has begun to take is woken for so many new bytes.
         self._all_at_once = 0 if isinstance(self._socket, ssl.SSLSocket) else socket.MSG_WAITALL
+        self._tls_alone = threading.Lock()
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_waiting = 0  # for the thread
         self._lock = threading.Lock()
@@ -96,7 +98,9 @@ class Direct:
             pieces = on_the_wire(message)
             if isinstance(self._socket, ssl.SSLSocket):
                 for piece in pieces:
-                    self._socket.sendall(piece)
+                    left = memoryview(piece)
+                    while len(left):
+                        left = left[self._in_turn(self._socket.send, left) :]
                 continue
             while pieces:
                 num_bytes = self._socket.sendmsg(pieces[:_SENT_AT_ONCE])
@@ -143,10 +147,30 @@ class Direct:
         self._end += self._receive(self._view[self._end :])
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
-        num_bytes = self._socket.recv_into(target, len(target), flags)
+        if isinstance(self._socket, ssl.SSLSocket):
+            num_bytes = self._in_turn(self._socket.recv_into, target)
+        else:
+            num_bytes = self._socket.recv_into(target, len(target), flags)
         if not num_bytes:
             raise EOFError
         return num_bytes
+
+    def _in_turn(self, call: Callable[[memoryview], int], what: memoryview) -> int:
+        """In TLS a call that would not wait, until it need not. OpenSSL lets no two threads use a connection at once,
+        Python (to 3.13 and longer) keeps none of them out, and who waited inside would keep the other one waiting."""
+        while True:
+            try:
+                with self._tls_alone:
+                    return call(what)
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            if (descriptor := self._socket.fileno()) < 0:
+                raise ConnectionResetError("the connection was closed")
+            ready = select.poll()
+            ready.register(descriptor, event)
+            ready.poll()
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -156,12 +180,12 @@ class Direct:
             self._waiting.put(None)
             self._thread.join(_LINGER_S)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            shut_down(self._socket, socket.SHUT_WR)
 
     def hang_up(self) -> None:
         """From any thread: whoever reads or writes is told at once."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            shut_down(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.hang_up()
