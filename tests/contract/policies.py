@@ -382,6 +382,7 @@ def mode_settings(draw: st.DrawFn) -> dict[str, Any]:
         "staleness": draw(st.integers(0, 3)),
         "local_steps": draw(st.integers(1, 4)),
         "straggler_timeout_s": draw(st.none() | st.just(2.0)),
+        "straggler_mad": draw(st.none() | st.just(3.0)),
         "backup_workers": draw(st.integers(0, min(2, (num_workers or 3) - 1))),
         "weighting": draw(st.sampled_from(["samples", "equal"])),
     }

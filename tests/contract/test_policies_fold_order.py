@@ -85,7 +85,7 @@ def test_what_waited_behind_a_departed_worker_is_folded_at_once(mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
-@pytest.mark.parametrize("options", [{"straggler_timeout_s": 1.0}, {"backup_workers": 1}])
+@pytest.mark.parametrize("options", [{"straggler_timeout_s": 1.0}, {"straggler_mad": 3.0}, {"backup_workers": 1}])
 def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, options: dict[str, Any]) -> None:
     policy = make_policy(mode, num_workers=3, **options)
     for rank in range(3):

@@ -20,7 +20,9 @@ COMMON: dict[str, Any] = {"training_steps": 10_000}
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("policy", [{}, {"straggler_timeout_s": 1.5}, {"backup_workers": 1}, {"pipelined": True}])
+@pytest.mark.parametrize(
+    "policy", [{}, {"straggler_timeout_s": 1.5}, {"straggler_mad": 3.0}, {"backup_workers": 1}, {"pipelined": True}]
+)
 def test_all_decisions_of_a_run_in_which_workers_fail_are_the_same(mode: str, policy: dict[str, Any]) -> None:
     if policy.get("pipelined") and not MODES.load(mode).may_pipeline:
         return

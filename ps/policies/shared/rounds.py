@@ -2,9 +2,9 @@
 
 A round's contributions are folded in rank order when the set of workers is fixed, so that a
 run is the same to the last bit whatever the order of arrival (floating-point addition is not
-associative). With `straggler_timeout_s` or `backup_workers` the set depends on arrival anyway,
-and so does the order: nobody's upload then waits for a straggler's (revisiting distributed
-synchronous SGD, Chen et al. 2016).
+associative). With a deadline (`straggler_timeout_s`, `straggler_mad`) or `backup_workers` the set
+depends on arrival anyway, and so does the order: nobody's upload then waits for a straggler's
+(revisiting distributed synchronous SGD, Chen et al. 2016).
 
 What a worker contributed stays in the round when it leaves. When it comes back before the round has closed,
 it starts with the next.
@@ -18,12 +18,19 @@ from pydantic import Field
 
 from ....common.config.option import Section
 from ..base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .deadline import Deadline
 from .rules import RoundRule
 
 
 class RoundOptions(Section):
     straggler_timeout_s: float | None = Field(
         None, gt=0, description="sync, localsgd, diloco: seconds after a round's first contribution at which it closes"
+    )
+    straggler_mad: float | None = Field(
+        None,
+        gt=0,
+        description="sync, localsgd, diloco: it closes so many (normal) deviations, 1.48 MAD, beyond the median time "
+        "that workers have taken lately; 3 to 5",
     )
     backup_workers: int = Field(0, ge=0, description="sync, localsgd, diloco: a round closes without this many")
 
@@ -36,7 +43,9 @@ class RoundPolicy(Policy):
 
     def __init__(self, common: Common, options: RoundOptions) -> None:
         super().__init__(common, options)
-        self.has_fixed_set = options.straggler_timeout_s is None and options.backup_workers == 0
+        deadlines = (options.straggler_timeout_s, options.straggler_mad)
+        self.has_fixed_set = deadlines == (None, None) and options.backup_workers == 0
+        self._deadline = None if options.straggler_mad is None else Deadline(options.straggler_mad)
         self._order: list[int] = []  # of folding in this round; who joins in the middle comes last
         self._num_sorted = 0  # of those, before who joined in the middle
         self._num_folded = 0  # of a fixed set, in that order
@@ -46,6 +55,8 @@ class RoundPolicy(Policy):
         self._part, self._continues = 0, False  # of the model, that its contributions are of; of a training step
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        if self._deadline is not None:
+            self._deadline.took(member.rank, now, len(self.members), counts=not member.is_fresh)
         is_of_round = contribution.base_version == self.version and contribution.part == (
             self._part if self._weights else contribution.part
         )
@@ -114,6 +125,10 @@ class RoundPolicy(Policy):
         timeout_s = self.options.straggler_timeout_s
         if timeout_s is not None and self._opened_at is not None and now - self._opened_at >= timeout_s:
             return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
+        after_s = None if self._deadline is None else self._deadline.after_s(len(self.members))
+        if self._deadline is not None and after_s is not None and now - self._deadline.round_began >= after_s:
+            told = f"{contributed} contributed within {after_s:.3g} s (policy.straggler_mad)"
+            return f"{told}, rank {names(self._missing)} did not"
         return None
 
     def _advance(self, now: float) -> list[Decision]:
@@ -125,6 +140,8 @@ class RoundPolicy(Policy):
             self._stepped_part(ROUNDS, self._continues)
         self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_sorted, self._num_folded = len(self._order), 0
+        if self._deadline is not None:
+            self._deadline.begins(self._weights, now)
         self._weights, self._opened_at = {}, None
         return [commit]
 

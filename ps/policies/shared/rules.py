@@ -43,7 +43,7 @@ class RoundRule(Rule):
         )
 
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
-        may_lack = self.options.get("straggler_timeout_s") or self.options.get("backup_workers")
+        may_lack = any(self.options.get(name) for name in ("straggler_timeout_s", "straggler_mad", "backup_workers"))
         if not missing or may_lack:
             return None
         return f"version {version} was made without the live rank {', '.join(map(str, missing))}"
