@@ -29,15 +29,15 @@ class Family:
 
     Files whose name is in `support` hold shared code, not an implementation. Where `base` names a class of the
     package's `base.py`, a class of a user's own that extends it is an implementation too: `FILE.py:NAME`.
-    `tooling` is a package with more of them, which are only for trying the others out.
+    `more` is a package with more of them.
     """
 
     def __init__(
-        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", tooling: str = ""
+        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", more: str = ""
     ) -> None:
         self.package = package
         self.what = what
-        self.packages = (package, tooling) if tooling else (package,)
+        self.packages = (package, more) if more else (package,)
         self._support = support
         self._base = base
 
@@ -89,8 +89,13 @@ class Family:
 _NO_MODES = frozenset({"base", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
-CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
-TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), tooling="paramserver.drills.tasks")
+CODECS = Family(
+    "paramserver.common.codecs",
+    "codec",
+    frozenset({"base", "shared", "remembering"}),
+    more="paramserver.common.codecs.remembering",
+)
+TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 
 MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", "averaging": "localsgd"}

@@ -66,6 +66,10 @@ class Codec(Protocol):
     # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
     suits_adaptive: bool = True
     suits_momentum: bool = True
+    # Gradients are added up with it before they are encoded, where worker.momentum says nothing else; it is for nothing
+    # but gradients then. `masks_momentum`: what has been sent is forgotten in these sums as well.
+    momentum: float = 0.0
+    masks_momentum: bool = False
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
@@ -171,6 +175,12 @@ def check_codecs(
             fix="leave it out, and give the optimizer momentum: it is for gradients that a codec leaves much out of",
         )
     if source != "gradient":
+        if up.momentum:
+            raise UsageError(
+                f"worker.codec is {up.name}, which adds up gradients with momentum, and workers of mode {mode} send "
+                f"{source}s",
+                fix="--set worker.codec=topk (or sparse), or a mode whose workers send gradients (sync, async)",
+            )
         return
     for name, arguments in optimizers:
         if momentum and (name not in _LINEAR or arguments.get("momentum")):

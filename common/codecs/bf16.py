@@ -42,14 +42,5 @@ class Bf16Codec(ByTensor):
             yield run, encoded[at:end].view(short)
             at = end
 
-    def size(self, num_elements: int) -> int:
-        raise AssertionError("nothing is encoded otherwise")
-
-    def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        self.size(len(values))
-
-    def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        self.size(len(out))
-
 
 ENTRY = Bf16Codec

@@ -10,7 +10,8 @@ al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was com
     START             e <- 0: another membership, or a server that went back, whose steps are done again
 
 e lies where the body was gathered, in the tensors' own dtypes: one body more than without. With momentum mu (DGC, Lin
-et al. 2018), x is not the gradient g but u <- mu u + g, which becomes so when it counts, and is zeros after a START.
+et al. 2018), x is not the gradient g but u <- mu u + g, which becomes so when it counts, and is zeros after a START; in
+codec dgc also where it was sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
-from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, pieces_of
+from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 from ...common.tensors.layout import Layout, as_bytes, new_body
 from ..tensors.transfer import Stretch, copy_bytes
 
@@ -30,7 +31,7 @@ class Encoding:
 
     def __init__(self, codec: Codec, layout: Layout, num_exchanged: int, momentum: float = 0.0) -> None:
         self.codec = codec
-        self._momentum = momentum
+        self._momentum = momentum or codec.momentum
         self._speed: torch.Tensor | None = None  # u, as a body; None: zeros
         self._next_speed: torch.Tensor | None = None  # what it is to become
         self._layout, self._num_exchanged = layout, num_exchanged
@@ -73,7 +74,7 @@ class Encoding:
         of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, body)
         if not self._has_feedback and len(tensors) == self._num_exchanged:
             gather.until_end()
-            self.codec.encode(self._layout, body, out[: self.codec.encoded_bytes(self._layout)])
+            self._coder.begin(body, out[: self.codec.encoded_bytes(self._layout)])
         else:
             for pieces in of_tensors[tensors.start : tensors.stop]:
                 for piece in pieces:
@@ -88,18 +89,21 @@ class Encoding:
         return start, as_bytes(out)[start:end]
 
     def _write(self, piece: Piece, body: torch.Tensor, out: torch.Tensor) -> None:
-        codec, values = self.codec, piece.of_body(body)
-        assert isinstance(codec, ByTensor)
+        codec, coder, values = self.codec, self._coder, piece.of_body(body)
+        assert isinstance(codec, ByTensor) and isinstance(coder, PieceEncoder)
         if not self._has_feedback:
-            codec.write(piece, values, out)
+            coder.write(piece, values, out)
             return
         if self._momentum:
             self._speed_up(piece, values)
         if self._left is not None:
             values.add_(piece.of_body(self._left), alpha=codec.decay)
-        codec.write(piece, values, out)
+        coder.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
+        if codec.masks_momentum and piece.is_encoded:
+            assert self._next_speed is not None
+            piece.of_body(self._next_speed).masked_fill_(decoded != 0, 0)
         self._square += _square(values.sub_(decoded))
 
     def _speed_up(self, piece: Piece, values: torch.Tensor) -> None:

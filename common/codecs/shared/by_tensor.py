@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -18,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from ...tensors.layout import DTYPES, Kind, Layout
+from ...tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from ..base import Stateless
 
 _ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
@@ -36,6 +35,7 @@ class Piece(NamedTuple):
     start: int
     end: int
     is_encoded: bool  # else it is bf16, or as it is where that is no longer
+    rows: int  # of the whole tensor
 
     def of_body(self, body: torch.Tensor) -> torch.Tensor:
         """[n] of `dtype` of uint8 [>= offset_end]; shares memory."""
@@ -53,17 +53,28 @@ class ByTensor(Stateless):
     least: ClassVar[float] = 1024  # elements of a tensor that is encoded
     piece: ClassVar[int] = 1 << 17  # elements; 512 KiB of float32
 
-    @abstractmethod
     def size(self, num_elements: int) -> int:
         """Bytes of an encoded piece."""
+        raise NotImplementedError
 
-    @abstractmethod
+    def size_of(self, num_elements: int, rows: int) -> int:
+        """The same, of a piece of a tensor with so many rows."""
+        return self.size(num_elements)
+
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """float32 [n] to uint8 [size(n)], all of it. Where a value is NaN or Inf, what is decoded has one as well."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         """Back, to float32 [n]. May raise anything for bytes that `encode_piece` does not make."""
+        raise NotImplementedError
+
+    def encodes(self, spec: TensorSpec) -> bool:
+        """Whether pieces of this tensor are encoded."""
+        return len(spec.shape) > 1 and spec.num_elements >= self.least
+
+    def encoder(self, layout: Layout) -> PieceEncoder:
+        return PieceEncoder(self, layout)
 
     def short(self, dtype: torch.dtype) -> torch.dtype:
         """What it travels in where it is not encoded."""
@@ -103,6 +114,25 @@ class ByTensor(Stateless):
             values.copy_(decoded)
 
 
+class PieceEncoder:
+    """A `Coder` that also encodes pieces as they come. What remembers is a subclass, with all four."""
+
+    def __init__(self, codec: ByTensor, layout: Layout) -> None:
+        self._codec, self._layout = codec, layout
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._codec.encode(self._layout, source, target)
+
+    def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
+        self._codec.write(piece, values, out)
+
+    def commit(self) -> None:
+        """Nothing is remembered."""
+
+    def rollback(self) -> None:
+        """Nothing is remembered."""
+
+
 @lru_cache(32)  # asked for with every contribution
 def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
     """Of every parameter, in the order of a body."""
@@ -110,10 +140,9 @@ def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
     at, last = 0, ""
     for spec, offset, end in layout.entries:
         if spec.kind is Kind.PARAMETER:
-            is_encoded = len(spec.shape) > 1 and spec.num_elements >= codec.least
             if codec.aligns or spec.dtype != last:
                 at = aligned(at)
-            found.append(list(_cut(codec, DTYPES[spec.dtype], offset, end, at, is_encoded)))
+            found.append(list(_cut(codec, spec, offset, end, at)))
             at, last = found[-1][-1].end if found[-1] else at, spec.dtype
     return found
 
@@ -123,15 +152,14 @@ def aligned(at: int) -> int:
     return -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _cut(
-    codec: ByTensor, dtype: torch.dtype, offset: int, offset_end: int, at: int, is_encoded: bool
-) -> Iterator[Piece]:
+def _cut(codec: ByTensor, spec: TensorSpec, offset: int, offset_end: int, at: int) -> Iterator[Piece]:
+    dtype, is_encoded, rows = DTYPES[spec.dtype], codec.encodes(spec), spec.shape[0] if spec.shape else 1
     stride = codec.piece * dtype.itemsize
     for start in range(offset, offset_end, stride):
         end = min(offset_end, start + stride)
         num_elements = (end - start) // dtype.itemsize
-        size = codec.size(num_elements) if is_encoded else num_elements * codec.short(dtype).itemsize
-        yield Piece(dtype, start, end, at, at + size, is_encoded)
+        size = codec.size_of(num_elements, rows) if is_encoded else num_elements * codec.short(dtype).itemsize
+        yield Piece(dtype, start, end, at, at + size, is_encoded, rows)
         at += size
 
 

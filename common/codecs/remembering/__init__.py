@@ -1,0 +1,1 @@
+"""Codecs whose workers remember more than what was left out."""

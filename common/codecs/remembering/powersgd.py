@@ -1,0 +1,87 @@
+"""A matrix as the product of two vectors: nm / (n + m) times fewer bytes.
+
+PowerSGD (Vogels et al. 2019, arXiv:1905.13727) of rank 1, each worker by itself. A tensor is a matrix M, its first
+dimension by all others. With Q of the contribution before: P = M Q, brought to length 1, and Q' = M^T P. What is sent:
+P, then Q', float32; decoded is P Q'^T. Q' is the next one's Q once this one counts; the first Q is normal, from a seed.
+What would shrink to more than half travels as bf16.
+
+Published, workers average P before they make Q', so that all have the mean's two vectors: two exchanges that depend on
+one another, and nobody may be late. Here each has its own, and the server adds up their products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...tensors.layout import Layout, TensorSpec
+from ..shared.by_tensor import ByTensor, Piece, PieceEncoder, pieces_of
+
+_VALUE_BYTES = 4
+_LEAST_RATIO = 2
+
+
+class PowerSgdCodec(ByTensor):
+    name = "powersgd"
+    suits_adaptive = False
+    piece = 1 << 62
+
+    def encodes(self, spec: TensorSpec) -> bool:
+        if not super().encodes(spec):
+            return False
+        return spec.num_elements * _VALUE_BYTES >= _LEAST_RATIO * self.size_of(spec.num_elements, spec.shape[0])
+
+    def size_of(self, num_elements: int, rows: int) -> int:
+        return (rows + num_elements // rows) * _VALUE_BYTES
+
+    def encoder(self, layout: Layout) -> PieceEncoder:
+        return _Encoder(self, layout)
+
+    def read(self, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        if not piece.is_encoded:
+            super().read(piece, encoded, values)
+            return
+        both = encoded[piece.start : piece.end].view(torch.float32)
+        values.view(piece.rows, -1).copy_(torch.outer(both[: piece.rows], both[piece.rows :]))
+
+
+class _Encoder(PieceEncoder):
+    """Remembers Q of each matrix."""
+
+    def __init__(self, codec: PowerSgdCodec, layout: Layout) -> None:
+        super().__init__(codec, layout)
+        self._q: dict[int, torch.Tensor] = {}  # by where a matrix begins in a body
+        self._next: dict[int, torch.Tensor] = {}
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        for pieces in pieces_of(self._codec, self._layout):
+            for piece in pieces:
+                self.write(piece, piece.of_body(source), target)
+
+    def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
+        if not piece.is_encoded:
+            super().write(piece, values, out)
+            return
+        matrix = values.float().view(piece.rows, -1)
+        both = out[piece.start : piece.end].view(torch.float32)
+        p, q = both[: piece.rows], both[piece.rows :]
+        old = self._q.get(piece.offset)
+        torch.mv(matrix, _first(piece.offset, len(q)) if old is None else old, out=p)
+        norm = torch.linalg.vector_norm(p)
+        p.copy_(torch.full_like(p, len(p) ** -0.5) if norm == 0 else p / norm)
+        torch.mv(matrix.T, p, out=q)
+        if q.any():  # of zeros nothing is learnt
+            self._next[piece.offset] = q.clone()
+
+    def commit(self) -> None:
+        self._q |= self._next
+        self.rollback()
+
+    def rollback(self) -> None:
+        self._next = {}
+
+
+def _first(seed: int, num_columns: int) -> torch.Tensor:
+    return torch.randn(num_columns, generator=torch.Generator().manual_seed(seed))
+
+
+ENTRY = PowerSgdCodec

@@ -1,0 +1,105 @@
+"""Codecs that remember, against references of a few lines: what their papers say, a worker by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paramserver.common.codecs.base import check_codecs, take_body
+from paramserver.common.errors import UsageError
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.worker.lanes.encoding import Encoding
+from paramserver.worker.tensors.transfer import Stretch
+
+
+class Way:
+    """One matrix from a worker to what a server makes of it."""
+
+    def __init__(self, name: str, *shape: int) -> None:
+        self.layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", shape)])
+        self.codec = CODECS.load(name)()
+        self.encoding = Encoding(self.codec, self.layout, 1)
+
+    def send(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes as float32, what they are decoded to)."""
+        body, found = torch.from_numpy(values.astype(np.float32)).view(torch.uint8), new_body(self.layout.total_bytes)
+        sent = torch.frombuffer(bytearray(self.encoding.whole(Stretch(0, [as_bytes(body)]))), dtype=torch.uint8)
+        take_body(self.codec, self.codec.decoder(self.layout), self.layout, sent, found)
+        return sent.view(torch.float32).numpy(), found.view(torch.float32).numpy()
+
+
+def test_powersgd_is_a_step_of_the_power_method_each_time() -> None:
+    rng, way = np.random.default_rng(0), Way("powersgd", 40, 6, 10)
+    e, q = np.zeros((40, 60)), torch.randn(60, generator=torch.Generator().manual_seed(0)).numpy().astype(float)
+    for step in range(6):
+        gradient = rng.normal(size=(40, 60))
+        matrix = gradient + e
+        p = matrix @ q
+        p /= np.linalg.norm(p)
+        sent, decoded = way.send(gradient.reshape(-1))
+        assert np.allclose(sent, np.concatenate([p, matrix.T @ p]), rtol=1e-3, atol=1e-4)
+        assert np.allclose(decoded.reshape(40, 60), np.outer(p, matrix.T @ p), atol=1e-3)
+        if step == 3:
+            way.encoding.rollback()  # dropped: nothing is remembered of it
+            continue
+        way.encoding.commit()
+        e, q = matrix - np.outer(p, matrix.T @ p), matrix.T @ p
+        if step == 4:
+            way.encoding.start()
+            e, q = np.zeros((40, 60)), torch.randn(60, generator=torch.Generator().manual_seed(0)).numpy().astype(float)
+
+
+def test_powersgd_finds_what_is_of_rank_one_and_survives_zeros() -> None:
+    rng, way = np.random.default_rng(0), Way("powersgd", 64, 32)
+    assert not way.send(np.zeros(64 * 32))[1].any()
+    way.encoding.commit()
+    matrix = np.outer(rng.normal(size=64), rng.normal(size=32))
+    assert np.allclose(way.send(matrix.reshape(-1))[1].reshape(64, 32), matrix, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_value_of_a_matrix_is_seen(bad: float) -> None:
+    values = np.ones(64 * 32)
+    values[77] = bad
+    assert not np.isfinite(Way("powersgd", 64, 32).send(values)[1]).all()
+
+
+def test_what_would_hardly_shrink_is_bf16() -> None:
+    assert CODECS.load("powersgd")().encoded_bytes(Way("powersgd", 1000, 2).layout) == 2 * 2000
+    assert CODECS.load("powersgd")().encoded_bytes(Way("powersgd", 1000, 4).layout) == 2 * 4 * 1004 - 4 * 1004
+
+
+def test_dgc_forgets_what_it_has_sent() -> None:
+    """u and v of the paper, one for each value; 5 of each 4,096 are sent."""
+    rng, way = np.random.default_rng(0), Way("dgc", 2, 4096)
+    u = v = np.zeros((2, 4096))
+    for step in range(8):
+        gradient = rng.normal(size=(2, 4096))
+        new_u = 0.9 * u + gradient
+        new_v = v + new_u
+        decoded = way.send(gradient.reshape(-1))[1].reshape(2, 4096)
+        mask = np.zeros_like(v)
+        np.put_along_axis(mask, np.argsort(-np.abs(new_v), axis=1)[:, :5], 1, axis=1)
+        assert np.allclose(decoded, new_v * mask, atol=1e-5), step
+        if step == 3:
+            way.encoding.rollback()
+            continue
+        way.encoding.commit()
+        u, v = new_u * (1 - mask), new_v * (1 - mask)
+
+
+def test_dgc_is_for_gradients_in_front_of_plain_sgd() -> None:
+    up, raw = CODECS.load("dgc")(), CODECS.load("raw")()
+    check_codecs("sync", "gradient", up, raw, [("SGD", {"lr": 0.1, "momentum": 0})])
+    for optimizer, why in ((("SGD", {"momentum": 0.9}), "momentum 0.9"), (("Adam", {}), "divides every gradient")):
+        with pytest.raises(UsageError, match=why):
+            check_codecs("sync", "gradient", up, raw, [optimizer])
+    with pytest.raises(UsageError, match="workers of mode diloco send deltas") as error:
+        check_codecs("diloco", "delta", up, raw)
+    assert "topk" in error.value.fix
+    powersgd = CODECS.load("powersgd")()
+    check_codecs("sync", "gradient", powersgd, raw, [("SGD", {"momentum": 0.9})])
+    with pytest.raises(UsageError, match="divides every gradient"):
+        check_codecs("sync", "gradient", powersgd, raw, [("Adam", {})])
