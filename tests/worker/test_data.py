@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 from paramserver.common.errors import ParamServerError
+from paramserver.worker.training import data
 from paramserver.worker.training.data import Shares, sharded_batches, to_device
 
 
@@ -246,3 +247,29 @@ def test_loader_processes_stay_from_epoch_to_epoch_when_asked_to(stay: bool, num
     found = [batch for batch, _ in itertools.islice(loaded, 6)]
     assert len({int(pid) for pids, _ in found for pid in pids}) == num_processes
     assert numbers(found) == numbers(batches(Slow(8), 6))
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_seeding_for_a_step_is_torchs_and_where_there_is_no_gpu_notes_no_stack_for_one(monkeypatch, has_accelerator):
+    noted = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", noted.append)
+    monkeypatch.setattr(data, "_has_accelerator", lambda: has_accelerator)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    noted.clear()
+    data.seed_everything(7)
+    assert torch.equal(torch.rand(3), expected)
+    assert noted == [7] * has_accelerator
+
+
+def test_a_gpu_that_is_there_is_seeded_and_one_that_is_not_is_none(monkeypatch):
+    for kind, num_devices, has_accelerator in (
+        ("cuda", 0, False),
+        ("cuda", 1, True),
+        ("mps", 0, True),
+        (None, 0, False),
+    ):
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda found=found: found)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num=num_devices: num)
+        assert data._has_accelerator.__wrapped__() is has_accelerator

@@ -11,7 +11,7 @@ import torch
 
 from ...common.errors import UsageError
 from ..session import Progress
-from .data import Loader, Shares, epoch_batches, sharded_batches, step_seed
+from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batches, step_seed
 from .place.stream import check_stream
 from .place.taken import Hand, Taken
 
@@ -130,7 +130,7 @@ class Batches:
         if memory is not None:
             memory.note()
         place = taken.place + len(self.hand)
-        torch.manual_seed(step_seed(self._shares.seed, self._progress().rank or 0, place))
+        seed_everything(step_seed(self._shares.seed, self._progress().rank or 0, place))
         batch, weight = next(self._batches)
         self.hand.weights.append(weight)
         return batch
