@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from paramserver.common.codecs.base import take_body
+from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.wire.frames import message_frames
@@ -134,6 +139,51 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
         assert int((server.engine.model.store.weights.view(torch.float32) != 0).sum()) == rows * 41
 
     play()
+
+
+@pytest.mark.parametrize("name", CODECS.names())
+@pytest.mark.parametrize("rows", [2, 70])
+def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) -> None:
+    """NaN for scales and values, places beyond a chunk, places twice, a body that is shorter than it must be; whole in
+    a message, and in pieces."""
+    matrix = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (rows, 4096))])
+    codec = CODECS.load(name)()
+    sound = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
+    codec.encoder(matrix).begin(torch.ones(rows * 4096).view(torch.uint8), sound)
+
+    @served(layout=matrix, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        for sent in (torch.full_like(sound, 255), sound):
+            header = worker._header(1, codec=name, body_bytes=len(sent))
+            worker.stream.send(*message_frames(header, [as_bytes(sent)]))
+            await server.settle()
+        assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
+        weights = server.engine.model.store.weights.view(torch.float32)
+        assert weights.isfinite().all() and weights.any()
+        header = worker._header(2, codec=name, body_bytes=len(sound) - 4)
+        worker.stream.send(*message_frames(header, [as_bytes(sound[4:])]))
+        await server.settle()
+        assert await worker.end() == "BAD_REQUEST"
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS.names() if CODECS.load(name).has_feedback])
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=15, deadline=None)
+def test_a_few_spoiled_bytes_are_decoded_or_refused(name: str, seed: int) -> None:
+    """And what is decoded is looked through as all is: nothing is written elsewhere, and nothing fails otherwise."""
+    matrix, generator = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (2, 4100))]), torch.Generator()
+    codec, body = CODECS.load(name)(), torch.full((matrix.total_bytes + 64,), 7, dtype=torch.uint8)
+    sent = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
+    codec.encoder(matrix).begin(torch.randn(8200, generator=generator.manual_seed(seed)).view(torch.uint8), sent)
+    for place in torch.randint(len(sent), (1 + seed % 9,), generator=generator).tolist():
+        sent[place] = int(torch.randint(256, (), generator=generator))
+    with suppress(ParamServerError):
+        take_body(codec, codec.decoder(matrix), matrix, sent, body)
+    assert (body[matrix.total_bytes :] == 7).all()
 
 
 @served(layout=LARGE, workers=1, mode="async", store={"max_norm": 1.0})
