@@ -41,6 +41,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
+  ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
   ps-bench xor --peers ray              worker-steps per second of a small task
 
@@ -240,6 +241,23 @@ def checkpoint(
     from .measures.checkpoint import CheckpointOptions, measure_checkpoint
 
     show(measure_checkpoint(CheckpointOptions(mb, every, compute_ms, steps, runs, optimizer)), json_path, keep)
+
+
+@app.command(help="Codecs alone, on one core: GB/s encoded and decoded, and on links up to which speed that pays.")
+def codecs(
+    codec: Annotated[str, typer.Option(help="e.g. int8,q4; all", rich_help_panel=_RUN)] = "all",
+    mb: MbOption = 100,
+    runs: RunsOption = 7,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    from ..common.registry import CODECS
+
+    names = CODECS.names() if codec == "all" else [CODECS.check(one) for one in codec.split(",")]
+    prepare(json_path, keep)
+    from .measures.codecs import CodecOptions, measure_codecs
+
+    show(measure_codecs(CodecOptions(names, mb, runs)), json_path, keep)
 
 
 @app.command(help="Deciding alone: microseconds of the run and the mode's policy for an event, without network.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paramserver.benchmarks.measures.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
 from paramserver.benchmarks.measures.ours import variants_of
@@ -239,3 +240,9 @@ def test_memory_of_this_process() -> None:
     found = memory_of(os.getpid())
     assert 0 < found["anonymous"] <= found["rss"] <= found["peak"]
     assert found["shared"] >= 0
+
+
+def test_codecs_are_measured_as_workers_use_them() -> None:
+    report = measure_codecs(CodecOptions(["raw", "int8", "powersgd"], mb=4, runs=1))
+    assert [round(one["ratio"], 2) for one in report.results.values()] == [1.0, 3.94, 500.0]
+    assert all(min(one.values()) > 0 for one in report.results.values())
