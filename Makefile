@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test trainers campaigns lint types proto bench overlap shards chaos kill-points clean
+.PHONY: help demo test test-slow docker-test trainers campaigns lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -71,6 +71,9 @@ chaos: .venv/installed  ## a job for a minute under random kills, pauses and bro
 
 kill-points: .venv/installed  ## 1,000 seeded kills of servers and workers, about an hour
 	$(BIN)/python tests/chaos/kill_points.py --points 1000 --quiet
+
+claims: .venv/installed  ## what papers claim about learning, tried out, hours; N="N4 N18": those of docs/claims.md
+	$(BIN)/python -m paramserver.benchmarks.claims $(N)
 
 clean:  ## forget what was built
 	rm -rf .venv build *.egg-info

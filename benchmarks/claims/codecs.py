@@ -27,7 +27,7 @@ from ...common.tensors.layout import Layout, as_bytes, new_body
 from ...common.wire.frames import body_frames
 from ...worker.lanes.encoding import Encoding
 from ...worker.tasks.digits import Digits
-from ...worker.tensors.transfer import DirectTransfer, ModelTensors
+from ...worker.tensors.transfer import DirectTransfer, ModelTensors, Source
 
 NUM_WORKERS, BATCH = 4, 32
 OPTIMIZERS = {
@@ -45,21 +45,32 @@ class Outcome(NamedTuple):
 
 
 class Way:
-    """From one worker's gradients to what the server makes of them."""
+    """From one worker's gradients, or its deltas, to what the server makes of them."""
 
-    def __init__(self, codec: Codec, layout: Layout, momentum: float) -> None:
-        self.codec, self._layout = codec, layout
+    def __init__(self, codec: Codec, layout: Layout, momentum: float, source: Source = "gradient") -> None:
+        self.codec, self._layout, self._source = codec, layout, source
         self._encoding = Encoding(codec, layout, len(layout.entries), momentum)
         self._decoder = codec.decoder(layout)
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
-        """uint8 [exchange_bytes]."""
-        (stretch,) = transfer.gather("gradient")
+        """uint8 [exchange_bytes], of what counts."""
+        body = self.encode(transfer)
+        self.answered(counts=True)
+        return body
+
+    def encode(self, transfer: DirectTransfer) -> torch.Tensor:
+        """uint8 [exchange_bytes]; what becomes of it is to be said."""
+        (stretch,) = transfer.gather(self._source)
         sent = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
         body = new_body(self._layout.exchange_bytes)
         take_body(self.codec, self._decoder, self._layout, sent, body)
-        self._encoding.commit()
         return body
+
+    def answered(self, counts: bool) -> None:
+        if counts:
+            self._encoding.commit()
+        else:
+            self._encoding.rollback(is_work=self._source == "delta")
 
 
 class Back:
@@ -100,7 +111,7 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     task, tensors = Digits(), ModelTensors(net)
     transfer, layout = DirectTransfer(tensors), tensors.layout
-    ways = [Way(_codec(codec, has_feedback), layout, 0.9 * (optimizer == "worker")) for _ in range(NUM_WORKERS)]
+    ways = [Way(codec_of(codec, has_feedback), layout, 0.9 * (optimizer == "worker")) for _ in range(NUM_WORKERS)]
     server = OPTIMIZERS[optimizer](net.parameters())
     batches = [_batches(task, rank, seed) for rank in range(NUM_WORKERS)]
     back = Back(CODECS.load(down)(), tensors)
@@ -120,7 +131,7 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
     return Outcome(task.evaluate(net)["accuracy"], whole / sent, whole / back.num_bytes)
 
 
-def _codec(name: str, has_feedback: bool) -> Codec:
+def codec_of(name: str, has_feedback: bool) -> Codec:
     codec: Codec = CODECS.load(name)()
     codec.has_feedback = codec.has_feedback and has_feedback
     return codec
@@ -135,7 +146,7 @@ def _batches(task: Digits, rank: int, seed: int) -> Iterator[list[torch.Tensor]]
             yield [images[order[at : at + BATCH]], labels[order[at : at + BATCH]]]
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--codec", action="append", choices=CODECS.names())
     parser.add_argument("--optimizer", default="momentum", choices=OPTIMIZERS)
@@ -143,7 +154,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--down", action="store_true", help="both ways; only with what is left out sent later")
     parser.add_argument("--only-feedback", action="store_true", help="do not also train without it")
-    told = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    told = arguments().parse_args()
     torch.set_num_threads(1)
     print(f"digits, {NUM_WORKERS} workers, {told.optimizer}, {told.steps} steps, {told.seeds} seeds: accuracy in %")
     print(f"{'codec':10}{'ratio':>8}{'down':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")

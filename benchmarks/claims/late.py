@@ -87,13 +87,17 @@ def _put(layout: Layout, weights: torch.Tensor, tensors: ModelTensors) -> None:
             tensor.copy_(view)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="4,8,16,30")
     parser.add_argument("--way", action="append", choices=WAYS)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
-    told = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    told = arguments().parse_args()
     torch.set_num_threads(1)
     counts = [int(count) for count in told.workers.split(",")]
     print(f"digits, {told.steps} contributions, {told.seeds} seeds: accuracy in %, mean (least), by number of workers")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
 
+from paramserver.benchmarks.claims import outer
+from paramserver.benchmarks.claims.__main__ import CLAIMS, command
 from paramserver.benchmarks.claims.codecs import run
 
 
@@ -23,3 +26,18 @@ def test_four_bits_of_a_gradient_learn_as_well_as_all() -> None:
     assert raw.accuracy > 0.7, raw
     assert abs(q4.accuracy - raw.accuracy) < 0.05, q4
     assert q4.ratio > 7.5
+
+
+@pytest.mark.parametrize("number", CLAIMS)
+def test_every_claim_is_a_command_that_exists(number: str) -> None:
+    """With the module's own arguments, ways and codecs."""
+    module = import_module(f"paramserver.benchmarks.claims.{CLAIMS[number].module}")
+    told = module.arguments().parse_args(command(number, 3, 1.0)[2:])
+    assert (told.seeds, told.steps) == (3, CLAIMS[number].steps)
+
+
+def test_workers_of_unequal_speed_wait_for_each_other_in_rounds() -> None:
+    found = outer.run("unequal", outer.make_task("digits"), 0, 26)
+    assert found.seconds == 4 * 26, "the slowest's"
+    assert (found.up, found.down) == (pytest.approx(13, rel=0.01), pytest.approx(13, rel=0.01)), "two rounds"
+    assert 0 < found.loss < 2.3

@@ -1,0 +1,297 @@
+"""What local steps, outer optimizers, codecs and lateness do to learning: four workers in one process.
+
+    python -m paramserver.benchmarks.claims.outer [--task gpt|digits] [--steps N] [--seeds N] [--way NAME]...
+
+Time is counted, not waited for: a worker takes its local steps in so many seconds each, an exchange takes none. The
+mode's own policy decides and the server's own store steps; deltas go through what a worker and a server do with them
+(`codecs.py`). `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million parameters,
+`digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...common.codecs.base import body_bytes
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import approach, moves_reference
+from ...common.registry import CODECS
+from ...common.tensors.layout import new_body
+from ...ps.engine.modes import policy_of
+from ...ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome
+from ...ps.tensors.model import outer_spec
+from ...ps.tensors.store import Store
+from ...worker.tasks.base import Task
+from ...worker.tasks.digits import Digits
+from ...worker.tasks.gpt import Gpt
+from ...worker.tensors.anchor import Anchor
+from ...worker.tensors.transfer import DirectTransfer, ModelTensors
+from .codecs import Way, codec_of, num_framed
+
+NUM_WORKERS = 4
+SAME, UNEQUAL = (1.0,) * NUM_WORKERS, (1.0, 1.0, 2.0, 4.0)  # seconds of a local step, by rank
+
+
+class Asked(NamedTuple):
+    """One way of training. `options` are the mode's; `dropped`: share of deltas that never come."""
+
+    mode: str = "diloco"
+    is_plain: bool = False  # torch alone, on the mean gradient of every step
+    options: dict[str, Any] = {}  # noqa: RUF012 - nobody writes to it
+    up: str = "raw"
+    down: str = "raw"
+    has_feedback: bool = True
+    seconds: tuple[float, ...] = SAME
+    dropped: float = 0.0
+
+
+_MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+WAYS: dict[str, Asked] = {
+    "sync": Asked(is_plain=True),
+    "H 25": Asked(),
+    "H 25, q4 both": Asked(up="q4", down="q4"),
+    "H 25, int8 both": Asked(up="int8", down="int8"),
+    "H 25, mean": Asked(options=_MEAN),
+    "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
+    "H 10": Asked(options={"local_steps": 10}),
+    "H 10, mean": Asked(options={"local_steps": 10, **_MEAN}),
+    "H 100": Asked(options={"local_steps": 100}),
+    "H 100, mean": Asked(options={"local_steps": 100, **_MEAN}),
+    "H 100, q4 both": Asked(options={"local_steps": 100}, up="q4", down="q4"),
+    "H 25, sparse up": Asked(options=_MEAN, up="sparse"),
+    "H 25, sparse up, no feedback": Asked(options=_MEAN, up="sparse", has_feedback=False),
+    "H 25, 30 % dropped": Asked(dropped=0.3),
+    "unequal": Asked(seconds=UNEQUAL),
+}
+
+
+class Found(NamedTuple):
+    loss: float
+    seconds: float  # of counted time
+    up: float  # bytes of a gradient at every step over those that were sent up; 0: not counted
+    down: float
+
+
+class Worker:
+    """One machine: its model, its own optimizer, the way of its deltas to the server."""
+
+    def __init__(self, asked: Asked, task: Task, rank: int, seed: int, num_steps: int) -> None:
+        torch.manual_seed(seed)
+        self.net = _net(task)
+        self._task, self._num_steps = task, num_steps
+        self.tensors = ModelTensors(self.net)
+        self.transfer, self._anchor = DirectTransfer(self.tensors), Anchor(self.tensors)
+        self.way = Way(codec_of(asked.up, asked.has_feedback), self.tensors.layout, 0.0, "delta")
+        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate(task, 0, num_steps))
+        self._batches = _batches(task, rank, seed)
+        self.taken = self.version = self.number = 0
+        self.to_take, self.began_at = 0, 0.0
+        self.body: torch.Tensor | None = None  # its delta, decoded
+
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate(self._task, self.taken, self._num_steps)
+        self.gradient()
+        self._optimizer.step()
+        self.taken += 1
+
+    def gradient(self) -> None:
+        self.net.zero_grad()
+        self._task.loss(self.net, next(self._batches)).backward()
+
+    def measure(self) -> None:
+        self._anchor.measure()
+        self.body = self.way.encode(self.transfer)
+        self.number += 1
+
+    def receive(self, weights: torch.Tensor, version: int) -> None:
+        with torch.no_grad():
+            for (_, view), tensor in zip(self.tensors.layout.views(weights), self.tensors.tensors, strict=True):
+                tensor.copy_(view)
+        self._anchor.note()
+        self.version = version
+
+
+class Run:
+    """Workers, a policy and a store under one clock."""
+
+    def __init__(self, asked: Asked, task: Task, seed: int, num_steps: int) -> None:
+        self._asked, self._chance = asked, torch.Generator().manual_seed(seed)
+        self.workers = [Worker(asked, task, rank, seed, num_steps) for rank in range(NUM_WORKERS)]
+        settings = {"training_steps": num_steps, "num_workers": NUM_WORKERS, **asked.options}
+        self.policy = policy_of(asked.mode, settings)
+        first = self.workers[0]
+        self._layout = layout = first.tensors.layout
+        weights = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in first.transfer.gather_all()])
+        outer = self.policy.outer
+        assert outer is not None
+        self.store = Store(layout, weights.clone(), outer_spec(outer.name, outer.arguments, layout))
+        self._down = CODECS.load(asked.down)()
+        self._reference = weights[: layout.exchange_bytes].clone()  # what workers are given
+        self._out = new_body(body_bytes(self._down, layout))
+        self.sent = self.received = 0  # bytes of bodies, framed
+        self.now = 0.0
+        self._due: list[tuple[float, int]] = []  # when somebody's steps are taken
+        self._in_mean: list[tuple[int, float]] = []
+
+    def run(self) -> None:
+        for rank in range(NUM_WORKERS):
+            self._carry_out(self.policy.joined(rank, 0.0))
+        while self._due:
+            self.now, rank = heapq.heappop(self._due)
+            if rank < 0:
+                self._carry_out(self.policy.tick(self.now))
+                continue
+            worker = self.workers[rank]
+            for _ in range(worker.to_take):
+                worker.step()
+            worker.measure()
+            self.sent += num_framed(body_bytes(worker.way.codec, self._layout))
+            said = Contribution(worker.number, worker.version, worker.to_take, worker.to_take)
+            self._carry_out(self.policy.contributed(rank, said, self.now))
+
+    def _carry_out(self, decisions: list[Any]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Fold):
+                worker = self.workers[decision.rank]
+                assert worker.body is not None
+                weight = decision.weight
+                if self._asked.dropped and torch.rand((), generator=self._chance).item() < self._asked.dropped:
+                    weight *= 1e-6  # its work is lost, and counts in no mean with others
+                self.store.fold(worker.body, weight, decision.rank)
+                self._in_mean.append((decision.rank, weight))
+            elif isinstance(decision, Discard):
+                self.workers[decision.rank].body = None
+            elif isinstance(decision, Commit):
+                self._commit(decision)
+            elif isinstance(decision, Answer):
+                self._answer(decision)
+
+    def _commit(self, commit: Commit) -> None:
+        outer = self.policy.outer
+        assert outer is not None
+        scale = commit.lr_scale(self._in_mean)
+        self.store.commit(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=scale)
+        self._in_mean.clear()
+        if isinstance(self._down, ByTensor) and moves_reference(self._down):
+            approach(self._down, self._layout, self.store.weights, self._reference, self._out)
+        else:
+            self._reference.copy_(self.store.weights[: len(self._reference)])
+
+    def _answer(self, answer: Answer) -> None:
+        worker = self.workers[answer.rank]
+        if answer.outcome is not Outcome.START:
+            worker.way.answered(answer.outcome is Outcome.APPLIED)
+        if answer.outcome is Outcome.DROPPED:
+            worker.number -= 1
+        # One difference for each version since; a joiner's whole reference is not counted.
+        self.received += num_framed(len(self._out)) * (self.policy.version - worker.version)
+        worker.receive(self._reference, self.policy.version)
+        worker.to_take = self.policy.next_local_steps(answer.rank)
+        if worker.to_take:
+            at = self.now + worker.to_take * self._asked.seconds[answer.rank]
+            heapq.heappush(self._due, (at, answer.rank))
+            for tenth in range(1, 10):  # the engine's ticks
+                heapq.heappush(self._due, (self.now + (at - self.now) * tenth / 10, -1))
+
+
+def run(way: str, task: Task, seed: int, num_steps: int) -> Found:
+    """Train once."""
+    asked = WAYS[way]
+    if asked.is_plain:
+        return _sync(asked, task, seed, num_steps)
+    one = Run(asked, task, seed, num_steps)
+    one.run()
+    net = one.workers[0]
+    net.receive(one.store.weights, one.policy.version)
+    raw = NUM_WORKERS * num_steps * net.tensors.layout.exchange_bytes
+    return Found(task.evaluate(net.net)["loss"], one.now, raw / one.sent, raw / one.received)
+
+
+def _sync(asked: Asked, task: Task, seed: int, num_steps: int) -> Found:
+    """One AdamW on the mean gradient of all."""
+    workers = [Worker(asked, task, rank, seed, num_steps) for rank in range(NUM_WORKERS)]
+    for worker in workers[1:]:
+        worker.net = workers[0].net
+    net = workers[0].net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1.0)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = rate(task, step, num_steps)
+        mean = [torch.zeros_like(parameter) for parameter in net.parameters()]
+        for worker in workers:
+            worker.gradient()
+            for total, parameter in zip(mean, net.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad / NUM_WORKERS
+        for total, parameter in zip(mean, net.parameters(), strict=True):
+            parameter.grad = total
+        optimizer.step()
+    return Found(task.evaluate(net)["loss"], num_steps * max(asked.seconds), 1.0, 1.0)
+
+
+def _net(task: Task) -> nn.Module:
+    if not isinstance(task, Digits):
+        return task.model()
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+def rate(task: Task, step: int, num_steps: int) -> float:
+    """Learning rate of a local step."""
+    most = 2e-3 if isinstance(task, Digits) else 3e-3
+    return most * 0.5 * (1 + math.cos(math.pi * step / num_steps))
+
+
+def _batches(task: Task, rank: int, seed: int) -> Iterator[list[torch.Tensor]]:
+    tensors = task.train_data().tensors  # type: ignore[attr-defined]
+    size = 32 if isinstance(task, Digits) else 16
+    generator = torch.Generator().manual_seed(seed * NUM_WORKERS + rank)
+    while True:
+        order = torch.randperm(len(tensors[0]), generator=generator)[rank::NUM_WORKERS]
+        for at in range(0, len(order) - size + 1, size):
+            yield [tensor[order[at : at + size]] for tensor in tensors]
+
+
+def make_task(name: str) -> Task:
+    return Digits() if name == "digits" else Gpt(context=48, num_layers=2, width=64)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("gpt", "digits"), default="gpt")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--way", action="append", choices=WAYS)
+    return parser
+
+
+def main() -> None:
+    told = arguments().parse_args()
+    torch.set_num_threads(1)
+    task = make_task(told.task)
+    print(f"{told.task}, {NUM_WORKERS} workers, {told.steps} steps, {told.seeds} seeds: held-out loss")
+    print(f"{'':30}{'mean':>9}{'least':>9}{'most':>9}{'to first':>10}{'up':>9}{'down':>9}{'seconds':>9}")
+    first: float | None = None
+    for way in told.way or WAYS:
+        found = [run(way, task, seed, told.steps) for seed in range(told.seeds)]
+        losses = [one.loss for one in found]
+        mean = statistics.mean(losses)
+        first = first or mean
+        print(
+            f"{way:30}{mean:9.4f}{min(losses):9.4f}{max(losses):9.4f}{mean / first - 1:+10.1%}"
+            f"{found[0].up:9.1f}{found[0].down:9.1f}{found[0].seconds:9.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
