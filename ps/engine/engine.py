@@ -358,7 +358,9 @@ class Engine:
     def state(self) -> ShardState:
         """What this process holds of the model, and what has passed through it."""
         model = self.model
-        held = {**model.store.num_bytes, "references": model.references.num_bytes} if model.has_weights else {}
+        held = dict(model.store.num_bytes) if model.has_weights else {}
+        if model.has_weights and (num_bytes := model.references.num_bytes):
+            held["references"] = num_bytes
         traffic = {rank: (one.num_sent, one.num_received) for rank, one in self.traffic.items()}
         return ShardState(self.run.policy.version, held, traffic)
 
