@@ -80,8 +80,9 @@ class Back:
         self.num_bytes = num_framed(tensors.layout.exchange_bytes)
         self._transfer, self._layout, self._codec = DirectTransfer(tensors), tensors.layout, codec
         self._reference = self._weights()
-        if moves_reference(codec):
+        if isinstance(codec, ByTensor) and moves_reference(codec):
             self._out = new_body(body_bytes(codec, tensors.layout))
+            self._encoder = codec.encoder(tensors.layout)
             self.num_bytes = num_framed(len(self._out))
 
     def _weights(self) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Back:
         """The model has the workers' weights until these, the server's, are given back."""
         weights = self._weights()
         if isinstance(self._codec, ByTensor) and moves_reference(self._codec):
-            approach(self._codec, self._layout, weights, self._reference, self._out)
+            approach(self._codec, self._encoder, self._layout, weights, self._reference, self._out)
             self._transfer.write(0, as_bytes(self._reference))
         return weights
 

@@ -140,9 +140,9 @@ def _check_reference(mode: str, source: str, down: Codec) -> None:
             "would be lost",
             fix="--mode diloco, whose workers send how far they went; or --set worker.answer_codec=bf16",
         )
-    if not (down.goes_in_parts and down.contracts):
+    if not (down.goes_in_parts and down.contracts) or down.momentum:
         raise UsageError(
-            f"worker.answer_codec is {down.name}, with which the workers' weights may never come near the server's",
+            f"worker.answer_codec is {down.name}, with which the workers' weights come near the server's late or never",
             fix="--set worker.answer_codec=q4 (or int8, bf16)",
         )
 

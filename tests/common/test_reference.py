@@ -37,6 +37,7 @@ def test_which_codecs_move_a_reference() -> None:
 def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
     codec, chance = CODECS.load(name)(), torch.Generator().manual_seed(0)
     weights = random_body(DIFFERENT, chance)
+    encoder = codec.encoder(DIFFERENT)
     mine, theirs, out = weights.clone(), weights.clone(), new_body(body_bytes(codec, DIFFERENT))
     for _ in range(5):
         for (_, view), (_, step) in zip(
@@ -44,7 +45,7 @@ def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
         ):
             view.add_(step)
         before = weights.clone()
-        approach(codec, DIFFERENT, weights, mine, out)
+        approach(codec, encoder, DIFFERENT, weights, mine, out)
         follow(codec, DIFFERENT, out, theirs)
         assert torch.equal(weights, before)
         assert torch.equal(mine, theirs)
@@ -53,15 +54,16 @@ def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("int8", 0.0073), ("q4", 0.214), ("topk", 0.965), ("sparse", 0.955), ("sign", 0.62)]
+    ("name", "most"),
+    [("int8", 0.0073), ("q4", 0.214), ("topk", 0.965), ("sparse", 0.955), ("sign", 0.62), ("powersgd", 1.0)],
 )
 def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: float) -> None:
     """To what is left of values from N(0, 1) after one: N2, section 3.3."""
     codec, weights = CODECS.load(name)(), random_body(PLAIN, torch.Generator().manual_seed(1))
-    reference, out = new_body(PLAIN.exchange_bytes), new_body(body_bytes(codec, PLAIN))
+    encoder, reference, out = codec.encoder(PLAIN), new_body(PLAIN.exchange_bytes), new_body(body_bytes(codec, PLAIN))
     left = [float(weights.view(torch.float32).norm())]
     for _ in range(3):
-        approach(codec, PLAIN, weights, reference, out)
+        approach(codec, encoder, PLAIN, weights, reference, out)
         left.append(float((weights.view(torch.float32) - reference.view(torch.float32)).norm()))
     assert left[1] < most * left[0]
     assert left[0] > left[1] > left[2] > left[3]
@@ -69,7 +71,7 @@ def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: flo
 
 def test_weights_that_are_not_finite_reach_the_workers() -> None:
     codec, weights = CODECS.load("q4")(), random_body(PLAIN, torch.Generator().manual_seed(1))
-    reference, out = weights.clone(), new_body(body_bytes(codec, PLAIN))
+    encoder, reference, out = codec.encoder(PLAIN), weights.clone(), new_body(body_bytes(codec, PLAIN))
     weights.view(torch.float32)[3] = float("nan")
-    approach(codec, PLAIN, weights, reference, out)
+    approach(codec, encoder, PLAIN, weights, reference, out)
     assert not torch.isfinite(reference.view(torch.float32)[:256]).all()

@@ -15,7 +15,7 @@ import torch
 from ...errors import Reason, refusal
 from ...tensors.layout import Layout, as_bytes
 from ..base import Codec
-from .by_tensor import ROOM, ByTensor, Piece, pieces_of
+from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 
 
 def moves_reference(codec: Codec | None) -> bool:
@@ -23,14 +23,18 @@ def moves_reference(codec: Codec | None) -> bool:
     return isinstance(codec, ByTensor) and not codec.takes_weights
 
 
-def approach(codec: ByTensor, layout: Layout, weights: torch.Tensor, body: torch.Tensor, out: torch.Tensor) -> None:
+def approach(
+    codec: ByTensor, encoder: PieceEncoder, layout: Layout, weights: torch.Tensor, body: torch.Tensor, out: torch.Tensor
+) -> None:
     """The difference of `weights`, uint8 [>= exchange_bytes], to `body`, uint8 [exchange_bytes], into `out`, uint8
-    [body_bytes]; `body` is moved by what it decodes to, and takes the buffers."""
+    [body_bytes]; `body` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the same each
+    time: what it remembers of earlier ones need not be known to decode."""
     for piece in _pieces(codec, layout):
         here = piece.of_body(body)
         left = torch.sub(piece.of_body(weights), here, out=ROOM.of("difference", here.shape, here.dtype))
-        codec.write(piece, left, out)
+        encoder.write(piece, left, out)
         _move(codec, piece, out, here)
+    encoder.commit()
     encoded_bytes, buffers = codec.encoded_bytes(layout), slice(layout.parameter_bytes, layout.exchange_bytes)
     body[buffers].copy_(weights[buffers])
     out[encoded_bytes:].copy_(weights[buffers])

@@ -72,6 +72,7 @@ class Reference:
         # Those that come to less than the whole.
         self._ring: deque[Difference] = deque(maxlen=max(1, (layout.exchange_bytes - 1) // max(1, self._num_encoded)))
         self._body = new_body(layout.exchange_bytes)
+        self._encoder = codec.encoder(layout)
         self._whole: Callable[[], Whole | None] = lambda: None
         tensors.submit(lambda: self._body.copy_(store.weights[: layout.exchange_bytes]))
 
@@ -83,7 +84,7 @@ class Reference:
 
         def work() -> None:
             layout, encoded = self._store.layout, new_body(self._num_encoded)
-            approach(self._codec, layout, self._store.weights, self._body, encoded)
+            approach(self._codec, self._encoder, layout, self._store.weights, self._body, encoded)
             if difference.number % _CHECKED_EVERY == 0:
                 difference.check = check_sum(layout, self._body)
             difference.encoded = encoded
