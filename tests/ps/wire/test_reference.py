@@ -254,19 +254,20 @@ def _kinds_with_losses(seed: int) -> list[str]:
             saved.append((worker.number, bytes(worker.mine), reference._body.clone()))
             worker.push(random_body(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
-            fault = order.choice(["none", "lost", "long lost", "torn"])
+            fault, says = order.choice(["none", "lost", "long lost", "torn"]), None
             if fault == "none" and worker.header.reference:
                 worker.take()
                 worker.check(server)
                 continue
             worker.step = worker.header.step  # its answer was lost, or brought nothing
             if fault == "torn":
+                says = order.choice([0, 2**64 - 1])  # or what nobody has
                 worker.number = reference.number = 0
             elif fault == "long lost":  # as of a process that stood still
                 worker.number, mine, body = saved[max(0, len(saved) - order.randint(1, 8))]
                 worker.mine, reference.number = bytearray(mine), worker.number
                 reference._body.copy_(body)
-            worker.send(contribution=pb.Contribution(step=worker.step, repeat=True, reference=worker.number))
+            worker.send(contribution=pb.Contribution(step=worker.step, repeat=True, reference=says or worker.number))
             await server.settle()
             worker.take()
             worker.check(server)
