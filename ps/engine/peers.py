@@ -99,9 +99,14 @@ class Peer:
     def encodes(self, answer: effects.Answer) -> bool:
         """Whether the weights of this answer are its own, as its codec has them. What is evaluated are the weights
         themselves, where it would have those of a reference."""
-        if moves_reference(self.answer_codec):
-            return not answer.is_evaluated
-        return self.answer_codec is not None and answer.outcome != "START"
+        if self.answer_codec is None:
+            return False
+        return not answer.is_evaluated if self.has_reference else answer.outcome != "START"
+
+    @property
+    def has_reference(self) -> bool:
+        """Its answers are differences, which lead its copy of the reference to another number."""
+        return moves_reference(self.answer_codec)
 
     def say(self, item: Item) -> None:
         """Say it now, or queue it for the worker."""
@@ -178,8 +183,9 @@ class Streams:
         peer.state = "computing"
         if not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
-        elif isinstance(codec := peer.answer_codec, ByTensor) and moves_reference(codec) and peer.encodes(answer):
-            reference = self._model.references.of(codec, answer.version)
+        elif peer.encodes(answer) and peer.has_reference:
+            assert isinstance(peer.answer_codec, ByTensor)
+            reference = self._model.references.of(peer.answer_codec, answer.version)
             news = reference.news(0 if is_start else peer.reference)
             self._tensors.then(partial(peer.say, Go(answer, news=news)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
