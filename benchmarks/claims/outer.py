@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...common.codecs.base import body_bytes
-from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.by_tensor import ByTensor, PieceEncoder
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.registry import CODECS
 from ...common.tensors.layout import new_body
@@ -137,6 +137,7 @@ class Run:
         self._down = CODECS.load(asked.down)()
         self._reference = weights[: layout.exchange_bytes].clone()  # what workers are given
         self._out = new_body(body_bytes(self._down, layout))
+        self._encoder = self._down.encoder(layout)
         self.sent = self.received = 0  # bytes of bodies, framed
         self.now = 0.0
         self._due: list[tuple[float, int]] = []  # when somebody's steps are taken
@@ -182,7 +183,8 @@ class Run:
         self.store.commit(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=scale)
         self._in_mean.clear()
         if isinstance(self._down, ByTensor) and moves_reference(self._down):
-            approach(self._down, self._layout, self.store.weights, self._reference, self._out)
+            assert isinstance(self._encoder, PieceEncoder)
+            approach(self._down, self._encoder, self._layout, self.store.weights, self._reference, self._out)
         else:
             self._reference.copy_(self.store.weights[: len(self._reference)])
 

@@ -99,9 +99,10 @@ def test_dgc_is_for_gradients_in_front_of_plain_sgd() -> None:
     with pytest.raises(UsageError, match="workers of mode diloco send deltas") as error:
         check_codecs("diloco", "delta", up, raw)
     assert "topk" in error.value.fix
-    with pytest.raises(UsageError, match=r"worker\.answer_codec is powersgd"):
-        check_codecs("sync", "gradient", raw, CODECS.load("powersgd")())
+    with pytest.raises(UsageError, match=r"worker\.answer_codec is dgc"):
+        check_codecs("sync", "gradient", raw, up)
     powersgd = CODECS.load("powersgd")()
+    check_codecs("sync", "gradient", raw, powersgd)
     check_codecs("sync", "gradient", powersgd, raw, [("SGD", {"momentum": 0.9})])
     with pytest.raises(UsageError, match="divides every gradient"):
         check_codecs("sync", "gradient", powersgd, raw, [("Adam", {})])
