@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,11 +238,19 @@ def test_a_ticket_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not met(config_of(), arrive)
 
 
-def test_tls_against_plaintext_and_back(tmp_path: Path) -> None:
+def test_tls_against_plaintext_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is understood; the worker has its reason within a second, and goes over gRPC."""
     certs("init", tmp_path / "lab", "--workers", "1")
     ca, cert, key = (str(tmp_path / "lab" / name) for name in ("ca.crt", "server.crt", "server.key"))
     in_tls = Credentials(ca=Path(ca).read_bytes())
+    shake_hands, shaken_on = ssl.SSLSocket.do_handshake, set()
+
+    def noted(self: ssl.SSLSocket, *args: Any) -> None:
+        if self.server_side:
+            shaken_on.add(threading.current_thread().name)
+        shake_hands(self, *args)
+
+    monkeypatch.setattr(ssl.SSLSocket, "do_handshake", noted)
 
     def refused(credentials: Credentials) -> Callable[[int, bytes], None]:
         def arrive(port: int, ticket: bytes) -> None:
@@ -254,6 +263,7 @@ def test_tls_against_plaintext_and_back(tmp_path: Path) -> None:
     assert not met(config_of(), refused(in_tls))
     assert not met(config_of(cert=cert, key=key), refused(PLAINTEXT))
     assert met(config_of(cert=cert, key=key), lambda port, ticket: Direct("127.0.0.1:1", port, ticket, in_tls).close())
+    assert shaken_on == {"handshake_0"}  # never the event loop's
 
 
 def test_a_ticket_belongs_to_the_name_of_a_certificate(tmp_path: Path) -> None:
