@@ -157,7 +157,7 @@ class Direct:
 
     def _in_turn(self, call: Callable[[memoryview], int], what: memoryview) -> int:
         """In TLS a call that would not wait, until it need not. OpenSSL lets no two threads use a connection at once,
-        Python (to 3.13 and longer) keeps none of them out, and who waited inside would keep the other one waiting."""
+        Python keeps none of them out, and who waited inside would keep the other one waiting."""
         while True:
             try:
                 with self._tls_alone:
