@@ -153,6 +153,8 @@ class FlatOptimizer:
 
     def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
         """By their kernels, if all groups have one and all that it needs is remembered; False, and nothing is done."""
+        if gradient.numel() < self._layout.exchange_bytes:  # a kernel would read beyond; torch says what is wrong
+            return False
         steps = []
         for kernel, group, flats in zip(self._kernels, self.torch.param_groups, window, strict=True):
             if kernel is None:
