@@ -14,6 +14,7 @@ import pytest
 from paramserver.common.security import Credentials
 from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES
 from paramserver.worker.conversation.direct import Direct
+from paramserver.worker.lanes.limit import NO_LIMIT, Limit
 
 NUM_BYTES = 600_000
 
@@ -25,9 +26,8 @@ def num_unread(connection: socket.socket) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("first", [1, 100_000, 400_000, NUM_BYTES - 1])
-def test_a_body_of_which_some_was_taken_before_the_rest_came(first):
-    """Whoever sleeps in recv with a part of what it wants is woken for the rest, however little that is."""
+def connected(limit: Limit = NO_LIMIT) -> tuple[Direct, socket.socket]:
+    """A worker's end and the server's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
 
@@ -40,9 +40,15 @@ def test_a_body_of_which_some_was_taken_before_the_rest_came(first):
         accepted: list[socket.socket] = []
         taking = threading.Thread(target=take)
         taking.start()
-        direct = Direct(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), Credentials())
+        direct = Direct(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), Credentials(), limit)
         taking.join()
-    (server,) = accepted
+    return direct, accepted[0]
+
+
+@pytest.mark.parametrize("first", [1, 100_000, 400_000, NUM_BYTES - 1])
+def test_a_body_of_which_some_was_taken_before_the_rest_came(first):
+    """Whoever sleeps in recv with a part of what it wants is woken for the rest, however little that is."""
+    direct, server = connected()
     body = bytes(range(256)) * (NUM_BYTES // 256) + bytes(NUM_BYTES % 256)
     received = bytearray(NUM_BYTES)
     receiving = threading.Thread(target=direct.receive_into, args=(iter([memoryview(received)]),), daemon=True)

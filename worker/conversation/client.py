@@ -26,6 +26,7 @@ from ...common.wire.direct import Placed
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, layout_from_proto, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
+from ..lanes.limit import NO_LIMIT, Limit
 from ..session import Retry
 from .direct import Direct, DirectError
 from .interrupts import sleep, uninterrupted
@@ -73,8 +74,9 @@ def wait_for_server(retry: Retry, lost: Lost) -> None:
 class Client:
     """A channel to one server, and on it one Exchange stream at a time."""
 
-    def __init__(self, address: str, credentials: Credentials = PLAINTEXT) -> None:
+    def __init__(self, address: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
         self.address = address
+        self._limit = limit
         self._credentials = credentials
         self._channel = open_channel(address, credentials, OPTIONS)
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
@@ -95,7 +97,7 @@ class Client:
             raise Lost(self._cause)
         self._outgoing = queue.SimpleQueue()
         exchange = self._channel.stream_stream(f"/{SERVICE}/Exchange")
-        self._call = exchange(_drain(self._outgoing), metadata=self._credentials.metadata)
+        self._call = exchange(_drain(self._outgoing, self._limit), metadata=self._credentials.metadata)
         self._is_reading = False
 
     def go_direct(self, welcome: pb.Welcome) -> str:
@@ -103,7 +105,9 @@ class Client:
         if not welcome.HasField("direct"):
             return "the server has no direct port"
         try:
-            self._direct = direct = Direct(self.address, welcome.direct.port, welcome.direct.ticket, self._credentials)
+            told = welcome.direct
+            direct = Direct(self.address, told.port, told.ticket, self._credentials, self._limit)
+            self._direct = direct
         except DirectError as error:
             return str(error)
         self._call.add_callback(direct.hang_up)
@@ -151,7 +155,7 @@ class Client:
 
     def _next(self) -> Frame:
         if not self._is_direct or self._direct is None:
-            return _next_of(self._call)
+            return _next_of(self._call, self._limit)
         try:
             return parse(pb.ServerMessage, self._direct.receive())
         except (OSError, EOFError, ValueError) as error:
@@ -262,11 +266,11 @@ class Client:
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
             request, timeout=_PULL_S, metadata=self._credentials.metadata
         )
-        first = _next_of(call)
+        first = _next_of(call, self._limit)
         snapshot = first.of(pb.Snapshot)
         announced(snapshot)
         write = begin(snapshot.body_bytes)
-        _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call))
+        _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call, self._limit))
         return snapshot.version
 
     def move(self, address: str) -> None:
@@ -352,12 +356,14 @@ class Client:
         self._channel.close()
 
 
-def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None]) -> Iterator[bytes]:
+def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None], limit: Limit) -> Iterator[bytes]:
     while (frames := outgoing.get()) is not None:
-        yield from frames
+        for raw in frames:
+            yield raw
+            limit.sent(len(raw))
 
 
-def _next_of(call: Any) -> Frame:
+def _next_of(call: Any, limit: Limit = NO_LIMIT) -> Frame:
     """The next message of a call. Raises Lost, or the refusal that ended it."""
     try:
         raw = next(call)
@@ -365,6 +371,7 @@ def _next_of(call: Any) -> Frame:
         raise Lost("the server ended the stream") from None
     except grpc.RpcError as error:
         raise _translate(error) from None
+    limit.received(len(raw))
     return parse(pb.ServerMessage, raw)
 
 

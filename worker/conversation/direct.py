@@ -19,6 +19,7 @@ from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
+from ..lanes.limit import NO_LIMIT, Limit
 from .reach import connect, left_s
 
 _CONNECT_S = 1.0
@@ -36,7 +37,10 @@ class DirectError(Exception):
 class Direct:
     """One connection, made with a ticket. Raises OSError when it is lost, EOFError when the server has ended it."""
 
-    def __init__(self, address: str, port: int, ticket: bytes, credentials: Credentials) -> None:
+    def __init__(
+        self, address: str, port: int, ticket: bytes, credentials: Credentials, limit: Limit = NO_LIMIT
+    ) -> None:
+        self._limit = limit
         host, _ = split_address(address)
         deadline = time.monotonic() + _CONNECT_S
         with contextlib.ExitStack() as on_failure:
@@ -96,14 +100,19 @@ class Direct:
     def _write(self, messages: Iterable[Message]) -> None:
         for message in messages:
             pieces = on_the_wire(message)
+            if at_once := self._limit.at_once:
+                pieces = [piece[at : at + at_once] for piece in pieces for at in range(0, len(piece), at_once)]
             if isinstance(self._socket, ssl.SSLSocket):
                 for piece in pieces:
                     left = memoryview(piece)
                     while len(left):
-                        left = left[self._in_turn(self._socket.send, left) :]
+                        num_bytes = self._in_turn(self._socket.send, left)
+                        self._limit.sent(num_bytes)
+                        left = left[num_bytes:]
                 continue
             while pieces:
-                num_bytes = self._socket.sendmsg(pieces[:_SENT_AT_ONCE])
+                num_bytes = self._socket.sendmsg(pieces[: 1 if self._limit.at_once else _SENT_AT_ONCE])
+                self._limit.sent(num_bytes)
                 while pieces and num_bytes >= len(pieces[0]):
                     num_bytes -= len(pieces.pop(0))
                 if num_bytes:
@@ -147,12 +156,15 @@ class Direct:
         self._end += self._receive(self._view[self._end :])
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
+        if self._limit.at_once:
+            target = target[: self._limit.at_once]
         if isinstance(self._socket, ssl.SSLSocket):
             num_bytes = self._in_turn(self._socket.recv_into, target)
         else:
             num_bytes = self._socket.recv_into(target, len(target), flags)
         if not num_bytes:
             raise EOFError
+        self._limit.received(num_bytes)
         return num_bytes
 
     def _in_turn(self, call: Callable[[memoryview], int], what: memoryview) -> int:

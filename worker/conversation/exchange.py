@@ -28,6 +28,7 @@ from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
+from ..lanes.limit import Limit
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
 from ..tensors.arrival import Arrival
@@ -66,6 +67,7 @@ class Exchange:
         self._config = config
         self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
+        self._limit = Limit(config.max_mbit)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
         self._join_message = partial(join_message, self.progress, socket.gethostname(), os.getpid(), config.device)
         self._shards = [self._shard(0, config.server)]
@@ -82,7 +84,7 @@ class Exchange:
         self.settings: Settings = read_settings(self._welcome.settings)
 
     def _shard(self, number: int, address: str) -> Shard:
-        client = Client(address, self._credentials)
+        client = Client(address, self._credentials, self._limit)
         return Shard(number, client, self._config, self.progress, self._answer_comes, self._retry.reached)
 
     # ---- joining ----------------------------------------------------------------------------

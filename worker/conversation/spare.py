@@ -14,6 +14,7 @@ from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.sharding import divide
+from ..lanes.limit import Limit
 from ..session import Retry
 from ..tensors.parts import part_of
 from ..tensors.staged import make_transfer
@@ -36,7 +37,8 @@ class Spare:
             what = "--evaluate (worker.evaluate) without a server: there is no run to evaluate"
             raise UsageError(what, fix="--server HOST:PORT")
         self._credentials = worker_credentials(config)
-        self._client = Client(config.worker.server, self._credentials)
+        self._limit = Limit(config.worker.max_mbit)
+        self._client = Client(config.worker.server, self._credentials, self._limit)
         self._clients = {"": self._client}  # of the shards, by address
         self._run = ""
         self._retry = Retry(config.worker.server, config.worker.give_up_s)
@@ -86,7 +88,7 @@ class Spare:
     def _of_shard(self, address: str) -> Client:
         """The coordinator's own address is empty."""
         if address not in self._clients:
-            self._clients[address] = Client(address, self._credentials)
+            self._clients[address] = Client(address, self._credentials, self._limit)
         return self._clients[address]
 
     def tell(self, version: int, step: int, **said: Any) -> None:

@@ -96,6 +96,9 @@ class WorkerConfig(Section):
         description="how tensors travel, the best first: shared memory with a server on this host, a connection to its "
         "direct port, gRPC, which is always there",
     )
+    max_mbit: float | None = Field(
+        None, ge=1, description="Mbit/s of tensors each way that this worker stays below on the network; none: no limit"
+    )
     shared_memory: bool = Field(True, description="older: false takes shared out of worker.lanes")
     overlap: bool | None = Field(
         None,
