@@ -36,6 +36,7 @@ class Cycle(NamedTuple):
     exchange_s: float
     held_s: float
     staleness: int
+    num_steps: int = 0  # training steps in it; 0: the history does not say so, they are as many in all
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
         )
     ranks = sorted({cycle.rank for cycle in found})
     pairs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
-    for cycle in found[:half]:
-        pairs[cycle.rank].append((cycle.compute_s, cycle.exchange_s))
+    most = max(cycle.num_steps for cycle in found) or 1
+    for cycle in found[:half]:  # as if all had as many steps: `Recorded` takes less for fewer
+        pairs[cycle.rank].append((cycle.compute_s * most / (cycle.num_steps or most), cycle.exchange_s))
     few = [rank for rank in ranks if len(pairs[rank]) < _FEWEST]
     if few or ranks != list(range(len(ranks))):
         which = few[0] if few else ranks[-1]
@@ -162,7 +164,7 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             compute_s = fields.get("compute_s", 0.0)
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
-            open_[rank] = at, Cycle(rank, at, compute_s, exchange_s, 0.0, staleness)
+            open_[rank] = at, Cycle(rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps", 0))
         elif op == "answer":
             rank = fields["rank"]
             free_at[rank] = at

@@ -56,6 +56,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "N16": Claim("top-k needs its memory", "codecs", 400, ("--codec", "topk")),
     "N18": Claim("late gradients and the rules against it", "late", 3_000),
+    "N19": Claim("local steps learn as much when nobody waits, in less time", "async_diloco", 3_200),
 }  # fmt: skip
 
 

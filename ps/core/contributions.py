@@ -80,6 +80,8 @@ class Contributions:
             stats.loss = event.loss
         if event.data is not None and not worker.num_contributed:
             found += self._data.told(rank, event.base_version, *event.data)
+        if event.num_steps is None:
+            event.num_steps = policy.told_steps(rank)
         contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps, event.part)
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity

@@ -260,6 +260,11 @@ class Policy(ABC):
             return self.local_steps
         return min(self.local_steps, self.training_steps - self.steps_done(rank))
 
+    def told_steps(self, rank: int) -> int | None:
+        """Training steps that the worker was told for the contribution it makes, where they differ from rank to rank;
+        None: `local_steps`, or as many as were left."""
+        return None
+
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
         before = self._offsets.get(rank, self._offset)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from ...common.config.option import Section
 from .shared.decisions import Outer
 from .shared.rounds import RoundOptions, RoundPolicy
 
@@ -23,15 +24,27 @@ _MANY_ROUNDS = 500
 _MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.9, 0.5
 
 
-class DilocoOptions(RoundOptions):
-    local_steps: int = Field(25, ge=1, description="localsgd, diloco: local optimizer steps of a round; none: 8, 25")
-    outer_lr: float = Field(0.7, gt=0, description="diloco: learning rate of the server's outer optimizer")
+class OuterOptions(Section):
+    local_steps: int = Field(
+        25, ge=1, description="localsgd, diloco, async_diloco: local optimizer steps of a round; none: 8, 25, 25"
+    )
+    outer_lr: float = Field(
+        0.7, gt=0, description="diloco, async_diloco: learning rate of the server's outer optimizer; none: 0.7, 1"
+    )
     outer_momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5",
+        description="diloco, async_diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5; 0",
     )
+
+    def outer(self, momentum: float, reason: str) -> Outer:
+        # Nesterov without momentum is what torch refuses, and plain descent.
+        return Outer("SGD", {"lr": self.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
+
+
+class DilocoOptions(OuterOptions, RoundOptions):
+    pass
 
 
 class DilocoPolicy(RoundPolicy):
@@ -51,9 +64,7 @@ class DilocoPolicy(RoundPolicy):
 
     @property
     def outer(self) -> Outer:
-        momentum, reason = self._momentum()
-        # Nesterov without momentum is what torch refuses, and plain descent.
-        return Outer("SGD", {"lr": self.options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
+        return self.options.outer(*self._momentum())
 
     def _momentum(self) -> tuple[float, str]:
         if (told := self.options.outer_momentum) is not None:

@@ -19,7 +19,9 @@ from .shared.rounds import RoundOptions, RoundPolicy
 
 
 class LocalSgdOptions(RoundOptions):
-    local_steps: int = Field(8, ge=1, description="localsgd, diloco: local optimizer steps of a round; none: 8, 25")
+    local_steps: int = Field(
+        8, ge=1, description="localsgd, diloco, async_diloco: local optimizer steps of a round; none: 8, 25, 25"
+    )
 
 
 class LocalSgdPolicy(RoundPolicy):

@@ -99,7 +99,7 @@ class ModelStore:
                     assert len(scales) in (0, len(ranks)), "one scale for each contribution, or none"
                     assert all(scale > 0 for scale in scales)
                     assert not scales or self.policy.may_scale
-                    assert not scales or self.policy.contribution == "gradient", "a mean of weights has no rate"
+                    assert not scales or self.policy.contribution != "weights", "a mean of weights has no rate"
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)
                     assert sorted(ranks) == folded, "commit names other ranks than were folded"

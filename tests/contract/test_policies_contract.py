@@ -18,7 +18,7 @@ from paramserver.tests.ps.policies.buffered import BUFFERED
 
 # Without the phase that explains a failure: it traces every line.
 SETTINGS = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate, Phase.shrink)
+    max_examples=170, stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate, Phase.shrink)
 )
 
 

@@ -1,7 +1,8 @@
-"""diloco over real processes ends where plain torch does, whoever is killed meanwhile."""
+"""diloco over real processes ends where plain torch does, whoever is killed meanwhile; async_diloco loses nothing."""
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -84,3 +85,28 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     assert {one.wait() for one in (first, again, second)} == {0}, first.output
     assert second.event("resumed")["version"] > 0
     assert_is_reference(cluster, "sgd", 2)
+
+
+def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster) -> None:
+    """Rounds close without the one that is killed; a new process takes its remaining steps."""
+    told = ("--mode", "async_diloco", "--history", "h.jsonl", "--summary", "s.json", "--set", "server.absent_s=60")
+    server = cluster.server(*flags(3), *told)
+    gate = cluster.folder / "go"
+    killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
+    others = [cluster.script(rank, "outer.py", "sgd") for rank in (0, 2)]
+    killed.until(lambda: "at the gate" in killed.output, "gate")
+    for one in others:  # they have taken all their steps
+        one.until(lambda one=one: "rank 1 to finish" in one.output, "end")
+    killed.signal(signal.SIGKILL)
+    again = cluster.script(1, "outer.py", "sgd")
+    assert {one.wait() for one in (again, server, *others)} == {0}, again.output
+    checked = cluster.command("launch", "check", "h.jsonl")
+    assert checked.returncode == 0, checked.stdout
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert [row["rank"] for row in summary["workers"]] == [0, 1, 2]
+    assert all(tensor.isfinite().all() for tensor in load_file(cluster.folder / "w.safetensors").values())
+    steps = dict.fromkeys(range(3), 0)
+    for line in map(json.loads, (cluster.folder / "h.jsonl").read_text().splitlines()):
+        if line["op"] == "accept" and line["outcome"] == "accepted":
+            steps[line["rank"]] += line["num_steps"]
+    assert steps == dict.fromkeys(range(3), STEPS)

@@ -27,10 +27,7 @@ XOR = (
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=pytest.mark.slow) if mode in ("async", "buffered", "diloco", "dssp", "ssp") else mode
-        for mode in MODES.names()
-    ],
+    [mode if mode in ("sync", "localsgd") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES.names()],
 )
 def test_mode_trains_saves_and_summarises(cluster, mode):
     server = cluster.server(

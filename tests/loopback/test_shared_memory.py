@@ -104,7 +104,7 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [mode for mode in MODES.names() if mode not in ("sync", "dssp")])
+@pytest.mark.parametrize("mode", [mode for mode in MODES.names() if mode not in ("sync", "dssp", "async_diloco")])
 def test_one_worker_alone_gets_the_same_weights_on_every_lane(cluster, mode):
     shared, weights, _ = train(cluster, mode, (), ((),))
     assert shared == ["shared memory"]

@@ -25,7 +25,7 @@ def test_of_a_run_with_jitter_and_unequal_workers(mode: str) -> None:
     assert abs(found.rate_error) < 0.1
     assert abs(found.foreseen.wait_share - found.recorded.wait_share) < 0.05
     assert found.foreseen.num == found.recorded.num
-    assert found.staleness_distance <= 0.1 or mode == "ssp"
+    assert found.staleness_distance <= 0.1 or mode in ("ssp", "async_diloco")
     assert steps > 48 or found.jitter == pytest.approx(0.15, rel=0.5)
 
 

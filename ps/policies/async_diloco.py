@@ -1,0 +1,246 @@
+"""async_diloco: as diloco, but a step of the outer optimizer waits for a few workers only, and nothing is thrown away.
+
+After Decoupled DiLoCo (arXiv:2604.21428), DN and DyLU (Liu et al. 2024, arXiv:2401.09135). A round closes when `quorum`
+deltas are there and a window after that has passed, or when nobody is missing. Who is late is in the next round, with
+what it did from older weights. A round does a share of a step only, that of its workers among all:
+
+    D = sum w_i delta_i / sum w_i;   step along D at a rate of outer_lr * (sum w_i / sum of all live workers' newest w)
+
+so one worker alone moves the weights by 1/N of its delta, and all of them together by their mean. That w is n^2 / s
+for n samples in s local steps: samples, times those of a step. Outer momentum is 0 where nothing is said: deltas that
+come one by one are momentum by themselves.
+
+    window   clamp(grace * (x - q), 0, grace_cap_s): x seconds that this round's deltas took, mean; q its quorum
+    steps    H_i = ceil(H speed_i / fastest speed): a slower worker takes fewer, so that all come equally often (DyLU).
+             Speed is steps by second from an answer to the contribution after it, exchange included, as a moving mean
+
+Every worker takes all training steps of the run, so its contributions differ in number from others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil
+
+from pydantic import Field
+
+from .base import Closed, Common, Contribution, Decision, Fold, Member, Policy
+from .diloco import OuterOptions
+from .shared.decisions import Answer, Outer
+from .shared.standing import Standing
+
+_NEWEST = 0.5  # weight of the newest measurement in a worker's speed
+
+
+class AsyncDilocoOptions(OuterOptions):
+    outer_lr: float = Field(1.0, gt=0, description=OuterOptions.model_fields["outer_lr"].description)
+    quorum: int = Field(1, ge=1, description="async_diloco: deltas, after which a round waits for `grace` only")
+    grace: float = Field(
+        0.1, ge=0, le=1, description="async_diloco: part of a delta's time that a round takes for more than the quorum"
+    )
+    grace_cap_s: float = Field(30.0, ge=0, description="async_diloco: seconds after the quorum at which a round closes")
+    even_pace: bool = Field(True, description="async_diloco: slower workers take fewer local steps of a contribution")
+
+
+@dataclass
+class Speeds:
+    """Local steps by second of live workers. Asking for the fastest changes nothing and looks at nobody."""
+
+    _of: dict[int, float] = field(default_factory=dict)
+    _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank), some of them no longer so
+
+    def measured(self, rank: int, speed: float) -> None:
+        before = self._of.get(rank, speed)
+        self._of[rank] = (1 - _NEWEST) * before + _NEWEST * speed
+        heappush(self._heap, (-self._of[rank], rank))
+        self._tidy()
+
+    def forget(self, rank: int) -> None:
+        if self._of.pop(rank, None) is not None:
+            self._tidy()
+
+    def share(self, rank: int) -> float:
+        """Of the fastest's, 0 to 1; 1 while nothing is known of it."""
+        return self._of[rank] / -self._heap[0][0] if rank in self._of else 1.0
+
+    def _tidy(self) -> None:
+        while self._heap and self._of.get(self._heap[0][1]) != -self._heap[0][0]:
+            heappop(self._heap)
+        if len(self._heap) > 2 * len(self._of) + 64:
+            self._heap = sorted((-speed, rank) for rank, speed in self._of.items())
+
+
+@dataclass
+class Weights:
+    """The newest weight of each live worker; of one that has none yet, the others' mean."""
+
+    _of: dict[int, float] = field(default_factory=dict)
+    _sum: float = 0.0
+
+    def put(self, rank: int, weight: float) -> None:
+        self._sum += weight - self._of.get(rank, 0.0)
+        self._of[rank] = weight
+
+    def forget(self, rank: int) -> None:
+        self._sum -= self._of.pop(rank, 0.0)
+        if not self._of:
+            self._sum = 0.0  # and not what rounding has left
+
+    def share(self, contributed: Collection[float], num_missing: int) -> float:
+        """Of what was contributed, by some who are live and others, in what all of them would."""
+        num, whole = len(contributed), len(contributed) + num_missing
+        total = self._sum * whole / len(self._of) if self._of else 0.0
+        return min(1.0, sum(contributed) / total) if total > 0 else num / whole
+
+
+class AsyncDilocoPolicy(Policy):
+    Options = AsyncDilocoOptions
+    options: AsyncDilocoOptions
+    contribution = "delta"
+    may_scale = True
+
+    def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
+        super().__init__(common, options)
+        self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
+        self._open_steps: dict[int, int] = {}  # training steps in those
+        self._took_s = 0.0  # all of those together
+        self._opened_at = self._closes_at = 0.0
+        self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
+        self._answered: dict[int, tuple[float, int]] = {}  # when, and how many steps it was told to take
+        self._speeds, self._weights = Speeds(), Weights()
+        self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
+
+    @classmethod
+    def told(cls, options: AsyncDilocoOptions) -> str:
+        return f"{options.local_steps} local steps, quorum {options.quorum}"
+
+    @property
+    def local_steps(self) -> int:
+        return self.options.local_steps
+
+    @property
+    def outer(self) -> Outer:
+        momentum, said = self.options.outer_momentum, "as policy.outer_momentum says"
+        return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, said)))
+
+    # ---- training steps: a contribution has at most H of them ------------------------------
+
+    def next_local_steps(self, rank: int) -> int:
+        most = super().next_local_steps(rank)
+        if not self.options.even_pace or most <= 1:
+            return most
+        wanted = self.local_steps * self._speeds.share(rank)
+        return min(most, max(1, ceil(wanted)))
+
+    def told_steps(self, rank: int) -> int | None:
+        return self._answered[rank][1] if rank in self._answered else None
+
+    @property
+    def min_steps_done(self) -> int:
+        least = self._by_steps.least
+        return super().min_steps_done if least is None else least
+
+    def committed_steps(self) -> dict[int, int]:
+        return {rank: self.steps_done(rank) - self._open_steps.get(rank, 0) for rank in self.num_counted}
+
+    def _place(self, rank: int) -> None:
+        self._unplace(rank)
+        self._placed[rank] = self.steps_done(rank)
+        self._by_steps.add(rank, self._placed[rank])
+
+    def _unplace(self, rank: int) -> None:
+        if rank in self._placed:
+            self._by_steps.remove(rank, self._placed.pop(rank))
+
+    # ---- who comes and goes -----------------------------------------------------------------
+
+    def joined(self, rank: int, now: float) -> list[Decision]:
+        if rank not in self.num_counted:  # the slowest one's contributions may have had fewer steps than H
+            self._offsets[rank] = self.min_steps_done - self.slowest * self.local_steps
+        return super().joined(rank, now)
+
+    def _joined(self, rank: int) -> list[Decision]:
+        self._place(rank)
+        self._is_missing(rank)
+        return []
+
+    def _left(self, rank: int) -> list[Decision]:
+        """What it contributed stays in the round; who comes back may be another machine."""
+        self._unplace(rank)
+        self._missing.pop(rank, None)
+        self._answered.pop(rank, None)
+        self._speeds.forget(rank)
+        self._weights.forget(rank)
+        is_last = self._round and not self.members and rank in self.out
+        return [self._close("the last worker has finished")] if is_last else []
+
+    def _is_missing(self, rank: int) -> None:
+        if rank not in self._round and self.next_local_steps(rank):
+            self._missing[rank] = None
+
+    def _settle(self, now: float) -> list[Decision]:
+        decisions = super()._settle(now)
+        for decision in decisions:
+            if isinstance(decision, Answer):
+                self._answered[decision.rank] = now, self.next_local_steps(decision.rank)
+        return decisions
+
+    # ---- rounds -------------------------------------------------------------------------------
+
+    def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        rank = member.rank
+        answered_at, told = self._answered.pop(rank, (now, self.next_local_steps(rank)))
+        steps = contribution.num_steps if contribution.num_steps is not None else told
+        self._count(member)
+        self._too_many.pop(rank, None)  # counted here, and not when the version is there
+        self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
+        self._place(rank)
+        self._missing.pop(rank, None)
+        if now > answered_at and steps:
+            self._speeds.measured(rank, steps / (now - answered_at))
+        weight = self._weight(contribution)
+        if self.common.weighting == "samples":
+            weight *= weight / max(1, steps)
+        self._weights.put(rank, weight)
+        self._opened_at = self._opened_at if self._round else now
+        self._round[rank], self._open_steps[rank] = weight, steps
+        self._took_s += now - answered_at
+        if len(self._round) == self.options.quorum:
+            took_s, waited_s = self._took_s / len(self._round), now - self._opened_at
+            self._closes_at = now + min(max(self.options.grace * (took_s - waited_s), 0.0), self.options.grace_cap_s)
+        return [Fold(rank, weight)]
+
+    def _advance(self, now: float) -> list[Decision]:
+        num = len(self._round)
+        if not num:
+            return []
+        if not self._missing or self.is_stopping:
+            return [self._close(f"{num} contributed, nobody is missing")]
+        if num < self.options.quorum or now < self._closes_at:
+            return []
+        return [self._close(f"{num} contributed, {self.options.quorum} are enough, {len(self._missing)} are missing")]
+
+    def _close(self, reason: str) -> Decision:
+        weights, self._round, self._open_steps, self._took_s = self._round, {}, {}, 0.0
+        share = self._weights.share(weights.values(), len(self._missing)) if self._missing else 1.0
+        commit = self._commit(tuple(weights), reason, (share,) * len(weights) if share < 1 else ())
+        for rank in weights:
+            if rank in self.members:
+                self._is_missing(rank)
+            if rank not in self._missing:
+                self._weights.forget(rank)
+        return commit
+
+    def _gate(self, member: Member, now: float) -> Closed | None:
+        return Closed(self.version + 1, self._why_open) if member.rank in self._round else None
+
+    def _why_open(self) -> str:
+        return f"{len(self._round)} contributed, {self.options.quorum} are enough; {len(self._missing)} are missing"
+
+    def _progress(self) -> int:
+        return self.version
+
+
+ENTRY = AsyncDilocoPolicy

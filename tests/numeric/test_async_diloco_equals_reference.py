@@ -1,0 +1,127 @@
+"""async_diloco does what its rule says: policy, store and anchors against a few lines of plain torch, by one clock."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.common.tensors.layout import new_body
+from paramserver.ps.engine.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
+from paramserver.ps.tensors.model import outer_spec
+from paramserver.ps.tensors.store import Store
+from paramserver.tests.numeric.test_diloco_equals_reference import (
+    INNER,
+    Worker,
+    assert_equal,
+    local_step,
+    make_model,
+    one_thread,
+)
+
+__all__ = ["one_thread"]  # the fixture
+H, STEPS, SIZES, LR = 4, 18, (4, 2, 3), 0.8
+SECONDS = (1.0, 1.125, 2.875)  # of each worker's step
+
+
+def reference(quorum: int, grace: float, even_pace: bool) -> torch.Tensor:
+    """Nothing of ours. A delta that comes at the moment at which a round closes is in it."""
+    ranks = range(len(SIZES))
+    models = [make_model() for _ in ranks]
+    inner = [INNER["adamw"](model) for model in models]
+    theta = nn.utils.parameters_to_vector(models[0].parameters()).detach()
+    start, told, done, began = [theta for _ in ranks], [H for _ in ranks], [0 for _ in ranks], [0.0 for _ in ranks]
+    due = {rank: H * SECONDS[rank] for rank in ranks}
+    speed, newest, took, delta = {}, {}, {}, {}  # by rank; the last two of the round
+    opened = closes = inf
+    while due or delta:
+        now, rank = min(((at, rank) for rank, at in due.items()), default=(inf, -1))
+        now = min(now, closes)
+        if due.get(rank) == now:
+            del due[rank]
+            nn.utils.vector_to_parameters(start[rank].clone(), models[rank].parameters())
+            for step in range(done[rank], done[rank] + told[rank]):
+                local_step(models[rank], inner[rank], rank, SIZES[rank], step)
+            delta[rank] = start[rank] - nn.utils.parameters_to_vector(models[rank].parameters()).detach()
+            done[rank] += told[rank]
+            newest[rank] = (told[rank] * SIZES[rank]) ** 2 / told[rank]
+            took[rank] = now - began[rank]
+            speed[rank] = (speed.get(rank, told[rank] / took[rank]) + told[rank] / took[rank]) / 2
+            opened = min(opened, now)
+            if len(delta) == quorum:
+                closes = now + max(0.0, grace * (sum(took.values()) / len(took) - (now - opened)))
+        if due and now < closes:
+            continue
+        known = [newest[one] for one in newest if done[one] < STEPS or one in delta]
+        all_of_them = sum(known) / len(known) * (len(delta) + len(due))
+        for one, each in delta.items():
+            theta = theta - LR * newest[one] / (all_of_them if due else sum(newest[two] for two in delta)) * each
+        for one in delta:
+            start[one], began[one], told[one] = theta, now, min(H, STEPS - done[one])
+            if even_pace:
+                told[one] = min(told[one], max(1, ceil(H * (speed[one] / max(speed.values())))))
+            if told[one]:
+                due[one] = now + told[one] * SECONDS[one]
+        opened, closes, took, delta = inf, inf, {}, {}
+    return theta
+
+
+def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
+    """The weights, and of each rank the local steps of its contributions."""
+    policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
+    workers = [Worker("adamw") for _ in SIZES]
+    layout = workers[0].tensors.layout
+    weights = new_body(layout.total_bytes)
+    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
+    store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout))
+    base, told, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
+
+    def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
+        for decision in decisions:
+            if isinstance(decision, Fold):
+                store.fold(staged, decision.weight, decision.rank)
+                in_mean.append((decision.rank, decision.weight))
+            elif isinstance(decision, Commit):
+                store.commit(3, 0, [dict(policy.outer.arguments)], lr_scale=decision.lr_scale(in_mean))
+                in_mean.clear()
+            elif isinstance(decision, Answer):
+                rank, steps = decision.rank, policy.next_local_steps(decision.rank)
+                workers[rank].receive(store.weights)
+                base[rank] = policy.version
+                if steps:
+                    told[rank].append(steps)
+                    due[rank] = now + steps * SECONDS[rank]
+
+    for rank in range(3):
+        perform(policy.joined(rank, 0.0), 0.0)
+    while due:
+        now, rank = min((at, rank) for rank, at in due.items())
+        if policy._round and len(policy._round) >= policy.options.quorum and policy._closes_at < now:
+            perform(policy.tick(policy._closes_at), policy._closes_at)
+            continue
+        del due[rank]
+        done, steps = policy.steps_done(rank), told[rank][-1]
+        for step in range(done, done + steps):
+            local_step(workers[rank].model, workers[rank].optimizer, rank, SIZES[rank], step)
+        said = Contribution(len(told[rank]), base[rank], steps * SIZES[rank], steps)
+        perform(policy.contributed(rank, said, now), now, workers[rank].delta())
+        assert policy.min_steps_done == min(map(policy.steps_done, range(3)))
+    assert not policy._round, "what is there is in the weights"
+    assert policy.committed_steps() == dict.fromkeys(range(3), STEPS)
+    return torch.cat([view.reshape(-1) for _, view in layout.views(store.weights)]), told
+
+
+@pytest.mark.parametrize(("quorum", "grace"), [(1, 0.0), (1, 0.25), (2, 0.5)])
+@pytest.mark.parametrize("even_pace", [True, False])
+def test_it_equals_an_independent_reference(quorum: int, grace: float, even_pace: bool) -> None:
+    found, told = ours(quorum=quorum, grace=grace, even_pace=even_pace, outer_lr=LR)
+    assert_equal(found, reference(quorum, grace, even_pace), 1e-12)
+    assert all(sum(steps) == STEPS for steps in told.values())
+    if even_pace:
+        assert told[2][1] == 2 and told[0][1] == H, "a worker 2.9 times as slow"
+    else:
+        assert told == {rank: [4, 4, 4, 4, 2] for rank in range(3)}
