@@ -86,7 +86,7 @@ class Family:
         return found
 
 
-_NO_MODES = frozenset({"base", "shared", "single"})
+_NO_MODES = frozenset({"base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family(

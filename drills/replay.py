@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..common.registry import MODES, mode_anywhere
-from ..ps.policies.shared.rules import Rule
+from ..ps.policies.rules import Rule
 from .history_lines import Line, Problem
 from .lineage import Lineage, Tally
 

@@ -36,9 +36,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
+from .rules import Rule
 from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
 from .shared.members import Common, Member, canonical, names
-from .shared.rules import Rule
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
 

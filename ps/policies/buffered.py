@@ -16,8 +16,8 @@ from pydantic import Field
 
 from ...common.config.option import Section
 from .base import Common, Contribution, Decision, Fold, Member, Policy
+from .rules import BufferRule
 from .shared.late import SCALES
-from .shared.rules import BufferRule
 
 
 class BufferedOptions(Section):

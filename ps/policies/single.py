@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from ...common.config.option import Section
 from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy
+from .rules import CutRule, Rule, SingleRule
 from .shared.late import SCALES, LateOptions
-from .shared.rules import CutRule, Rule, SingleRule
 
 
 class SinglePolicy(Policy):

@@ -20,8 +20,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from .base import Closed, Member, names
+from .rules import CutRule, LeadRule, SingleRule
 from .shared.late import LateOptions
-from .shared.rules import CutRule, LeadRule, SingleRule
 from .single import SinglePolicy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.shared.rules import Rule
+from paramserver.ps.policies.rules import Rule
 from paramserver.tests.drills.histories import Line, applied, joined, messages, op, start, verdict_of
 
 

@@ -38,10 +38,7 @@ log = get_logger()
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # keepalive alone notices a frozen peer after 61 s; with a ping timeout it takes 3 to 4 s.
     ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
     # To an address that does not answer gRPC tries to connect for 20 s; its own back-off reaches two minutes.
     ("grpc.min_reconnect_backoff_ms", 2000),
@@ -50,6 +47,12 @@ OPTIONS = (
     # Every worker process has its own connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+# How long a ping waits for its answer, ms. keepalive alone notices a frozen peer after 61 s; with the least it takes 3
+# to 4 s. But a ping stands in line behind what was sent before it: 4 MB at 10 Mbit/s are 3 s, and a contribution would
+# never arrive. So a connection that was lost for that is followed by one that waits twice as long.
+_LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
+_UNANSWERED = ("ping timeout", "timed out")  # as gRPC says it, and the kernel, for which gRPC sets the same limit
 
 _PULL_S = 300.0
 _STATUS_S = 2.0  # within which a stream says why it has ended
@@ -78,7 +81,8 @@ class Client:
         self.address = address
         self._limit = limit
         self._credentials = credentials
-        self._channel = open_channel(address, credentials, OPTIONS)
+        self._ping_ms = _LEAST_PING_MS
+        self._channel = self._open_channel()
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._direct: Direct | None = None
         self._is_direct = False  # what is said goes over it
@@ -87,6 +91,10 @@ class Client:
         self._cause = ""  # of the last attempt to connect
         # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
         atexit.register(self.close)
+
+    def _open_channel(self) -> grpc.Channel:
+        pings = [(f"grpc.{name}_ms", self._ping_ms) for name in ("keepalive_timeout", "http2.ping_timeout")]
+        return open_channel(self.address, self._credentials, (*OPTIONS, *pings))
 
     def open(self, timeout_s: float) -> None:
         """Connect and begin a stream; Lost when the server does not answer within `timeout_s`. A mistake in the
@@ -124,7 +132,8 @@ class Client:
         renewed = self._credentials.renewed()
         if renewed != self._credentials:
             self._channel.close()
-            self._credentials, self._channel = renewed, open_channel(self.address, renewed, OPTIONS)
+            self._credentials = renewed
+            self._channel = self._open_channel()
             raise Lost("the certificates were renewed")
         try:
             mistake = diagnose(self.address, renewed)
@@ -155,7 +164,14 @@ class Client:
 
     def _next(self) -> Frame:
         if not self._is_direct or self._direct is None:
-            return _next_of(self._call, self._limit)
+            try:
+                return _next_of(self._call, self._limit)
+            except Lost as lost:
+                if any(said in str(lost) for said in _UNANSWERED) and self._ping_ms < _MOST_PING_MS:
+                    self._ping_ms *= 2
+                    self._channel.close()
+                    self._channel = self._open_channel()
+                raise
         try:
             return parse(pb.ServerMessage, self._direct.receive())
         except (OSError, EOFError, ValueError) as error:
@@ -276,7 +292,8 @@ class Client:
     def move(self, address: str) -> None:
         """The server is elsewhere now; a stream that there was is lost."""
         self._channel.close()
-        self.address, self._channel = address, open_channel(address, self._credentials, OPTIONS)
+        self.address = address
+        self._channel = self._open_channel()
 
     def shard_addresses(self, run: str) -> list[str]:
         """Of a coordinator's shards, as in its welcome."""

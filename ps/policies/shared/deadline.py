@@ -7,9 +7,10 @@ count with what they really took, so that a deadline does not draw in behind tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 _KEPT_ROUNDS = 8  # of contributions, each live worker's
 _LEAST_SHARE = 0.1  # of the median: workers that are all as fast are not cut off by a hair
@@ -17,30 +18,42 @@ _LEAST_SHARE = 0.1  # of the median: workers that are all as fast are not cut of
 
 @dataclass(slots=True)
 class Deadline:
-    """Seconds from the begin of a round until it closes without those who are missing."""
+    """By when whoever is missing must have contributed: so many seconds after it was told to compute."""
 
     factor: float  # MADs (times 1.4826) beyond the median
-    began: dict[int, float] = field(default_factory=dict)  # when each rank was told to compute
+    began: dict[int, float] = field(default_factory=dict)  # when each live rank was told to compute
     durations: list[float] = field(default_factory=list)  # of the newest contributions, seconds, the newest last
+    after_s: float | None = None  # in the open round; None: it waits for everybody
     round_began: float = 0.0
 
-    def begins(self, ranks: Iterable[int], now: float) -> None:
-        """A round, for these ranks."""
+    def begins(self, ranks: Iterable[int], num_live: int, now: float) -> None:
+        """A round, for these ranks, which contributed to the one before. Without a deadline while workers have not
+        contributed twice each."""
         self.round_began = now
         self.began.update(dict.fromkeys(ranks, now))
+        del self.durations[: max(0, len(self.durations) - _KEPT_ROUNDS * num_live)]
+        self.after_s = None
+        if len(self.durations) >= 2 * max(1, num_live):
+            middle = median(self.durations)
+            deviation = 1.4826 * median(abs(duration - middle) for duration in self.durations)
+            self.after_s = middle + max(self.factor * deviation, _LEAST_SHARE * middle)
 
-    def took(self, rank: int, now: float, num_live: int, counts: bool) -> None:
-        """A contribution has come, on time or late; a worker's first counts for nothing, of which the begin is not
-        known. The next one begins now, or with the next round."""
+    def took(self, rank: int, now: float, counts: bool) -> None:
+        """A contribution has come, on time or late; a worker's first counts for nothing, as it may have waited for
+        others to join, or compiled. The next one begins now, or with the next round."""
         if counts:
             self.durations.append(now - self.began[rank])
-        del self.durations[: max(0, len(self.durations) - _KEPT_ROUNDS * num_live)]
         self.began[rank] = now
 
-    def after_s(self, num_live: int) -> float | None:
-        """How long the open round waits from its begin; None while each worker has not contributed twice."""
-        if len(self.durations) < 2 * num_live:
-            return None
-        middle = median(self.durations)
-        deviation = 1.4826 * median(abs(duration - middle) for duration in self.durations)
-        return middle + max(self.factor * deviation, _LEAST_SHARE * middle)
+    def saved(self) -> dict[str, Any]:
+        """What goes on with workers that join anew, as JSON."""
+        return {"durations": list(self.durations), "after_s": self.after_s}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.durations, self.after_s = list(saved.get("durations", ())), saved.get("after_s")
+
+    def has_passed(self, missing: Iterable[int], now: float) -> bool:
+        """For all of these. Takes time in proportion to them only where it may have."""
+        if self.after_s is None or now - self.round_began < self.after_s:
+            return False
+        return all(now - self.began[rank] >= self.after_s for rank in missing)

@@ -13,13 +13,15 @@ it starts with the next.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 
 from ....common.config.option import Section
 from ..base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from ..rules import RoundRule
 from .deadline import Deadline
-from .rules import RoundRule
 
 
 class RoundOptions(Section):
@@ -54,9 +56,22 @@ class RoundPolicy(Policy):
         self._opened_at: float | None = None  # time of the round's first contribution
         self._part, self._continues = 0, False  # of the model, that its contributions are of; of a training step
 
+    def saved_state(self) -> dict[str, Any]:
+        return {} if self._deadline is None else {"deadline": self._deadline.saved()}
+
+    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
+        super().restore(version, contributions, state)
+        if self._deadline is not None:
+            self._deadline.restore(state.get("deadline", {}))
+
+    def joined(self, rank: int, now: float) -> list[Decision]:
+        if self._deadline is not None:
+            self._deadline.began[rank] = now
+        return super().joined(rank, now)
+
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if self._deadline is not None:
-            self._deadline.took(member.rank, now, len(self.members), counts=not member.is_fresh)
+            self._deadline.took(member.rank, now, counts=not member.is_fresh)
         is_of_round = contribution.base_version == self.version and contribution.part == (
             self._part if self._weights else contribution.part
         )
@@ -125,9 +140,8 @@ class RoundPolicy(Policy):
         timeout_s = self.options.straggler_timeout_s
         if timeout_s is not None and self._opened_at is not None and now - self._opened_at >= timeout_s:
             return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
-        after_s = None if self._deadline is None else self._deadline.after_s(len(self.members))
-        if self._deadline is not None and after_s is not None and now - self._deadline.round_began >= after_s:
-            told = f"{contributed} contributed within {after_s:.3g} s (policy.straggler_mad)"
+        if self._deadline is not None and self._deadline.has_passed(self._missing, now):
+            told = f"{contributed} contributed within {self._deadline.after_s:.3g} s (policy.straggler_mad)"
             return f"{told}, rank {names(self._missing)} did not"
         return None
 
@@ -141,7 +155,7 @@ class RoundPolicy(Policy):
         self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_sorted, self._num_folded = len(self._order), 0
         if self._deadline is not None:
-            self._deadline.begins(self._weights, now)
+            self._deadline.begins(self._weights, len(self.members), now)
         self._weights, self._opened_at = {}, None
         return [commit]
 
