@@ -320,11 +320,14 @@ def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
     peer.close()
 
 
-@pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
-def test_hostile_conversations_leave_a_server_as_it_was(server, wire):
+@pytest.mark.parametrize("lane", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
+def test_hostile_conversations_leave_a_server_as_it_was(start_server, wire, lane):
+    """One of its own: who is let in may say that it has finished, and then the run is over when the last one leaves."""
     seed = 4711
+    server = start_server(*wire.ENDLESS, "--set", "limits.progress_s=1.5", "--set", "server.join_timeout_s=3")
+    server.lane = lane
     server.check_is_well(7)
-    stays = server.peer(60)  # a run whose last worker says that it has finished is over
+    stays = server.peer(60)
     stays.send(wire.join_bytes(60), wire.model_bytes())
     chance, fuzzer = random.Random(seed), Fuzzer(seed, conversation(wire))
     for _ in range(20):
