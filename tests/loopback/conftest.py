@@ -26,6 +26,7 @@ class Process:
     def __init__(self, name: str, argv: list[str], env: dict[str, str], folder: Path) -> None:
         self.name = name
         self.path = folder / f"{name}.log"
+        env = {"PYTHONFAULTHANDLER": "1"} | env  # one that hangs says where, see wait
         with self.path.open("wb") as file:
             self.popen = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, cwd=folder, start_new_session=True
@@ -62,6 +63,8 @@ class Process:
         try:
             return self.popen.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
+            self.popen.send_signal(signal.SIGABRT)
+            self.popen.wait(DEADLINE_S)
             pytest.fail(f"{self.name} still runs after {DEADLINE_S} s\n{self.output}")
 
     def signal(self, number: int) -> None:
