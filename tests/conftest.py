@@ -2,11 +2,15 @@
 lane that faults and campaigns go over (`--lane grpc`)."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes is the machine's matter: two cores are shared by several tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

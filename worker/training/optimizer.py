@@ -109,6 +109,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks before it looks for infinities: step() follows unless there are any."""
+        self._steps.memory.is_tried = True
         return refuse_scaler(self._steps.tables)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

@@ -41,6 +41,7 @@ class Memory:
         self._num_starts = self._progress.num_starts
         self.is_used = False
         self.has_begun = self.is_marked = False  # a batch was asked for, or a step taken; mark() is called
+        self.is_tried = False  # a scaler has looked for infinities, and no step() has followed
         taken.memory = self
 
     @property
@@ -113,11 +114,17 @@ class Memory:
     # ---- while the loop runs ------------------------------------------------------------------
 
     def note(self) -> None:
-        """A batch is about to be asked for, or a step to be taken: where a contribution begins it is remembered so."""
+        """A batch is about to be asked for, or a step to be taken: where a contribution begins it is remembered so.
+
+        It begins anew after batches without a step, in which a scaler found infinities: with other weights it would
+        not find them in the same batches, and the script does things between them (averages weights, say)."""
         self.has_begun = True
         progress = self._progress
-        if self.is_used and self._noted is None and not progress.is_replaying:
-            place = self._taken.where(progress.position, progress.local_steps)
+        is_anew = self.is_tried and progress.steps_left == progress.local_steps and not self._taken.is_parted
+        self.is_tried = False
+        if self.is_used and (self._noted is None or is_anew) and not progress.is_replaying:
+            num_passed = self._taken.num_used if is_anew else 0
+            place = self._taken.where(progress.position, progress.local_steps, num_passed)
             self._noted = Begun(place, self._pack())
 
     def mark(self) -> None:

@@ -71,7 +71,7 @@ class Steps:
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
     ) -> None:
-        self.strategy, self.taken, self._memory, self._slowdown = strategy, taken, memory, slowdown
+        self.strategy, self.taken, self.memory, self._slowdown = strategy, taken, memory, slowdown
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self.parts: list[Part] = []
         self.num_steps = strategy.progress.training_steps
@@ -117,7 +117,8 @@ class Steps:
                 return False
             raise after_the_end(progress)
         if self._begins:
-            self._memory.note()
+            self.memory.is_tried = False
+            self.memory.note()
             self._evaluation.begin(progress, self.taken)
         return True
 
@@ -135,7 +136,7 @@ class Steps:
             else:
                 self._num_known -= 1
                 if not self._num_known:
-                    self._memory.replayed()
+                    self.memory.replayed()
                     self._evaluation.is_due(self.progress, self.taken)  # what was due then is over
                 self._begin_anew()
         self._resumed_at = time.perf_counter()
@@ -151,7 +152,7 @@ class Steps:
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         hyperparameters = self._current_hyperparameters()
         if self._begins:
-            self._began = self._memory.take()
+            self._began = self.memory.take()
         drawn = self._num_batches if self.taken.is_used else None
         is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
         work = Work(
@@ -164,7 +165,7 @@ class Steps:
         else:
             self.strategy.contribute(work)
         self._begin_anew()
-        self._memory.after_step()
+        self.memory.after_step()
         if is_due and not self.progress.is_done:  # at the end the final weights are evaluated
             self._evaluation.run()
 
@@ -183,7 +184,7 @@ class Steps:
     def finish(self) -> None:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
         if self.progress.is_replaying:
-            self._memory.replayed()
+            self.memory.replayed()
         if self._newest is not None and self.strategy.source != "gradient" and self.progress.cut_short():
             self._begins = True
             self._contribute(self._newest)

@@ -59,11 +59,15 @@ class Hand:
         self.weights.clear()
         return had_any
 
+    @property
+    def num_used(self) -> int:
+        """Since the last step."""
+        return min(len(self.weights), self.num_computed) if self.is_ahead else len(self.weights)
+
     def take(self) -> tuple[int, int]:
         """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
         were backward passes."""
-        num = min(len(self.weights), self.num_computed) if self.is_ahead else len(self.weights)
-        self.num_computed = 0
+        num, self.num_computed = self.num_used, 0
         return num, sum(self.weights.popleft() for _ in range(num))
 
 
@@ -122,11 +126,12 @@ class Taken:
         """Batches of the epoch that are behind this rank, and those of loops that have ended."""
         return self.place - self._epoch_at + sum(map(len, self._left))
 
-    def where(self, step: int, local_steps: int) -> Place:
-        """This rank's place in the data, at the beginning of a contribution."""
+    def where(self, step: int, local_steps: int, num_passed: int = 0) -> Place:
+        """This rank's place in the data, at the beginning of a contribution or `num_passed` batches behind it."""
+        place = self.place + num_passed
         if self.epoch is None:
-            return Place(step, local_steps, self.place)
-        return Place(step, local_steps, self.place, self.epoch, max(0, self.place - self._epoch_at))
+            return Place(step, local_steps, place)
+        return Place(step, local_steps, place, self.epoch, max(0, place - self._epoch_at))
 
     # ---- the script's own loop over epochs ----------------------------------------------------
 
@@ -219,6 +224,12 @@ class Taken:
     def has_drawn(self) -> bool:
         """A batch was asked for since the last training step."""
         return any(map(len, self._hands))
+
+    @property
+    def num_used(self) -> int:
+        """Batches since the last step."""
+        # Two loops side by side draw at the same place.
+        return sum(map(len, self._left)) + max((loop.hand.num_used for loop in self._loops), default=0)
 
     def _computed(self, _: torch.Tensor) -> None:
         for hand in self._hands:
