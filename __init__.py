@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .common.errors import ParamServerError
+    from .common.tensors.onebit import OneBitAdam
     from .worker.api import connect
     from .worker.training.session import Session
 
-__all__ = ["ParamServerError", "Session", "connect"]
+__all__ = ["OneBitAdam", "ParamServerError", "Session", "connect"]
 
-_HOME = {"connect": "worker.api", "Session": "worker.training.session", "ParamServerError": "common.errors"}
+_HOME = {
+    "OneBitAdam": "common.tensors.onebit",
+    "ParamServerError": "common.errors",
+    "Session": "worker.training.session",
+    "connect": "worker.api",
+}
 
 
 def __getattr__(name: str) -> Any:

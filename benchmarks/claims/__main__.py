@@ -46,6 +46,11 @@ CLAIMS: dict[str, Claim] = {
         ("H 25, mean", "H 25, sparse up", "H 25, sparse up, no feedback"),
     ),
     "N11": Claim("lost deltas cost little", "outer", _LONG, (), ("H 25", "H 25, 30 % dropped")),
+    "N12": Claim(
+        "1-bit Adam loses nothing after a warm-up", "codecs", 400,
+        ("--only-feedback", "--optimizer", "onebit", "--codec", "raw", "--codec", "onebit_adam"),
+    ),
+    "N12-adam": Claim("Adam itself", "codecs", 400, ("--optimizer", "adam", "--codec", "raw")),
     "N14": Claim(
         "momentum before compression", "codecs", 400,
         ("--only-feedback", "--optimizer", "worker", "--codec", "sign", "--codec", "sign_rms", "--codec", "topk"),

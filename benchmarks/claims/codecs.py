@@ -1,6 +1,6 @@
 """What codecs do to learning: handwritten digits, four workers in step, in one process.
 
-    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer sgd|momentum|worker|adam] [--down]
+    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down]
 
 The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
 nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, as
@@ -24,17 +24,21 @@ from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.onebit import OneBitAdam
+from ...common.tensors.optimizers import apply_hyperparameters, current_hyperparameters
 from ...common.wire.frames import body_frames
-from ...worker.lanes.encoding import Encoding
+from ...worker.lanes.onebit import encoding_of
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors, Source
 
 NUM_WORKERS, BATCH = 4, 32
+WARM = 0.2  # of a run, of 1-bit Adam
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "worker": lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # worker.momentum 0.9
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "onebit": lambda parameters: OneBitAdam(parameters, lr=1e-3, weight_decay=0),
 }
 
 
@@ -49,8 +53,7 @@ class Way:
 
     def __init__(self, codec: Codec, layout: Layout, momentum: float, source: Source = "gradient") -> None:
         self.codec, self._layout, self._source = codec, layout, source
-        self._encoding = Encoding(codec, layout, len(layout.entries), momentum)
-        self._decoder = codec.decoder(layout)
+        self.encoding = encoding_of(codec, layout, len(layout.entries), momentum)
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
         """uint8 [exchange_bytes], of what counts."""
@@ -61,16 +64,17 @@ class Way:
     def encode(self, transfer: DirectTransfer) -> torch.Tensor:
         """uint8 [exchange_bytes]; what becomes of it is to be said."""
         (stretch,) = transfer.gather(self._source)
-        sent = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
+        sent = torch.frombuffer(self.encoding.whole(stretch), dtype=torch.uint8)
         body = new_body(self._layout.exchange_bytes)
-        take_body(self.codec, self._decoder, self._layout, sent, body)
+        codec = self.encoding.codec
+        take_body(codec, codec.decoder(self._layout), self._layout, sent, body)
         return body
 
     def answered(self, counts: bool) -> None:
         if counts:
-            self._encoding.commit()
+            self.encoding.commit()
         else:
-            self._encoding.rollback(is_work=self._source == "delta")
+            self.encoding.rollback(is_work=self._source == "delta")
 
 
 class Back:
@@ -116,10 +120,16 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
     server = OPTIMIZERS[optimizer](net.parameters())
     batches = [_batches(task, rank, seed) for rank in range(NUM_WORKERS)]
     back = Back(CODECS.load(down)(), tensors)
-    for _ in range(num_steps):
+    for group in server.param_groups:
+        group["warmup_steps"] = round(num_steps * WARM)
+    begun = [current_hyperparameters(group) for group in server.param_groups]
+    for way in ways:
+        way.encoding.of_optimizer(begun)
+    for step in range(num_steps):
         weights = back.lend()
         mean = torch.zeros(layout.exchange_bytes // 4)
         for way, own in zip(ways, batches, strict=True):
+            way.encoding.ready(step)
             images, labels = next(own)
             net.zero_grad()
             nn.functional.cross_entropy(net(images), labels).backward()
@@ -127,6 +137,8 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
         for (_, view), tensor in zip(layout.views(mean.view(torch.uint8)), tensors.tensors, strict=True):
             tensor.grad = view
         back.give_back(weights)
+        for group, said in zip(server.param_groups, ways[0].encoding.told(begun), strict=True):
+            apply_hyperparameters(group, said)
         server.step()
     sent, whole = num_framed(body_bytes(ways[0].codec, layout)), layout.exchange_bytes
     return Outcome(task.evaluate(net)["accuracy"], whole / sent, whole / back.num_bytes)

@@ -70,6 +70,9 @@ class Codec(Protocol):
     # but gradients then. `masks_momentum`: what has been sent is forgotten in these sums as well.
     momentum: float = 0.0
     masks_momentum: bool = False
+    # What is sent is of no use but to this optimizer of the server, and in these modes; None: to any.
+    optimizer: str | None = None
+    modes: tuple[str, ...] | None = None
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
@@ -147,6 +150,29 @@ def _check_reference(mode: str, source: str, down: Codec) -> None:
         )
 
 
+def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]], momentum: float) -> None:
+    """Of a codec that has an optimizer of its own."""
+    if up.modes is not None and mode not in up.modes:
+        raise UsageError(
+            f"worker.codec is {up.name}, which is for --mode {' or '.join(up.modes)}, and the mode is {mode}",
+            fix=f"--mode {up.modes[0]}; or --set worker.codec=q4",
+        )
+    if up.optimizer is None:
+        return
+    if momentum:
+        raise UsageError(
+            f"worker.momentum is {momentum:g}, and worker.codec {up.name} has its own from the optimizer's betas",
+            fix="leave it out",
+        )
+    for name, _ in optimizers:
+        if name != up.optimizer:
+            raise UsageError(
+                f"worker.codec is {up.name}, which sends what {up.optimizer} steps along, and the optimizer is {name}",
+                fix=f"--optimizer {up.optimizer.lower()}, in a script paramserver.{up.optimizer}(model.parameters(), "
+                "warmup_steps=...); or --set worker.codec=q4",
+            )
+
+
 # Of torch.optim, those that step along the gradient as it is; all others divide it by what it usually is.
 _LINEAR = ("SGD", "ASGD")
 
@@ -174,6 +200,7 @@ def check_codecs(
             f"worker.momentum is {momentum:g}, with worker.codec {up.name} in mode {mode}",
             fix="leave it out, and give the optimizer momentum: it is for gradients that a codec leaves much out of",
         )
+    _check_own(mode, up, optimizers, momentum)
     if source != "gradient":
         if up.momentum:
             raise UsageError(
@@ -182,7 +209,7 @@ def check_codecs(
                 fix="--set worker.codec=topk (or sparse), or a mode whose workers send gradients (sync, async)",
             )
         return
-    for name, arguments in optimizers:
+    for name, arguments in optimizers if up.optimizer is None else ():
         if momentum and (name not in _LINEAR or arguments.get("momentum")):
             raise UsageError(
                 f"worker.momentum is {momentum:g}, and the server's {name} remembers gradients as well",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import Reason, UsageError, did_you_mean, refusal
+from .onebit import OneBitAdam
 
 Hyperparameters = dict[str, Any]
 
@@ -157,10 +158,10 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimi
 
 
 def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Optimizer classes of torch.optim by lower-case name."""
+    """Optimizer classes of torch.optim, and ours, by lower-case name."""
     return {
         name.lower(): cls
-        for name, cls in vars(torch.optim).items()
+        for name, cls in (*vars(torch.optim).items(), (OneBitAdam.__name__, OneBitAdam))
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
 

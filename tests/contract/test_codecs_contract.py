@@ -31,6 +31,7 @@ LEFT_OUT: dict[str, float] = {
     "powersgd": math.sqrt(67),  # a column is projected on another one
     "sign": 1,
     "sign_rms": 1,
+    "onebit_adam": 1,
 }
 
 GUARD = 0xA5

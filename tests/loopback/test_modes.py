@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 import torch
@@ -91,6 +92,27 @@ def test_bf16_codec_halves_the_upload(cluster):
     assert [worker.wait(), server.wait()] == [0, 0]
     row = json.loads((cluster.folder / "s.json").read_text())["workers"][0]
     assert row["bytes_sent"] < 0.55 * row["bytes_received"]
+
+
+@pytest.mark.slow
+def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
+    """20 of 120 steps in bf16, of two workers; the server is killed in between, and the new one goes on."""
+    flags = (
+        "--mode", "sync", "--workers", "2", "--steps", "120", "--summary", "s.json", "--task", "digits",
+        "--optimizer", "onebitadam", "--lr", "0.002", "--set", "optimizer.warmup_steps=20",
+        "--checkpoint-dir", "snapshots", "--checkpoint-every", "5",
+    )  # fmt: skip
+    server = cluster.server(*flags)
+    workers = [cluster.worker(rank, "--set", "worker.codec=onebit_adam") for rank in range(2)]
+    server.until(lambda: any(one["version"] >= 25 for one in server.events("snapshot")), "snapshot")
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    server = cluster.server(*flags, "--listen", cluster.address)
+    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["final"]["accuracy"] > 0.9
+    for row in summary["workers"]:
+        assert row["bytes_sent"] < 0.2 * row["bytes_received"], "an eighth, with the warm-up"
 
 
 @pytest.mark.slow

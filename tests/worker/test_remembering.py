@@ -10,7 +10,9 @@ from paramserver.common.codecs.base import check_codecs, take_body
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.onebit import OneBitAdam
 from paramserver.worker.lanes.encoding import Encoding
+from paramserver.worker.lanes.onebit import OneBit
 from paramserver.worker.tensors.transfer import Stretch
 
 
@@ -106,3 +108,62 @@ def test_dgc_is_for_gradients_in_front_of_plain_sgd() -> None:
     check_codecs("sync", "gradient", powersgd, raw, [("SGD", {"momentum": 0.9})])
     with pytest.raises(UsageError, match="divides every gradient"):
         check_codecs("sync", "gradient", powersgd, raw, [("Adam", {})])
+
+
+def test_one_bit_adam_is_adam_with_a_second_moment_that_stands_still() -> None:
+    """Against the paper's lines, and no element further than the rate; of one worker, without a codec."""
+    rng, weight = np.random.default_rng(0), torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+    unused = torch.nn.Parameter(torch.ones(1))
+    optimizer = OneBitAdam([weight, unused], lr=0.1, eps=0.01, weight_decay=0.5, warmup_steps=3)
+    theta, m, v = np.ones(5), np.zeros(5), np.zeros(5)
+    for step in range(1, 8):
+        gradient = rng.normal(size=5)
+        weight.grad = torch.from_numpy(gradient)
+        unused.grad = torch.full((1,), float(step > 5))
+        optimizer.step()
+        m = 0.9 * m + 0.1 * gradient
+        if step <= 3:
+            v = 0.999 * v + 0.001 * gradient**2
+        m_hat = m / (1 - 0.9**step) if step <= 3 else m
+        change = m_hat / (np.sqrt(v / (1 - 0.999 ** min(step, 3))) + 0.01)
+        theta = theta * (1 - 0.1 * 0.5) - 0.1 * (change if step <= 3 else change.clip(-1, 1))
+        assert np.allclose(weight.detach().numpy(), theta, atol=1e-12), step
+    assert torch.allclose(unused, torch.tensor(0.95**7)), "what had no gradient in the warm steps decays only"
+    with pytest.raises(ValueError, match=r"warmup_steps is 0\.5"):
+        OneBitAdam([weight], warmup_steps=0.5)
+
+
+def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
+    rng, way = np.random.default_rng(0), Way("onebit_adam", 32, 64)
+    encoding = way.encoding = OneBit(way.codec, way.layout, 1)
+    encoding.of_optimizer([{"betas": [0.8, 0.99], "warmup_steps": 3.0}])
+    told = [{"betas": [0.8, 0.99], "lr": 0.1}]
+    m = e = np.zeros(2048)
+    for version in range(8):
+        encoding.ready(version)
+        gradient = rng.normal(size=2048)
+        way.codec = encoding.codec
+        decoded = way.send(gradient)[1]
+        new_m = 0.8 * m + 0.2 * gradient
+        c = (gradient if version < 3 else new_m) + e
+        wanted = c if version < 3 else np.sqrt((c * c).mean()) * np.where(c < 0, -1, 1)
+        assert np.allclose(decoded, wanted, rtol=2**-8, atol=1e-6), version
+        assert encoding.told(told) == (told if version < 3 else [{"betas": [0.0, 0.99], "lr": 0.1}])
+        assert encoding.told(told) is encoding.told(told)
+        if version == 5:
+            encoding.rollback()
+            continue
+        encoding.commit()
+        m, e = new_m, c - decoded
+
+
+def test_one_bit_adam_is_for_sync_and_its_own_optimizer() -> None:
+    up, raw = CODECS.load("onebit_adam")(), CODECS.load("raw")()
+    check_codecs("sync", "gradient", up, raw, [("OneBitAdam", {})])
+    with pytest.raises(UsageError, match="the optimizer is Adam") as error:
+        check_codecs("sync", "gradient", up, raw, [("Adam", {})])
+    assert "warmup_steps" in error.value.fix
+    with pytest.raises(UsageError, match="for --mode sync, and the mode is async"):
+        check_codecs("async", "gradient", up, raw)
+    with pytest.raises(UsageError, match=r"worker\.momentum is 0\.9"):
+        check_codecs("sync", "gradient", up, raw, momentum=0.9)

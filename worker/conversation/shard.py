@@ -117,6 +117,7 @@ class Shard:
         """Say what this worker trains and contributes (as RunSettings has it), and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
         model.contribution = kind
+        self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
         model.lane_reason = self.lanes.reason
         self.client.offer(model)
@@ -142,6 +143,7 @@ class Shard:
 
     def contribute(self, source: Source, work: Work) -> None:
         """Send this part of the contribution."""
+        work = work._replace(hyperparameters=self.up.encoding.told(work.hyperparameters))
         if work.hyperparameters is self._sent_hyperparameters:
             work = work._replace(hyperparameters=[])
         else:
@@ -187,6 +189,7 @@ class Shard:
         answer = received.of(Answer)
         self._on_answer(answer)
         self.up.answered(answer.outcome)
+        self.up.encoding.ready(self._progress.version)
         if answer.outcome not in COUNTED:
             self._sent_state = None
         if answer.outcome == Answer.START:

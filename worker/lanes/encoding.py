@@ -17,12 +17,14 @@ codec dgc also where it was sent.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.optimizers import Hyperparameters
 from ..tensors.transfer import Stretch, copy_bytes
 
 
@@ -170,6 +172,16 @@ class Encoding:
     def use(self, codec: Codec) -> None:
         """Another codec from the next contribution on; what was left out is sent in it."""
         self.codec, self._coder = codec, codec.encoder(self._layout)
+
+    def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
+        """What the server's optimizer was begun with."""
+
+    def ready(self, version: int) -> None:
+        """Before anything of the next contribution: the server has taken so many steps."""
+
+    def told(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
+        """These as they are to be said with what is sent; the same list for the same one."""
+        return groups
 
     def _keep(self) -> None:
         if math.isfinite(self._square):

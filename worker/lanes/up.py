@@ -12,7 +12,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, Source
 from .base import Lane
-from .encoding import Encoding
+from .onebit import encoding_of
 
 log = get_logger()
 
@@ -39,7 +39,7 @@ class Up:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
-        self.encoding = Encoding(codec, model.layout, model.num_exchanged, momentum)
+        self.encoding = encoding_of(codec, model.layout, model.num_exchanged, momentum)
         self._is_work = False  # what is not taken is to be sent again: the difference that steps have made
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
