@@ -95,6 +95,14 @@ CODECS = Family(
     frozenset({"base", "shared", "remembering"}),
     more="paramserver.common.codecs.remembering",
 )
+AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
+
+
+def first_codec(name: str) -> Any:
+    """A codec that worker.codec names; of `auto` the one to begin with."""
+    return CODECS.load("raw" if name == AUTO else name)()
+
+
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 

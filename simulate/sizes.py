@@ -9,11 +9,15 @@ from typing import Any
 
 from ..common.config.schema import Config
 from ..common.errors import UsageError
+from ..common.registry import AUTO
 
 
 def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
     """(up, down, start): bytes of a contribution, of an answer's weights, and of the weights a worker starts from."""
     worker = config.worker
+    if worker.codec == AUTO:
+        told = "worker.codec is auto, which measures a link, and none is there in a simulation"
+        raise UsageError(told, fix="--set worker.codec=raw, and another time int8 or q4")
     if megabytes is not None and worker.codec == worker.answer_codec == "raw":
         whole = round(megabytes * 1e6)
         return whole, whole, whole

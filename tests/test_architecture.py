@@ -36,6 +36,7 @@ PURE = [
     "ps/policies/*",
     "ps/core/*",
     "worker/session.py",
+    "worker/lanes/auto/rule.py",
     "launch/plan/*",
     "launch/supervise/*",
     "ps/snapshots/common.py",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ...common.config.schema import Config
-from ...common.registry import CODECS, MODES, check_contributions, check_pipelined
+from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_pipelined
 from ..core.run import Options
 from ..policies.base import Common, Policy
 
@@ -19,7 +19,8 @@ def make_policy(config: Config) -> Policy:
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
-    _check_codecs(run.mode, config.worker.codec, config.worker.answer_codec)
+    codec = "raw" if config.worker.codec == AUTO else config.worker.codec
+    _check_codecs(run.mode, codec, config.worker.answer_codec)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     return policy_of(run.mode, {**settings, **options.model_dump()})

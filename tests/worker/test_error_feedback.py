@@ -179,6 +179,25 @@ def test_another_codec_takes_over_what_was_left_out() -> None:
     assert (server.received + server.left - gradient(0) - gradient(1)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("is_work", [False, True])
+def test_raw_takes_over_all_that_was_left_out(is_work: bool) -> None:
+    """With the first contribution that counts; then there is none, and a dropped one takes nothing with it."""
+    server = Server("q4")
+    server.received += server.decoded(server.encode(gradient(0)))
+    server.encoding.commit()
+    left = server.left
+    server.codec = CODECS.load("raw")()
+    server.encoding.use(CODECS.load("raw")())
+    assert server.encoding.owes
+    server.encode(gradient(1))
+    server.encoding.rollback(is_work)
+    assert server.left.equal(left) and server.encoding.owes
+    server.received += server.decoded(server.encode(gradient(2)))
+    server.encoding.commit()
+    assert not server.encoding.owes and server.encoding.norm == 0
+    assert (server.received - gradient(0) - gradient(2)).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_dtypes_keep_what_is_left_out_as_they_are(dtype: str) -> None:
     layout = Layout([TensorSpec("w", Kind.PARAMETER, dtype, (64, 32))])

@@ -23,11 +23,13 @@ from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import UnreachableError
+from ...common.registry import AUTO, CODECS
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
+from ..lanes.auto.measuring import Auto, Passed, round_trip_s
 from ..lanes.limit import Limit
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
@@ -68,6 +70,7 @@ class Exchange:
         self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
         self._limit = Limit(config.max_mbit)
+        self.auto = Auto(config.answer_codec, config.max_mbit) if config.codec == AUTO else None
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
         self._join_message = partial(join_message, self.progress, socket.gethostname(), os.getpid(), config.device)
         self._shards = [self._shard(0, config.server)]
@@ -78,6 +81,7 @@ class Exchange:
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
+        self._passed: list[Passed] = []  # with the newest contribution
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
@@ -121,6 +125,13 @@ class Exchange:
         self._shares: list[Share] = divide(self._model.layout, len(self._shards))
         for shard, share in zip(self._shards, self._shares, strict=True):
             shard.hold(part_of(self._model, share), share.optimizer(self._optimizer).tables)
+        self._use_codec()
+
+    def _use_codec(self) -> None:
+        """From the next contribution on, the one that was chosen."""
+        for shard in self._shards:
+            if self.auto is not None and shard.up.encoding.codec.name != self.auto.codec:
+                shard.up.encoding.use(CODECS.load(self.auto.codec)())
 
     def moved(self) -> None:
         """The model lies elsewhere in memory now."""
@@ -138,6 +149,8 @@ class Exchange:
         try:
             self._offer()
             self._begin()
+            if self.auto is not None:
+                self.auto.meet(model.layout, round_trip_s(self._shards[0].client.status), self.settings.pipelined)
         except Lost as lost:
             self._return(lost)
 
@@ -152,6 +165,8 @@ class Exchange:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
             shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution)
         log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
+        if self.auto is not None:
+            self.auto.joined(all(shard.lanes.lane.carries_codecs for shard in self._shards))
 
     def _begin(self) -> Answer:
         answer = self._took(self._crew.all(self._shards, Shard.begin))
@@ -194,6 +209,13 @@ class Exchange:
             return answer
 
     @property
+    def _holds_back(self) -> bool:
+        """The next contribution is to leave in one piece, and nothing to be late."""
+        if self.auto is None:
+            return False
+        return self.auto.measures or (self.auto.codec == "raw" and any(one.up.encoding.owes for one in self._shards))
+
+    @property
     def _who(self) -> dict[str, int | None]:
         return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
@@ -214,18 +236,29 @@ class Exchange:
         they may be late, to be received with `arrive`."""
         started = time.perf_counter()
         work = work._replace(transfer_s=self._last_transfer_s, residual=self._residual)
+        local_steps, self._passed = self.progress.local_steps, []
         try:
-            answer = self._exchange(source, work, may_be_late)
+            answer = self._exchange(source, work, may_be_late and not self._holds_back)
         except Lost as lost:
-            answer = self._contribute_again(lost, source, work)
+            answer, self._passed = self._contribute_again(lost, source, work), []
+        if self.auto is not None and answer.outcome in COUNTED:
+            self.auto.counted(self._passed, work.compute_s, local_steps, self.progress.training_steps)
+            self._use_codec()
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
     def _exchange(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
         def exchange(shard: Shard) -> Answer:
+            began = time.perf_counter()
             shard.contribute(source, work)
-            return shard.take(shard.receive(), may_be_late)
+            received = shard.receive()
+            came = time.perf_counter()
+            answer = shard.take(received, may_be_late)
+            down_s = time.perf_counter() - came
+            up_s, here = came - began - answer.held_s, len(received.data or b"")
+            self._passed.append(Passed(shard.up.num_bytes, up_s, here, answer.body_bytes - here, down_s))
+            return answer
 
         self._say_first()
         number, base_version = self.progress.next_number, self.progress.version
@@ -319,7 +352,9 @@ class Exchange:
         return any(have_begun)
 
     def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors ahead of the contribution they belong to."""
+        """Send the gradients of these tensors ahead of the contribution they belong to; not while that is measured."""
+        if self._holds_back:
+            return
         for shard, here in self._lying_on(indices):
             shard.up.depart(here)
 

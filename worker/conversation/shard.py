@@ -14,7 +14,7 @@ import torch
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
-from ...common.registry import CODECS
+from ...common.registry import CODECS, first_codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
@@ -103,7 +103,7 @@ class Shard:
         """The part of the model that lies here, and the rows of the tables."""
         self._holds, self.model, self.tables = True, model, tables
         self.transfer = make_transfer(model)
-        codec, momentum = CODECS.load(self._config.codec)(), self._config.momentum
+        codec, momentum = first_codec(self._config.codec), self._config.momentum
         self.up = Up(codec, model, self.transfer, self.client.send, momentum)
         self.down = Down(CODECS.load(self._config.answer_codec)(), model, self.transfer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...common.config.schema import WorkerConfig
+from ...common.registry import AUTO
 from ...proto import parameter_server_pb2 as pb
 from .base import Lane
 from .direct import DirectLane
@@ -19,7 +20,7 @@ class Lanes:
         self.wants_direct = self._direct in self._all
         self.lane = self._all[-1]
         self._off = ""  # why one is not even tried
-        codecs = [name for name in (config.codec, config.answer_codec) if name != "raw"]
+        codecs = [name for name in (config.codec, config.answer_codec) if name not in ("raw", AUTO)]
         if codecs and not all(lane.carries_codecs for lane in self._all):
             self._all = [lane for lane in self._all if lane.carries_codecs]
             self._off = f"{SharedLane.name}: off (worker.codec is {codecs[0]})"

@@ -23,7 +23,7 @@ import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
-from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
 from ...common.tensors.optimizers import Hyperparameters
 from ..tensors.transfer import Stretch, copy_bytes
 
@@ -59,6 +59,9 @@ class Encoding:
             body, out = self._memory()
             _Gather(stretch, body).until_end()
             num_bytes = self.codec.encoded_bytes(self._layout)
+            if self._left is not None:
+                for run in self._layout.runs_of(Kind.PARAMETER):
+                    run.view(body).add_(run.view(self._left))
             self._coder.begin(body, out[:num_bytes])
             out[num_bytes:].copy_(body[self._layout.parameter_bytes :])
         return self.completed()
@@ -158,7 +161,7 @@ class Encoding:
     def rollback(self, is_work: bool = False) -> None:
         """It does not, and never will; `is_work`: what was to be sent is to be sent with the next one."""
         self._coder.rollback()
-        if is_work and self._is_whole and self._has_feedback:
+        if is_work and self._is_whole and self._has_feedback and not self.codec.is_identity:
             self._restore()
             self._keep()
         self._forget_attempt()
@@ -170,7 +173,8 @@ class Encoding:
         return self._reset()
 
     def use(self, codec: Codec) -> None:
-        """Another codec from the next contribution on; what was left out is sent in it."""
+        """Another codec from the next contribution on; what was left out is sent in it (also in raw, and then it is
+        over)."""
         self.codec, self._coder = codec, codec.encoder(self._layout)
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
@@ -183,8 +187,15 @@ class Encoding:
         """These as they are to be said with what is sent; the same list for the same one."""
         return groups
 
+    @property
+    def owes(self) -> bool:
+        """Something of earlier contributions has still to be sent."""
+        return self._left is not None
+
     def _keep(self) -> None:
-        if math.isfinite(self._square):
+        if self.codec.is_identity:
+            self._left, self.norm = None, 0.0  # all of it was sent
+        elif math.isfinite(self._square):
             self.norm = math.sqrt(self._square)
             self._left, self._body = self._body, self._left
             self._speed, self._next_speed = self._next_speed, self._speed

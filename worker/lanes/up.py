@@ -43,6 +43,11 @@ class Up:
         self._is_work = False  # what is not taken is to be sent again: the difference that steps have made
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a contribution, as it travels."""
+        return body_bytes(self.encoding.codec, self._layout)
+
     def joined(self, lane: Lane) -> None:
         """A new stream: what was sent on the old one may be lost."""
         self.lane = lane
@@ -81,7 +86,7 @@ class Up:
     def _begin(self) -> None:
         codec = self.encoding.codec
         is_placed = codec.is_identity and self._is_placed
-        begin = pb.Begin(body_bytes=body_bytes(codec, self._layout), codec=codec.name, in_segment=is_placed)
+        begin = pb.Begin(body_bytes=self.num_bytes, codec=codec.name, in_segment=is_placed)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
     # ---- the contribution -------------------------------------------------------------------------
@@ -92,7 +97,7 @@ class Up:
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]
             self.departed.clear()
-        if not self.encoding.codec.is_identity:
+        if not self.encoding.codec.is_identity or self.encoding.owes:
             self._contribute_encoded(announce, source, rest)
             return
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
@@ -104,7 +109,7 @@ class Up:
 
     def _contribute_encoded(self, announce: Announce, source: Source, rest: list[int] | None) -> None:
         self._is_work = source == "delta"
-        announced = announce(body_bytes(self.encoding.codec, self._layout), self.encoding.codec.name, False)
+        announced = announce(self.num_bytes, self.encoding.codec.name, False)
         if rest is not None:
             self._send([frame(announced)])
             self._send_tensors(source, rest)

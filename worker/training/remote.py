@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import nn
 from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import CODECS
+from ...common.registry import AUTO, CODECS, first_codec
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import TableSpec, describe_optimizers
+from ...common.tensors.optimizers import OptimizerSpec, TableSpec, describe_optimizers
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
+from ..lanes.auto.measuring import suits
+from ..lanes.auto.rule import ORDER
 from ..session import Length, Progress
 from ..strategies.pipelined import make_strategy
 from ..tensors.transfer import ModelTensors, together
@@ -46,7 +49,7 @@ class RemoteSession(Session):
         self._config = config
         self._steps: Steps | None = None
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
-        may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
+        may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
         self._strategy = make_strategy(self._exchange, may_send_early, may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
@@ -98,13 +101,7 @@ class RemoteSession(Session):
         described = replace(
             describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
         )
-        codec, answer_codec = (
-            CODECS.load(one)() for one in (self._config.worker.codec, self._config.worker.answer_codec)
-        )
-        groups = zip(described.classes, (group.hyperparameters for group in described.groups), strict=True)
-        check_codecs(
-            self.settings.mode, self.settings.source, codec, answer_codec, groups, self._config.worker.momentum
-        )
+        self._check_codecs(described)
         self._strategy.start(tensors, described, is_parted=len(inner) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
@@ -116,6 +113,25 @@ class RemoteSession(Session):
         for table in self._tables:
             table.follow(inner[0])
         return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
+
+    def _check_codecs(self, described: OptimizerSpec) -> None:
+        """Raises UsageError for such as the mode or the optimizer cannot have; they are no candidates of auto's."""
+        config, settings = self._config.worker, self.settings
+        groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
+
+        def check(name: str, momentum: float) -> None:
+            up, down = first_codec(name), CODECS.load(config.answer_codec)()
+            check_codecs(settings.mode, settings.source, up, down, groups, momentum)
+
+        auto = self._exchange.auto
+        if auto is None:
+            check(config.codec, config.momentum)
+            return
+        if config.momentum:
+            told = f"worker.momentum is {config.momentum:g}, and worker.codec is auto, whose codecs go without"
+            raise UsageError(told, fix="name the codec, such as --set worker.codec=topk, or leave worker.momentum out")
+        check(AUTO, 0.0)
+        auto.candidates = tuple(name for name in ORDER if suits(partial(check, name, 0.0)))
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self.settings.source != "gradient":

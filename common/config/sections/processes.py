@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ...registry import CODECS
+from ...registry import AUTO, CODECS
 from ..addresses import listening, reached, reached_or_none
 from ..option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
@@ -14,6 +14,7 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 Codec = Annotated[str, AfterValidator(CODECS.check)]
+CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO else CODECS.check(name))]
 Lane = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
@@ -76,9 +77,10 @@ class WorkerConfig(Section):
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
-    codec: Codec = Field(
+    codec: CodecOrAuto = Field(
         "raw",
-        description="how contributions are encoded: bf16 and fp16 halve them, int8 and q4 are 3.9 and 7.8 times less",
+        description="how contributions are encoded: bf16 and fp16 halve them, int8 and q4 are 3.9 and 7.8 times less; "
+        "auto measures which of them pays",
     )
     momentum: float = Field(
         0.0,

@@ -1,0 +1,1 @@
+"""`worker.codec=auto`: what is measured, and the rule."""
