@@ -66,8 +66,9 @@ def read_floats(path: Path, name: str) -> array[float]:
     return values
 
 
-def audit(path: Path, epoch: Epoch, lineage: Lineage) -> Account:
-    """Compare the saved weights with the contributions of the run's final lineage.
+def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = None) -> Account:
+    """Compare the saved weights with the contributions of the run's final lineage; `num_samples` are in these, where
+    contributions may have fewer steps than others.
 
     Each sample of a contribution is worth 1, or 1/n in a version of n. Which samples those are only the
     workers know, so both sides are sorted: a sample lost or applied twice still stands out. Where the mode scales
@@ -77,7 +78,7 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage) -> Account:
     clock = read_floats(path, "clock")
     if epoch.may_scale:
         applied = [float(value != 0) for value in applied]
-    expected = sorted(_expected(epoch, lineage))
+    expected = [1.0] * num_samples if num_samples is not None else sorted(_expected(epoch, lineage))
     missing = sum(value == 0 for value in applied)
     account = Account(len(applied), missing, sum(value > 1 + _TOLERANCE for value in applied))
     if len(expected) > len(applied):

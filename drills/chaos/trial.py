@@ -6,6 +6,7 @@ The proofs: the weights of the task `ledger` (each sample applied exactly once),
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -157,4 +158,16 @@ def _audit(trial: Trial, verdict: Verdict) -> Account:
     epoch = Epoch(
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )
-    return audit(trial.setup.folder / "weights.safetensors", epoch, verdict.lineage)
+    folder = trial.setup.folder
+    told = _samples(folder / "history.jsonl", verdict.lineage.contributions()) if mode.may_scale else None
+    return audit(folder / "weights.safetensors", epoch, verdict.lineage, told)
+
+
+def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
+    """In these, as the history has them: where paces differ some are of fewer steps."""
+    found: dict[tuple[int, int], int] = {}
+    with history.open(encoding="utf-8") as lines:
+        for line in lines:
+            if '"op":"accept"' in line and (fields := json.loads(line))["outcome"] == "accepted":
+                found[fields["rank"], fields["step"]] = fields["samples"]  # of what was taken out the newest counts
+    return sum(found[one] for one in contributions)

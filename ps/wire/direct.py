@@ -256,6 +256,7 @@ class Connection:
             while not running.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({running})
+            running.exception()  # looked at, or asyncio says that nobody has
             raise
         finally:
             self._num_running -= 1
