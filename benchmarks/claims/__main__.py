@@ -62,6 +62,11 @@ CLAIMS: dict[str, Claim] = {
     "N16": Claim("top-k needs its memory", "codecs", 400, ("--codec", "topk")),
     "N18": Claim("late gradients and the rules against it", "late", 3_000),
     "N19": Claim("local steps learn as much when nobody waits, in less time", "async_diloco", 3_200),
+    "N20": Claim(
+        "late gradients moved to the weights of now are no worse", "late", 3_000, ("--workers", "4,8"),
+        ("momentum (default)", "compensated", "compensated, adaptive",
+         "no momentum", "no momentum, compensated", "no momentum, compensated, adaptive"),
+    ),
 }  # fmt: skip
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.tensors.layout import Layout
+from ...common.tensors.layout import FlatRun, Layout
 from ...common.tensors.optimizers import GroupSpec, OptimizerSpec
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Contribution, Fold
+from ...ps.tensors.answers.delivered import Delivered
 from ...ps.tensors.store import Store
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import ModelTensors
@@ -33,6 +34,11 @@ WAYS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "momentum, inverse": ("async", 0.9, {"late_scale": "inverse"}),
     "momentum, polynomial": ("async", 0.9, {"late_scale": "polynomial"}),
     "no momentum, inverse": ("async", 0.0, {"late_scale": "inverse"}),
+    "compensated": ("async", 0.9, {"late_compensation": "constant"}),
+    "compensated, adaptive": ("async", 0.9, {"late_compensation": "adaptive"}),
+    "no momentum": ("async", 0.0, {}),
+    "no momentum, compensated": ("async", 0.0, {"late_compensation": "constant"}),
+    "no momentum, compensated, adaptive": ("async", 0.0, {"late_compensation": "adaptive"}),
     "buffered": ("buffered", 0.9, {}),
     "buffered, no momentum": ("buffered", 0.0, {}),
 }
@@ -53,6 +59,7 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
     store, policy = Store(layout, weights, spec), policy_of(mode, {"training_steps": None, **options})
     for rank in range(num_workers):
         policy.joined(rank, 0.0)
+    delivered = Delivered(policy.compensation, store.windows, FlatRun.view, 1) if policy.compensation else None
     held = {rank: (0, store.weights.clone()) for rank in range(num_workers)}  # version and weights of each worker
     images, labels = task.train_data().tensors  # type: ignore[attr-defined]
     in_mean: list[tuple[int, float]] = []  # rank, weight
@@ -70,6 +77,9 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
             view.copy_(tensor.grad)
         for decision in policy.contributed(rank, Contribution(index // num_workers + 1, version, BATCH), 0.0):
             if isinstance(decision, Fold):
+                if delivered is not None:
+                    delivered.note(rank, version, of_worker)
+                    delivered.compensate(rank, version, body, store.weights)
                 store.fold(body, decision.weight, rank)
                 in_mean.append((rank, decision.weight))
             elif isinstance(decision, Commit):
@@ -101,10 +111,10 @@ def main() -> None:
     torch.set_num_threads(1)
     counts = [int(count) for count in told.workers.split(",")]
     print(f"digits, {told.steps} contributions, {told.seeds} seeds: accuracy in %, mean (least), by number of workers")
-    print(f"{'':24}" + "".join(f"{count:>16}" for count in counts))
+    print(f"{'':36}" + "".join(f"{count:>16}" for count in counts))
     for way in told.way or WAYS:
         found = [[100 * run(way, count, seed, told.steps) for seed in range(told.seeds)] for count in counts]
-        print(f"{way:24}" + "".join(f"{statistics.mean(one):8.1f} ({min(one):5.1f})" for one in found), flush=True)
+        print(f"{way:36}" + "".join(f"{statistics.mean(one):8.1f} ({min(one):5.1f})" for one in found), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,14 @@ class Engine:
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self._break("tensors", error))
-        self.model = Model(config, self.tensors, policy.contribution == "gradient", policy.outer, policy.has_rounds)
+        self.model = Model(
+            config,
+            self.tensors,
+            policy.contribution == "gradient",
+            policy.outer,
+            policy.has_rounds,
+            policy.compensation,
+        )
         self.folding = Folding(
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
@@ -228,7 +236,7 @@ class Engine:
     ) -> None:
         """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
         parameters `without` a gradient are zeros in it."""
-        self.folding.stage(event.identity, body, without, rows)
+        self.folding.stage(event.identity, body, without, rows, event.base_version)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------
@@ -323,6 +331,8 @@ class Engine:
         self.states.withdraw(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.folding.codec_memories.forget(rank)
+            if self.model.has_weights and (delivered := self.model.delivered) is not None:
+                self.tensors.submit(partial(delivered.forget, rank))
         if withdrawn.ends_streams:
             self.streams.withdraw(rank, incarnation)
 
@@ -361,6 +371,8 @@ class Engine:
         held = dict(model.store.num_bytes) if model.has_weights else {}
         if model.has_weights and (num_bytes := model.references.num_bytes):
             held["references"] = num_bytes
+        if model.has_weights and model.delivered is not None:
+            held["delivered"] = model.delivered.num_bytes
         traffic = {rank: (one.num_sent, one.num_received) for rank, one in self.traffic.items()}
         return ShardState(self.run.policy.version, held, traffic)
 

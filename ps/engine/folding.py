@@ -22,11 +22,14 @@ log = get_logger()
 
 _FEW = "too few to leave out so many (policy.aggregation): fewer workers that lie are withstood"
 
+_NOT_COMPENSATED = "the weights it was computed on are not here any more: it was taken as it came"
+
 
 class _Staged(NamedTuple):
     body: torch.Tensor
     without: frozenset[str]  # names of parameters that got no gradient
     rows: Sequence[Rows]
+    base_version: int  # of the weights that it was computed on
 
 
 # Encoded bodies that are kept idle: as many as are staged by default, whatever the number of workers.
@@ -90,12 +93,13 @@ class Folding:
         body: torch.Tensor,
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
+        base_version: int = 0,
     ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
             self._model.staging.give_back(body)  # it has been let go, or said this before
         else:
-            self._staged[identity] = _Staged(body, without, rows)
+            self._staged[identity] = _Staged(body, without, rows, base_version)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
@@ -118,7 +122,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without, rows = self._kept.pop(fold.identity)
+        body, without, rows, base_version = self._kept.pop(fold.identity)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
@@ -127,6 +131,12 @@ class Folding:
             taken = body.clone() if is_copied else body
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
+            if (delivered := self._model.delivered) is not None:
+                is_moved = delivered.compensate(fold.identity.rank, base_version, taken, store.weights)
+                if not is_moved:
+                    log.warning(
+                        "not_compensated", rank=fold.identity.rank, version=base_version, meaning=_NOT_COMPENSATED
+                    )
             return store.fold(taken, fold.weight, fold.identity.rank, may_keep, without, rows)
 
         def folded(reusable: list[torch.Tensor]) -> None:

@@ -181,6 +181,10 @@ class Streams:
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
+        delivered = self._model.delivered
+        if answer.has_weights and delivered is not None:
+            note = partial(delivered.note, answer.rank, answer.version)
+            self._tensors.submit(lambda: note(self._model.store.weights))
         if not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
         elif peer.encodes(answer) and peer.has_reference:
@@ -190,7 +194,7 @@ class Streams:
             self._tensors.then(partial(peer.say, Go(answer, news=news)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(answer, body=self._model.small_body())))
-        elif self._are_parts or answer.is_evaluated:  # those of just this version
+        elif self._are_parts or answer.is_evaluated or delivered is not None:  # those of just this version
             held = self._model.publisher.hold(as_frames=_go_as_frames(peer, answer))
             peer.say(Go(answer, held=held))
         else:

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal
 from ...common.config.option import Section
 from .rules import Rule
 from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .shared.late import Compensation
 from .shared.members import Common, Member, canonical, names
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
@@ -75,6 +76,8 @@ class Policy(ABC):
     answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: bool = False
+    # What is done to a gradient that comes late before it is folded.
+    compensation: Compensation | None = None
 
     def __init__(self, common: Common, options: Section) -> None:
         self.common = common

@@ -23,6 +23,7 @@ class SinglePolicy(Policy):
         self._cut = late.late_cut
         self._scale = SCALES[late.late_scale] if late.late_scale != "none" else None
         self._has_less_momentum = has_less_momentum(type(self), late)
+        self.compensation = late.compensation
         self.may_scale = self.may_scale or self._scale is not None
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:

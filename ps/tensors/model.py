@@ -13,7 +13,7 @@ from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Kind, Layout, as_bytes
+from ...common.tensors.layout import FlatRun, Kind, Layout, as_bytes
 from ...common.tensors.optimizers import (
     GroupSpec,
     Hyperparameters,
@@ -27,6 +27,8 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
 from ..policies.base import Outer
+from ..policies.shared.late import Compensation
+from .answers.delivered import Delivered
 from .answers.publication import Changes, Publisher
 from .answers.reference import References
 from .staging import StagingPool
@@ -58,8 +60,11 @@ class Model:
         has_optimizer: bool,
         outer: Outer | None = None,
         has_rounds: bool = False,
+        compensation: Compensation | None = None,
     ) -> None:
         self._config = config
+        self._compensation = compensation
+        self.delivered: Delivered | None = None  # where late gradients are compensated
         self._has_rounds = has_rounds
         self._tensors = tensors
         self._has_optimizer = has_optimizer
@@ -280,6 +285,9 @@ class Model:
         )
         self.changes = Changes(self.layout, version)
         self.references = References(self.store, self._tensors, self._has_rounds)
+        if self._compensation is not None:
+            num_kept = 2 if policy.pipelined else 1
+            self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
 
     def use_order(self, starts: Sequence[int]) -> None:

@@ -156,6 +156,12 @@ class Joining:
             why_no_better = refused or why_no_better
         codec = codec_named(offered.answer_codec)
         peer.answer_codec = None if codec.is_identity else codec
+        if peer.answer_codec is not None and run.policy.compensation is not None:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"worker.answer_codec is {codec.name}, and policy.late_compensation needs weights as workers have them",
+                fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
+            )
         engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
         peer.takes_frames = lane.as_frames

@@ -79,13 +79,14 @@ class Worker:
         self.task = asyncio.ensure_future(server.service.exchange(None, self.stream))
         server.calls.append(self.task)
 
-    async def join(self, offered: pb.Segment | None = None) -> None:
+    async def join(self, offered: pb.Segment | None = None, answer_codec: str = "") -> None:
         spec = OptimizerSpec("SGD", (GroupSpec(tuple(spec.name for spec in self.layout.specs), {"lr": 0.5}),))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
             fingerprint=self.layout.fingerprint,
             optimizer=optimizer_to_proto(spec),
             segment=offered,
+            answer_codec=answer_codec,
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()

@@ -5,6 +5,8 @@ A gradient's staleness tau is the number of versions made since the weights it w
     scale    its learning rate is multiplied: inverse by 1 / max(1, tau) (Zhang et al., IJCAI 2016), polynomial by
              (1 + tau)^-1/2 (FedAsync, Xie et al. 2019)
     cut      at tau or later it is dropped, and its worker goes on from fresh weights (Ringmaster ASGD)
+    compensation  it is moved to the weights of now by what it tells of how it changes with them (DC-ASGD:
+             `ps/tensors/answers/delivered.py`)
     momentum N workers that step one by one are a momentum of 1 - 1/N by themselves (Mitliagkas et al. 2016), so of the
              mu that was asked for max(0, 1 - N (1 - mu)) is left: 0.9 is 0.6 with 4 workers, and none from 10 on
 
@@ -15,9 +17,9 @@ torch's SGD and RMSprop call so; Adam's betas are left alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ....common.config.option import Flag, Section
 
@@ -29,6 +31,16 @@ SCALES: dict[str, Callable[[int], float]] = {
     "inverse": lambda tau: 1.0 / max(1, tau),
     "polynomial": lambda tau: (1.0 + tau) ** -0.5,
 }
+
+
+class Compensation(NamedTuple):
+    """How gradients are moved to the weights of now; `strength` is lambda."""
+
+    kind: Literal["constant", "adaptive"]
+    strength: float
+
+
+_STRENGTH = {"constant": 0.04, "adaptive": 2.0}  # the paper's
 
 
 class LateOptions(Section):
@@ -43,6 +55,27 @@ class LateOptions(Section):
     late_cut: Annotated[int | None, _KEY] = Field(
         None, ge=1, description=_MODES + "a gradient so many versions late, or more, is dropped; none: taken"
     )
+    late_compensation: Annotated[Literal["none", "constant", "adaptive"], _KEY] = Field(
+        "none", description=_MODES + "move a late gradient to the weights of now (DC-ASGD); a copy of them per worker"
+    )
+    late_lambda: Annotated[float | None, _KEY] = Field(
+        None, gt=0, description=_MODES + "strength of late_compensation; none: 0.04 constant, 2 adaptive"
+    )
+
+    @model_validator(mode="after")
+    def _of_use(self) -> LateOptions:
+        if self.late_lambda is not None and self.late_compensation == "none":
+            raise ValueError(
+                f"policy.late_lambda is {self.late_lambda:g} and policy.late_compensation none, whose strength "
+                "it is: set that to constant or adaptive"
+            )
+        return self
+
+    @property
+    def compensation(self) -> Compensation | None:
+        if self.late_compensation == "none":
+            return None
+        return Compensation(self.late_compensation, self.late_lambda or _STRENGTH[self.late_compensation])
 
 
 def momentum_left(momentum: float, num_workers: int) -> float:
