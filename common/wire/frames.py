@@ -138,6 +138,25 @@ def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tup
             yield at, [], min(MAX_DATA_BYTES, end - at)
 
 
+def divided(
+    pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, list[memoryview], bool]]:
+    """The pieces of a body, cut at the borders of `ranges` [start, end), ascending, apart: where each stretch begins,
+    its parts, and whether it is one of these."""
+    at, found = 0, list(pieces)[::-1]
+    borders = [border for start, end in ranges for border in ((start, False), (end, True))]
+    for border, is_in in [*borders, (sum(map(len, found)), False)]:
+        start, parts = at, []
+        while at < border and found:
+            piece = found.pop()
+            parts.append(piece[: border - at])
+            if len(piece) > border - at:
+                found.append(piece[border - at :])
+            at += len(parts[-1])
+        if parts:
+            yield start, parts, is_in
+
+
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
     """`header` and the body it announces: one message when the body is small."""
     if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
@@ -250,6 +269,16 @@ class BodyReader:
     @property
     def is_complete(self) -> bool:
         return self.received == self.num_bytes
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What has come: [start, end), ascending, apart."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def has(self, start: int, end: int) -> None:
+        """Bytes [start, end) are here already."""
+        self._cover(start, end)
+        self.received += end - start
 
     def forget(self) -> None:
         """No more pieces. Whoever was handed them may own this reader: it lets go, for the memory's sake."""

@@ -223,7 +223,7 @@ class Engine:
 
     def _attach(self, peer: Peer) -> Peer:
         if not peer.is_resumed:
-            self.folding.codec_memories.forget(peer.rank)
+            self.folding.forget(peer.rank)
         return self.streams.attach(peer)
 
     def detach(self, peer: Peer) -> None:
@@ -330,7 +330,7 @@ class Engine:
         self.folding.withdraw(rank, incarnation)
         self.states.withdraw(rank, incarnation)
         if rank not in self.run.roster.workers:
-            self.folding.codec_memories.forget(rank)
+            self.folding.forget(rank)
             if self.model.has_weights and (delivered := self.model.delivered) is not None:
                 self.tensors.submit(partial(delivered.forget, rank))
         if withdrawn.ends_streams:

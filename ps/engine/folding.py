@@ -17,6 +17,7 @@ from ..tensors.codec_memory import CodecMemory
 from ..tensors.model import Model
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
+from ..tensors.upload import Halves
 
 log = get_logger()
 
@@ -76,6 +77,7 @@ class Folding:
         self._tensors = tensors
         self._answers_before_commit = answers_before_commit
         self.codec_memories = CodecMemories(model, tensors)
+        self.halves = Halves()
         self._staged: dict[Identity, _Staged] = {}  # that came here whole
         self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
         self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
@@ -112,6 +114,11 @@ class Folding:
     def _give_back(self, identity: Identity) -> None:
         if (staged := self._staged.pop(identity, None)) is not None:
             self._model.staging.give_back(staged.body)
+
+    def forget(self, rank: int) -> None:
+        """Another process has this rank, or none."""
+        self.codec_memories.forget(rank)
+        self.halves.drop(rank)
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""

@@ -6,6 +6,7 @@ measured at once (`sanity.py`), while it is in the cache and the rest is still a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -48,7 +49,7 @@ class Upload:
         self.in_segment = in_segment
         self._store = store
         self._tensors = tensors
-        self._body = body
+        self.body = body
         self._give_back = give_back
         self._memory = memory
         self._is_open = True
@@ -65,6 +66,36 @@ class Upload:
         # Of each part, how many bytes have not come.
         num_bytes = self._store.layout.exchange_bytes
         self._left = [min(_PART_BYTES, num_bytes - start) for start in range(0, num_bytes, _PART_BYTES)]
+
+    def go_on(self, in_segment: bool) -> None:
+        """The rest comes on another stream; what is here is looked through once more."""
+        ranges, self.in_segment = self.ranges, in_segment
+        self.restart()
+        for start, end in ranges:
+            self._reader.has(start, end)
+            if self._encoded is None:
+                self._arrived(start, end - start)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Of the body as it travels: bytes [start, end) that are here."""
+        return self._reader.ranges
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the body as it travels."""
+        return self._num_bytes
+
+    @property
+    def num_missing(self) -> int:
+        return self._num_bytes - self._reader.received
+
+    def check_sum(self) -> int:
+        """CRC-32 of what is here, on the tensor thread."""
+        crc = 0
+        for start, end in self.ranges:
+            crc = zlib.crc32(self.target[start:end], crc)
+        return crc
 
     def feed(self, piece: Frame) -> None:
         """Take what came with a message. Raises a BAD_REQUEST refusal for a piece that cannot be."""
@@ -90,7 +121,7 @@ class Upload:
                 whole.append(part)
         if whole:  # all between the first and the last, which one piece made whole
             windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
-            look = partial(self._store.sanity.look, self._body, windows, self._findings)
+            look = partial(self._store.sanity.look, self.body, windows, self._findings)
             self._tensors.submit(look, failed=self._errors.append)
 
     async def judge(self) -> Judgement:
@@ -104,16 +135,16 @@ class Upload:
         store = self._store
         if self._encoded is not None:
             try:
-                return decode(store, self._memory, self.codec, self._encoded, self._body)
+                return decode(store, self._memory, self.codec, self._encoded, self.body)
             finally:
                 self._give_back_encoded()
-        return store.sanity.judge(self._body, self._findings, store.weights)
+        return store.sanity.judge(self.body, self._findings, store.weights)
 
     def take(self) -> torch.Tensor:
         """The body; whoever takes it gives it back."""
         self._is_open = False
         self._reader.forget()
-        return self._body
+        return self.body
 
     def close(self) -> None:
         """Give the body back unless it was taken. What is still being looked through is not yet lent again."""
@@ -126,6 +157,35 @@ class Upload:
         if self._encoded is not None:
             self._memory.spares.give_back(self._encoded)
             self._encoded = None
+
+
+class Halves:
+    """Uploads whose streams were lost in their middle, until their workers are back, by rank. They use no memory that
+    anybody waits for: where it runs out all of them go."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, tuple[int, Upload]] = {}
+
+    def keep(self, rank: int, number: int, upload: Upload) -> None:
+        """Of the contribution of this number; it is closed when it goes."""
+        self.drop(rank)
+        self._of_rank[rank] = (number, upload)
+
+    def of(self, rank: int, number: int) -> Upload | None:
+        kept, upload = self._of_rank.get(rank, (0, None))
+        return upload if kept == number else None
+
+    def take(self, rank: int) -> Upload:
+        """It is the caller's."""
+        return self._of_rank.pop(rank)[1]
+
+    def drop(self, rank: int) -> None:
+        if (kept := self._of_rank.pop(rank, None)) is not None:
+            kept[1].close()
+
+    def drop_all(self) -> None:
+        for rank in list(self._of_rank):
+            self.drop(rank)
 
 
 def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:

@@ -14,9 +14,10 @@ from functools import partial
 from ...common.codecs.base import Codec, body_bytes
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import CODECS
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
 from ...common.tensors.optimizers import Hyperparameters
-from ...common.wire.frames import Frame, parse
+from ...common.wire.frames import CHUNK_BYTES, Frame, parse
 from ...common.wire.protocol import check_header, hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -28,8 +29,11 @@ from ..tensors.store import Store
 from ..tensors.tables import Rows
 from ..tensors.upload import Upload, decode
 from .lanes.grpc import Lane
-from .stream import Stream
+from .stream import Stream, StreamLost
 
+log = get_logger()
+
+_LEAST_KEPT = CHUNK_BYTES  # of a body: what is not larger is sent again faster than it is asked about
 _MAX_SAMPLES = 2**40
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
 _MAX_FIGURES = 64  # of an evaluation
@@ -50,6 +54,7 @@ class Intake:
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
         self._rows: list[Rows] = []  # of it
+        self._halves = engine.folding.halves
         self._position = partial(engine.run.policy.upload_position, peer.rank)
 
     async def next(self) -> Frame | None:
@@ -57,6 +62,7 @@ class Intake:
         that came instead; None when the stream ended before it was whole."""
         upload: Upload | None = None
         facts: Frame | None = None
+        is_lost = True
         try:
             while facts is None or upload is None or not upload.is_complete:
                 received = await self._stream.read(*(_NEXT if facts is None else _PIECE))
@@ -85,10 +91,12 @@ class Intake:
                         self._engine.offer(events.Repeated(*self._peer.seat, header.step))
                         return facts
                     self._check_facts(header)
-                    if upload is None and len(facts.data) == header.body_bytes:
+                    if header.continues:
+                        upload = self._continued(header, upload)
+                    elif upload is None and len(facts.data) == header.body_bytes:
                         await self._take_whole(facts)
                         return facts
-                if received.kind is not None:
+                if received.kind == "begin" or (received.kind == "contribution" and not header.continues):
                     upload = await self._announced(received, upload)
                 if upload is None:
                     raise refusal(Reason.BAD_REQUEST, "a piece of a body that no Begin or Contribution announced")
@@ -100,9 +108,44 @@ class Intake:
             looked_s = self._engine.now() - whole_at
             self._hand_over(facts.of(pb.Contribution), upload.take(), judgement, looked_s)
             return facts
+        except Exception as error:
+            is_lost = isinstance(error, StreamLost)
+            raise
         finally:
-            if upload is not None:
+            if upload is not None and not (is_lost and facts is not None and self._keep_half(facts, upload)):
                 upload.close()
+
+    def _keep_half(self, facts: Frame, upload: Upload) -> bool:
+        """Whether what has come of a body is kept for the next stream of this process."""
+        (rank, incarnation), staging = self._peer.seat, self._engine.model.staging
+        worker = self._engine.run.roster.workers.get(rank)
+        is_here = worker is not None and (
+            worker.incarnation == incarnation or (worker.is_resumed and worker.incarnation == incarnation + 1)
+        )
+        is_worth_it = upload.num_bytes > _LEAST_KEPT and upload.ranges and not upload.is_complete
+        # Memory of a segment is the worker's; what others wait for is theirs.
+        if not (is_here and is_worth_it and staging.is_own(upload.body)) or staging.num_waiting:
+            return False
+        self._halves.keep(rank, facts.of(pb.Contribution).step, upload)
+        return True
+
+    def _continued(self, header: pb.Contribution, begun: Upload | None) -> Upload:
+        """What is here of the body of this contribution; the rest comes."""
+        _, codec = self._check(header)
+        if begun is not None:
+            raise refusal(Reason.BAD_REQUEST, "a Contribution that continues another stream's, after a Begin")
+        upload = self._halves.of(self._peer.rank, header.step)
+        if upload is None:  # no refusal: with that it would cease to be a member
+            log.info(
+                "not_continued", rank=self._peer.rank, step=header.step, meaning="the memory is used: it joins again"
+            )
+            raise StreamLost
+        if upload.codec != codec or (header.in_segment and self._lane.memory(0) is not None):
+            raise refusal(Reason.BAD_REQUEST, "a Contribution continues one in another codec, or in another memory")
+        upload = self._halves.take(self._peer.rank)
+        upload.go_on(header.in_segment)
+        self._stream.owe(upload.num_missing)
+        return upload
 
     def _take_state(self, piece: pb.State) -> None:
         limit = self._engine.config.limits.state_bytes
@@ -228,6 +271,20 @@ class Intake:
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
         rows, self._rows = self._rows, []
+        try:
+            event = self._event(header, judgement, rows, looked_s)
+        except BaseException:
+            self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
+            raise
+        self._peer.base = header.base_version if header.has_base else None
+        self._peer.reference = header.reference
+        self._engine.contributed(event, body, self._without, rows)
+        self._peer.state = "waiting"
+
+    def _event(
+        self, header: pb.Contribution, judgement: Judgement, rows: list[Rows], looked_s: float
+    ) -> events.Contributed:
+        """What the run is told of it; what its script remembers is staged."""
         if rows:
             judgement = self._engine.model.store.sanity.with_rows(judgement, [one.values for one in rows])
         event = events.Contributed(
@@ -253,17 +310,16 @@ class Intake:
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}
             self._engine.states.stage(event.identity, place, self._told_state())
-        self._peer.base = header.base_version if header.has_base else None
-        self._peer.reference = header.reference
-        self._engine.contributed(event, body, self._without, rows)
-        self._peer.state = "waiting"
+        return event
 
     async def _borrow(self) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
         staging, position = self._engine.model.staging, self._position
+        self._halves.drop(self._peer.rank)
         body = staging.try_borrow(position)
         if body is not None:
             return body
+        self._halves.drop_all()
         borrowing = asyncio.ensure_future(staging.borrow(position))
         try:
             return await self._stream.wait(

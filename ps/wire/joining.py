@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 
 import grpc.aio
@@ -34,6 +35,7 @@ log = get_logger()
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
 _KINDS = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS, "delta": pb.RunSettings.DELTA}
+_ENDED_S = 1.0  # within which the old stream of a process that is back is over
 _MAX_REASON = 300  # characters
 
 
@@ -107,6 +109,24 @@ class Joining:
                 f"within a lease ({lease_s:g} s)",
             ) from None
 
+    async def _held(self, peer: Peer) -> pb.Held | None:
+        """What is here of the contribution that the process sent when its stream was lost."""
+        if not peer.is_resumed:
+            return None
+        engine, number, halves = self._engine, peer.number + 1, self._engine.folding.halves
+        with suppress(TimeoutError):  # an older stream of it may not have ended yet
+            await engine.until(
+                lambda: all(seat == peer.seat or seat[0] != peer.rank for seat in engine.peers), _ENDED_S
+            )
+        if (half := halves.of(peer.rank, number)) is None:
+            return None
+        ranges, crc = half.ranges, await engine.tensors.run(half.check_sum)
+        if halves.of(peer.rank, number) is not half:
+            return None
+        held = pb.Held(step=number, body_bytes=half.num_bytes, codec=half.codec.name, crc=crc)
+        held.ranges.extend(border for found in ranges for border in found)
+        return held
+
     async def meet(self, stream: Stream, peer: Peer, lane: Lane, context: grpc.aio.ServicerContext) -> Lane | None:
         """Say who it is, and hear what it trains. The lane of its bodies, which is another than `lane` where it has
         offered one; None when it has gone instead."""
@@ -124,6 +144,7 @@ class Joining:
             lease_s=self._config.server.lease_s,
             shards=engine.shard_addresses,
             takes_left_out=True,
+            held=await self._held(peer),
         )
         if self._port is not None and ticket is not None:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret

@@ -153,19 +153,20 @@ class Stream:
                 self._num_begins += 1
                 if self._num_begins > _MAX_BEGINS:
                     raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
-                self._owe(header.body_bytes)
+                self.owe(header.body_bytes)
             case pb.Contribution():
                 if not self._num_begins:
-                    self._owe(header.body_bytes)
+                    self.owe(header.body_bytes)
                 self._num_begins = 0
             case pb.InitialWeights():
-                self._owe(header.body_bytes)
+                self.owe(header.body_bytes)
             case pb.Taken():
                 self._lent_since = None
             case pb.Finish() | pb.Leave():  # what was begun is not completed any more
                 self._owed = self._num_begins = 0
 
-    def _owe(self, num_bytes: int) -> None:
+    def owe(self, num_bytes: int) -> None:
+        """So many bytes are to come."""
         self._owed = num_bytes
         self._allowance.renew()
 

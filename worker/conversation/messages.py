@@ -25,6 +25,7 @@ from ..tensors.transfer import Source
 Welcome = pb.Welcome
 Answer = pb.Answer
 Final = pb.Final
+Held = pb.Held
 Waiting = pb.Waiting
 State = pb.State
 SharedMemory = pb.SharedMemory

@@ -33,6 +33,7 @@ from .messages import (
     ContributionKind,
     Final,
     Goodbye,
+    Held,
     SharedMemory,
     State,
     Waiting,
@@ -78,6 +79,7 @@ class Shard:
         self._progress = progress
         self._on_answer, self._on_reached = on_answer, on_reached
         self._holds = False
+        self._held: Held | None = None  # of a contribution, on the server
         self._sent_hyperparameters: list[Hyperparameters] | None = None
         self._sent_order: tuple[int, ...] = ()
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
@@ -95,6 +97,7 @@ class Shard:
         welcome = self._expect("welcome").of(Welcome)
         why_not = self.client.go_direct(welcome) if self.lanes.wants_direct else "not wanted"
         self.lanes.joined(welcome, why_not)
+        self._held = welcome.held if welcome.HasField("held") else None
         self._sent_hyperparameters = self._sent_state = None
         self._sent_order = ()
         return welcome
@@ -124,7 +127,7 @@ class Shard:
         if offered is not None:
             offered.decided(self._expect("shared_memory").of(SharedMemory))
         self.lanes.agreed()
-        self.up.joined(self.lanes.lane)
+        self.up.joined(self.lanes.lane, self._held)
 
     def begin(self) -> Answer:
         """Receive the weights to start from; bring them when asked to."""

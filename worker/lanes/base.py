@@ -59,7 +59,11 @@ class Lane:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
         for stretch in transfer.gather(source, indices):
-            yield from self.messages(stretch.pieces, stretch.offset)
+            yield from self.raw(stretch.pieces, stretch.offset)
+
+    def raw(self, pieces: list[memoryview], offset: int) -> Iterator[Messages]:
+        """Pieces of a raw body from `offset`."""
+        return self.messages(pieces, offset)
 
     def messages(
         self,

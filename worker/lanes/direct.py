@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...common.wire.direct import placed_messages
-from ..tensors.staged import Transfer
-from ..tensors.transfer import Indices, Source
 from .base import Lane, Messages
 
 
@@ -27,6 +25,5 @@ class DirectLane(Lane):
         """There is a direct connection; or there is none, and a phrase says why not."""
         self.is_open, self.reason = not why_not, why_not
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Messages]:
-        for stretch in transfer.gather(source, indices):
-            yield from self.messages(stretch.pieces, stretch.offset, lambda *of: list(placed_messages(*of)))
+    def raw(self, pieces: list[memoryview], offset: int) -> Iterator[Messages]:
+        return self.messages(pieces, offset, lambda *of: list(placed_messages(*of)))

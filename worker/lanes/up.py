@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 
 from ...common.codecs.base import Codec, body_bytes
 from ...common.reporting.log import get_logger
 from ...common.wire.direct import Placed
-from ...common.wire.frames import INLINE_BYTES, frame
+from ...common.wire.frames import INLINE_BYTES, divided, frame
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, Source
-from .base import Lane
+from .base import Lane, Messages
 from .onebit import encoding_of
 
 log = get_logger()
@@ -41,6 +42,7 @@ class Up:
         self._send = send
         self.encoding = encoding_of(codec, model.layout, model.num_exchanged, momentum)
         self._is_work = False  # what is not taken is to be sent again: the difference that steps have made
+        self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
     @property
@@ -48,9 +50,9 @@ class Up:
         """Of a contribution, as it travels."""
         return body_bytes(self.encoding.codec, self._layout)
 
-    def joined(self, lane: Lane) -> None:
-        """A new stream: what was sent on the old one may be lost."""
-        self.lane = lane
+    def joined(self, lane: Lane, held: pb.Held | None = None) -> None:
+        """A new stream: what was sent on the old one may be lost, but for what is `held`."""
+        self.lane, self._held = lane, held
         self.departed.clear()
         self.encoding.recall()
 
@@ -92,7 +94,7 @@ class Up:
     # ---- the contribution -------------------------------------------------------------------------
 
     def contribute(self, announce: Announce, source: Source) -> None:
-        """Send it; one that was not answered before is sent again as it was."""
+        """Send it; one that was not answered before is sent again as it was, or what of it has not come."""
         rest: list[int] | None = None
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]
@@ -101,6 +103,9 @@ class Up:
             self._contribute_encoded(announce, source, rest)
             return
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
+        may_continue = rest is None and self._held is not None and self.lane.segment is None
+        if may_continue and self._continue(announced, self.transfer.gather(source)[0].pieces, self.lane.raw):
+            return
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
             self._send([frame(announced, 0, self.transfer.gather(source, None)[0].pieces)])
         else:
@@ -118,10 +123,42 @@ class Up:
         body = self.encoding.body
         if body is None:
             body = self.encoding.whole(self.transfer.gather(source, None)[0])
+        if self._continue(announced, [body], self.lane.messages):
+            return
         is_small = len(body) <= INLINE_BYTES
         self._send([frame(announced, 0, [body] if is_small else [])])
         for frames in self.lane.messages([] if is_small else [body]):
             self._send(frames)
+
+    def _continue(
+        self,
+        announced: pb.WorkerMessage,
+        pieces: list[memoryview],
+        carry: Callable[[list[memoryview], int], Iterator[Messages]],
+    ) -> bool:
+        """Send what the server does not have of this body, if what it has is of this one; False: nothing was sent."""
+        held, self._held = self._held, None
+        facts = announced.contribution
+        if held is None or (held.step, held.body_bytes, held.codec) != (facts.step, facts.body_bytes, facts.codec):
+            return False
+        cut = list(divided(pieces, list(zip(held.ranges[::2], held.ranges[1::2], strict=False))))
+        crc = 0
+        for piece in (piece for _, parts, is_held in cut if is_held for piece in parts):
+            crc = zlib.crc32(piece, crc)
+        if crc != held.crc:
+            log.warning(
+                "not_continued", step=held.step, meaning="the bytes that came before are other ones: all are sent"
+            )
+            return False
+        facts.continues = True
+        missing = [(at, parts) for at, parts, is_held in cut if not is_held]
+        num_bytes = sum(len(piece) for _, parts in missing for piece in parts)
+        log.info("continued", step=held.step, num_bytes=num_bytes, of=facts.body_bytes)
+        self._send([frame(announced)])
+        for at, parts in missing:
+            for frames in carry(parts, at):
+                self._send(frames)
+        return True
 
     def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
         if self.encoding.codec.is_identity:

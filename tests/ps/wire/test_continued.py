@@ -1,0 +1,236 @@
+"""A body whose stream was lost in its middle: what has come stays, and the rest comes on the next stream."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import pytest
+import torch
+
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.frames import frame, message_frames
+from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core import events
+
+from ..streams import Server, Worker, served
+
+BIG = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (600_000,))])
+NUM_BYTES = BIG.exchange_bytes
+PIECE = 1 << 20
+
+
+SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
+MODEL = pb.Model(tensors=layout_to_proto(BIG), fingerprint=BIG.fingerprint, optimizer=optimizer_to_proto(SPEC))
+
+
+async def seated(server: Server, rank: int = 0, incarnation: int = 0) -> Worker:
+    """A worker whose heart beats, back from an older stream where it was of an `incarnation`."""
+    worker, process = Worker(server, rank), f"process {rank}"
+    join = pb.Join(rank=rank, process=process, incarnation=incarnation, run="run" if incarnation else "")
+    join.server_incarnation = int(incarnation > 0)
+    if not incarnation:
+        server.engine.offer(events.HeartBegan(process))
+    worker.stream.send(frame(pb.WorkerMessage(join=join)), frame(pb.WorkerMessage(model=MODEL)))
+    await server.settle()
+    if worker.kinds[-1] == "send_weights":
+        header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=BIG.total_bytes))
+        worker.stream.send(*message_frames(header, [as_bytes(torch.zeros(600_000))]))
+    server.engine.offer(events.Heard(rank, process))
+    await server.settle()
+    return worker
+
+
+async def broken(server: Server, rank: int = 0, value: float = 1.0, **facts: object) -> Worker:
+    """Of whose contribution one piece came before its stream ended."""
+    worker = await seated(server, rank)
+    worker.announce(**facts)
+    worker.piece(0, PIECE, value)
+    await server.settle()
+    worker.stream.close()
+    await server.settle()
+    return worker
+
+
+async def back(server: Server, rank: int = 0) -> tuple[Worker, pb.Held | None]:
+    incarnation = server.engine.run.roster.workers[rank].incarnation
+    worker = await seated(server, rank, incarnation=incarnation)
+    welcome = worker.stream.received[0].header
+    assert welcome.resumed
+    return worker, welcome.held if welcome.HasField("held") else None
+
+
+@served(layout=BIG, workers=1, mode="async")
+async def test_the_rest_comes_on_the_next_stream(server: Server) -> None:
+    await broken(server)
+    worker, held = await back(server)
+    ones = torch.ones(PIECE // 4).numpy().tobytes()
+    assert (held.step, held.body_bytes, held.codec, list(held.ranges)) == (1, NUM_BYTES, "raw", [0, PIECE])
+    assert held.crc == zlib.crc32(ones)
+    worker.announce(continues=True)
+    worker.piece(PIECE, NUM_BYTES - PIECE)
+    await server.settle()
+    assert worker.outcomes == ["APPLIED"]
+    assert torch.equal(worker.weights(), torch.full((600_000,), -0.5))
+    server.check_no_memory_is_kept()
+
+
+@served(layout=BIG, workers=1, mode="async")
+async def test_it_may_break_off_more_than_once_and_from_within(server: Server) -> None:
+    first = await seated(server)
+    first.announce()
+    first.piece(PIECE, 4000)
+    await server.settle()
+    first.task.cancel()
+    await server.settle()
+    second, held = await back(server)
+    assert list(held.ranges) == [PIECE, PIECE + 4000]
+    second.announce(continues=True)
+    second.piece(0, PIECE)
+    await server.settle()
+    third, held = await back(server)  # the server has not seen the end of the second
+    assert list(held.ranges) == [0, PIECE + 4000]
+    third.announce(continues=True)
+    third.piece(PIECE + 4000, NUM_BYTES - PIECE - 4000)
+    await server.settle()
+    assert third.outcomes == ["APPLIED"]
+    assert torch.equal(third.weights(), torch.full((600_000,), -0.5))
+    server.check_no_memory_is_kept()
+
+
+@served(layout=BIG, workers=1, mode="async")
+async def test_nan_in_what_came_before_is_still_seen(server: Server) -> None:
+    await broken(server, value=math.nan)
+    worker, _ = await back(server)
+    worker.announce(continues=True)
+    worker.piece(PIECE, NUM_BYTES - PIECE)
+    await server.settle()
+    assert worker.outcomes == ["REJECTED"]
+    server.check_no_memory_is_kept()
+
+
+@served(layout=BIG, workers=1, mode="async")
+async def test_all_of_it_may_come_again(server: Server) -> None:
+    await broken(server, value=7.0)
+    worker, _ = await back(server)
+    worker.contribute()
+    await server.settle()
+    assert torch.equal(worker.weights(), torch.full((600_000,), -0.5))
+    server.check_no_memory_is_kept()
+
+
+@served(layout=BIG, max_staged=1, workers=2, mode="async")
+async def test_whoever_needs_the_memory_has_it(server: Server) -> None:
+    other = await seated(server, 1)
+    await broken(server)
+    worker, held = await back(server)
+    assert held is not None
+    other.contribute()
+    await server.settle()
+    assert other.outcomes == ["START", "APPLIED"]
+    worker.announce(continues=True)
+    worker.piece(PIECE, NUM_BYTES - PIECE)
+    await server.settle()
+    assert await worker.end() == "ok"
+    worker, held = await back(server)
+    assert held is None
+    server.check_no_memory_is_kept()
+
+
+@served(layout=BIG, max_staged=1, workers=2, mode="async")
+async def test_nothing_is_kept_that_somebody_waits_for(server: Server) -> None:
+    other, worker = await seated(server, 1), await seated(server, 0)
+    worker.announce()
+    worker.piece(0, PIECE)
+    await server.settle()
+    other.contribute()
+    await server.settle()
+    assert other.outcomes == ["START"]
+    worker.stream.close()
+    await server.settle()
+    assert other.outcomes == ["START", "APPLIED"]
+    server.check_no_memory_is_kept()
+
+
+@pytest.mark.parametrize("how", ["the process died", "another process", "its lease ended"])
+def test_it_goes_with_its_process(how: str) -> None:
+    @served(layout=BIG, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        await broken(server)
+        assert server.engine.model.staging.num_lent == 1
+        match how:
+            case "the process died":
+                server.engine.offer(events.HeartStopped("process 0"))
+            case "another process":
+                await Worker(server, 0).join()
+            case _:
+                server.engine.run.roster.workers[0].heard_at -= 1000.0
+                server.engine.tick()
+        await server.settle()
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("what is here once more", "BAD_REQUEST"),
+        ("another number", "ok"),
+        ("another codec", "BAD_REQUEST"),
+        ("after a Begin", "BAD_REQUEST"),
+        ("placed in no segment", "BAD_REQUEST"),
+        ("another size", "BAD_REQUEST"),
+    ],
+)
+def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
+    @served(layout=BIG, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        await broken(server)
+        worker, _ = await back(server)
+        match how:
+            case "what is here once more":
+                worker.announce(continues=True)
+                worker.piece(PIECE - 4, 400)
+            case "another number":
+                worker.announce(step=2, continues=True)
+            case "another codec":
+                worker.announce(continues=True, codec="bf16", body_bytes=NUM_BYTES // 2)
+            case "after a Begin":
+                worker.begin()
+                worker.announce(continues=True)
+            case "placed in no segment":
+                worker.announce(continues=True, in_segment=True)
+            case "another size":
+                worker.announce(continues=True, body_bytes=NUM_BYTES - 4)
+        await server.settle()
+        assert await worker.end() == reason
+        server.engine.offer(events.HeartStopped("process 0"))
+        await server.settle()
+        server.check_no_memory_is_kept()
+
+    play()
+
+
+@served(layout=BIG, workers=None, mode="async", max_staged=2)
+async def test_many_halves_take_no_more_than_uploads_may(server: Server) -> None:
+    for rank in range(5):
+        await broken(server, rank)
+        assert server.engine.model.staging.num_lent <= 2
+    (other, _) = await back(server, 4)
+    other.contribute()
+    await server.settle()
+    assert other.outcomes == ["APPLIED"]
+
+
+@served(layout=BIG, workers=1, mode="async")
+async def test_a_mistake_after_the_whole_body_gives_its_memory_back(server: Server) -> None:
+    """The script's State was to be longer."""
+    worker = await seated(server)
+    worker.send(state=pb.State(num_bytes=8, piece=b"half"))
+    worker.contribute(place=pb.Place(step=0, local_steps=1))
+    await server.settle()
+    assert await worker.end() == "BAD_REQUEST"
+    server.check_no_memory_is_kept()

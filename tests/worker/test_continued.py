@@ -1,0 +1,73 @@
+"""What of a contribution is sent where the server has some of it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.common.codecs.raw import ENTRY as Raw
+from paramserver.common.tensors.layout import as_bytes
+from paramserver.common.wire.frames import divided, parse
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker.lanes.base import Lane
+from paramserver.worker.lanes.up import Up
+from paramserver.worker.tensors.staged import make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
+
+NUM = 600_000
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 10)], [(3, 7)], [(0, 2), (4, 6), (9, 10)], [(5, 10)], [(8, 99)]])
+def test_pieces_are_cut_at_the_borders(ranges: list[tuple[int, int]]) -> None:
+    body = memoryview(bytes(range(10)))
+    cut = list(divided([body[:4], body[4:5], body[5:]], ranges))
+    assert b"".join(bytes(part) for _, parts, _ in cut for part in parts) == bytes(body)
+    is_in = [any(start <= at < end for start, end in ranges) for at in range(10)]
+    assert [held for _, parts, held in cut for part in parts for _ in range(len(part))] == is_in
+    assert [at for at, _, _ in cut] == sorted({at for at, _, _ in cut})
+
+
+def sent(held: pb.Held) -> list[Any]:
+    """The frames of a contribution of ones, where the server says that it has this."""
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(NUM))
+    model.w.grad = torch.ones(NUM)
+    frames: list[Any] = []
+    tensors = ModelTensors(model)
+    up = Up(
+        Raw(), tensors, make_transfer(tensors), lambda raws: frames.extend(parse(pb.WorkerMessage, r) for r in raws)
+    )
+    up.joined(Lane(), held)
+
+    def announce(num_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
+        return pb.WorkerMessage(contribution=pb.Contribution(step=4, body_bytes=num_bytes, codec=codec))
+
+    up.contribute(announce, "gradient")
+    again = len(frames)
+    up.contribute(announce, "gradient")
+    assert not frames[again].header.continues, "what is held is held for one attempt"
+    return frames[:again]
+
+
+def held_ones(**otherwise: Any) -> pb.Held:
+    crc = zlib.crc32(bytes(as_bytes(torch.ones(100_000))))
+    fields = {"step": 4, "body_bytes": 4 * NUM, "codec": "raw", "ranges": [0, 200_000, 800_000, 1_000_000], "crc": crc}
+    return pb.Held(**fields | otherwise)
+
+
+def test_what_the_server_has_is_not_sent() -> None:
+    facts, *pieces = sent(held_ones())
+    assert facts.header.continues
+    came = sorted((piece.offset, piece.offset + len(piece.data)) for piece in pieces)
+    assert (came[0], came[1][0], came[-1][1]) == ((200_000, 800_000), 1_000_000, 4 * NUM)
+    assert sum(end - start for start, end in came) == 4 * NUM - 400_000
+
+
+@pytest.mark.parametrize("otherwise", [{"crc": 1}, {"step": 3}, {"body_bytes": 8}, {"codec": "bf16"}])
+def test_all_is_sent_where_it_has_something_else(otherwise: dict[str, Any]) -> None:
+    facts, *pieces = sent(held_ones(**otherwise))
+    assert not facts.header.continues
+    assert sum(len(piece.data) for piece in pieces) == 4 * NUM
