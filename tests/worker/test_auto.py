@@ -168,11 +168,12 @@ def test_in_shared_memory_it_is_raw() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_codecs_are_tried_on_tensors_of_the_models_sizes(dtype: str) -> None:
+def test_codecs_are_tried_on_tensors_of_the_models_sizes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramserver.worker.lanes.auto.measuring._SAMPLE_BYTES", 64 << 10)
     layout = Layout(
         [
-            TensorSpec("big", Kind.PARAMETER, dtype, (3000, 1000)),
-            TensorSpec("bias", Kind.PARAMETER, dtype, (1000,)),
+            TensorSpec("big", Kind.PARAMETER, dtype, (300, 100)),
+            TensorSpec("bias", Kind.PARAMETER, dtype, (100,)),
             TensorSpec("n", Kind.BUFFER, "int64", (3,)),
         ]
     )

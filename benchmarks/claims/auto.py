@@ -1,0 +1,104 @@
+"""Whether `worker.codec=auto` chooses what is fastest: a worker's steps/s on slower and slower links (N22).
+
+    python -m paramserver.benchmarks.claims.auto [--rates 10,100,1000] [--codecs raw,int8,q4,auto] [--compute-ms 20]
+        [--near "ip netns exec A" --far "ip netns exec B" --host 10.0.0.1]
+
+The link is `worker.max_mbit`; or, with `--host`, whatever is between the two prefixes, and `--rates` only names it.
+A model of 1 MB, weights back in q4, a step that takes so many ms; the second half of the steps is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SCRIPT = """
+import sys, time, torch, paramserver
+compute_s, num = float(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+model = torch.nn.Linear(500, 500)
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(num):
+        if step == num // 2:
+            began = time.perf_counter()
+        optimizer.zero_grad()
+        model(torch.ones(4, 500)).pow(2).mean().backward()
+        time.sleep(compute_s)
+        optimizer.step()
+    print("STEPS/S", (num - num // 2) / (time.perf_counter() - began), flush=True)
+    session.finish()
+"""
+
+
+def run(codec: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
+    """Steps/s, and what auto said."""
+    with tempfile.TemporaryDirectory(prefix="claim-") as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(SCRIPT)
+        here = [sys.executable, "-m", "paramserver.ps", "--mode", "sync", "--workers", "1"]
+        here += [
+            "--steps",
+            str(asked.steps),
+            "--listen",
+            f"{asked.host or '127.0.0.1'}:0",
+            "--set",
+            "server.insecure=true",
+        ]
+        server = subprocess.Popen(
+            [*shlex.split(asked.near), *here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert server.stdout is not None
+            seen = ""
+            while not (found := re.search(r"listening.*?address=(\S+)", seen)):
+                line = server.stdout.readline()
+                if not line:
+                    raise SystemExit(seen)
+                seen += line
+            env = {
+                **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": codec,
+                **({} if rate == "shared" else {"PS_WORKER__ANSWER_CODEC": "q4", "PS_WORKER__LANES": "direct,grpc"}),
+            }  # fmt: skip
+            if not asked.host and rate != "shared":
+                env["PS_WORKER__MAX_MBIT"] = rate
+            worker = [sys.executable, str(script), str(asked.compute_ms / 1e3), str(asked.steps)]
+            told = subprocess.run(
+                [*shlex.split(asked.far), *worker], env=env, capture_output=True, text=True, timeout=300, check=False
+            )
+            steps = re.search(r"STEPS/S (\S+)", told.stdout)
+            if steps is None:
+                raise SystemExit(told.stdout + told.stderr)
+            chosen = re.search(r"auto_codec (.*)", told.stdout + told.stderr)
+            return float(steps[1]), chosen[1] if chosen else ""
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="10,100,1000,shared", help="Mbit/s; `shared` is shared memory")
+    parser.add_argument("--codecs", default="raw,int8,q4,auto")
+    parser.add_argument("--compute-ms", type=float, default=20)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--near", default="", help="what the server is started with")
+    parser.add_argument("--far", default="", help="what the worker is started with")
+    parser.add_argument("--host", default="", help="the server's address there")
+    asked = parser.parse_args()
+    for rate in asked.rates.split(","):
+        for codec in asked.codecs.split(","):
+            if rate == "shared" and codec not in ("raw", "auto"):
+                continue
+            steps_per_s, said = run(codec, rate, asked)
+            print(f"{rate:>7} Mbit/s {codec:<5}{steps_per_s:9.2f} steps/s  {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
