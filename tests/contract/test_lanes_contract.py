@@ -117,7 +117,7 @@ class Pair:
         if self.codec.is_identity:
             return arrived
         body = new_body(self.layout.exchange_bytes)
-        self.memory.take(self.codec, arrived, body)
+        self.memory.take(self.up.encoding.codec, arrived, body)
         return body
 
     def answer(self, weights: torch.Tensor) -> torch.Tensor:
