@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ...common.config.schema import Config
+from ...common.errors import UsageError
 from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_pipelined
 from ..core.run import Options
 from ..policies.base import Common, Policy
@@ -23,7 +24,14 @@ def make_policy(config: Config) -> Policy:
     _check_codecs(run.mode, codec, config.worker.answer_codec)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
-    return policy_of(run.mode, {**settings, **options.model_dump()})
+    made = policy_of(run.mode, {**settings, **options.model_dump()})
+    if made.compensation is not None and config.worker.answer_codec != "raw":
+        codec = config.worker.answer_codec
+        raise UsageError(
+            f"worker.answer_codec is {codec}, and policy.late_compensation needs weights as workers have them",
+            fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
+        )
+    return made
 
 
 def _check_codecs(mode: str, up: str, down: str) -> None:
