@@ -105,6 +105,7 @@ def first_codec(name: str) -> Any:
 
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more="paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
+TRACKERS = Family("paramserver.ps.observe.trackers", "tracker", frozenset({"base"}))
 
 MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", "averaging": "localsgd"}
 

@@ -24,7 +24,6 @@ log = get_logger()
 
 _CAPACITY = 20_000  # facts, of some hundred bytes
 _BATCH = 1_000
-_CLOSE_S = 5.0
 
 
 class Sink:
@@ -33,6 +32,7 @@ class Sink:
     name: ClassVar[str]
     does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
     kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it is told; None: all
+    close_s: ClassVar[float] = 5.0  # within which it takes what it has not taken yet; what is not done then is dropped
     needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
 
     def begin(self, engine: Engine) -> None:
@@ -67,10 +67,10 @@ class Bus:
         for subscription in self._told[kind]:
             subscription.publish(at, fact)
 
-    def close(self, within_s: float = _CLOSE_S) -> None:
-        """Let every sink take what it has not taken yet; what is not done in time is dropped."""
+    def close(self) -> None:
+        """Let every sink take what it has not taken yet."""
         for subscription in self._subscriptions:
-            subscription.close(within_s)
+            subscription.close()
         self._subscriptions, self._told = [], {}
 
 
@@ -102,12 +102,12 @@ class _Subscription:
             self._num_dropped += 1
             self._is_open = self._is_open and not self.sink.needs_all
 
-    def close(self, within_s: float) -> None:
+    def close(self) -> None:
         if self._thread is None:
             self._end()
         else:
             self._queue.put(None)
-            self._thread.join(within_s)
+            self._thread.join(self.sink.close_s)
             if self._thread.is_alive():
                 self._num_dropped += self._queue.qsize()
         if num_dropped := self._num_dropped + self._num_lost:
@@ -141,7 +141,8 @@ class _Subscription:
         try:
             self.sink.close()
         except Exception as error:
-            self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
+            if not self._has_raised:
+                self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
 
     def _warn(self, event: str, **fields: object) -> None:
         with suppress(OSError, ValueError):  # the log itself may be what does not work

@@ -94,6 +94,12 @@ def status_interval_s(config: Config) -> float:
     return _LINE_INTERVAL_S if is_seldom else config.server.status_interval_s
 
 
+def _tracker(name: str, config: Config) -> Sink:
+    from .trackers.base import TrackerSink
+
+    return TrackerSink(name, config)
+
+
 def make_bus(config: Config) -> Bus:
     """The bus of one server process. UsageError or OutputError for what cannot be."""
     console = TerminalConsole()
@@ -104,6 +110,8 @@ def make_bus(config: Config) -> Bus:
         sinks.append(HistorySink(config.output.history))
     if config.output.curve is not None and config.server.shard == 0:
         sinks.append(CurveSink(config.output.curve))
+    if config.server.shard == 0:
+        sinks += [_tracker(name, config) for name in config.output.trackers]
     if config.server.metrics is not None:
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client
 

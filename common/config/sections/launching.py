@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from ...registry import TRACKERS
 from ..option import EVERY, LAUNCHER, Flag, Panel, Section
 
 
@@ -46,6 +47,17 @@ class OutputConfig(Section):
         "of several modes FILE-MODE.jsonl each",
     )
 
+    track: Annotated[str | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
+        None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
+    )
+    project: str = Field("paramserver", min_length=1, description="what trackers file runs under")
+    track_dir: str = Field("runs", min_length=1, description="where trackers that keep files keep them")
+
+    @property
+    def trackers(self) -> list[str]:
+        """Their names."""
+        return list(dict.fromkeys(name.strip() for name in (self.track or "").split(",") if name.strip()))
+
     @property
     def tables(self) -> str | None:
         """Where tables of rows go, beside the weights."""
@@ -56,6 +68,14 @@ class OutputConfig(Section):
         """Where the weights of the best evaluation go."""
         beside = None if self.save is None else str(PurePath(self.save).with_name("best.safetensors"))
         return self.best_weights or beside
+
+    @field_validator("track")
+    @classmethod
+    def _are_trackers(cls, value: str | None) -> str | None:
+        for name in (value or "").split(","):
+            if name.strip():
+                TRACKERS.check(name.strip())
+        return value
 
     @field_validator("curve")
     @classmethod

@@ -1,0 +1,135 @@
+"""What a tracker is, and the sink that feeds one.
+
+The server feeds it, once a status, whatever the number of workers; never a worker, and never the training loop. One
+that raises is switched off with one warning, as every sink is. A new tracker is a file of this folder whose `ENTRY` is
+a `Tracker`, and an extra in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from ....common.config.schema import Config
+from ....common.errors import UsageError
+from ....common.registry import TRACKERS
+from ....common.reporting.status import Status
+from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
+from ...engine.engine import Engine
+from .. import reports
+from ..bus import Sink
+
+Figures = Mapping[str, float]
+
+_MOST_WORKERS = 16  # with figures of their own
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told at the beginning."""
+
+    run: str  # the run's own name, random; the same after a resume
+    mode: str
+    project: str
+    folder: str  # for what lies in files
+    config: dict[str, Any]  # the configuration as JSON, of sections
+    step: int  # where it goes on; 0: it begins
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.mode}-{self.run[:6]}"
+
+
+class Tracker(Protocol):
+    """Used by one thread. What it raises ends it, and nothing else."""
+
+    module: ClassVar[str]  # that it needs; the extra is called as the tracker is
+
+    def start(self, run: TrackedRun) -> None:
+        """Before everything else."""
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Finite numbers, at a training step; steps do not go back but for a server that does."""
+
+    def flush(self) -> None:
+        """Nothing more is there for the moment."""
+
+    def finish(self, figures: Figures, ended_by: str) -> None:
+        """What the run came to; `ended_by` is empty when all steps were taken."""
+
+
+class TrackerSink(Sink):
+    """One tracker, by its name. UsageError when what it needs is not installed."""
+
+    does_io = True
+    close_s = 60.0  # some make their tables first, or send what they have kept
+    kinds = (RunStarted, StatusTaken, Evaluated)
+
+    def __init__(self, name: str, config: Config) -> None:
+        self.name = name  # type: ignore[misc]  # of this sink, not of the class
+        self._config = config
+        try:
+            self._tracker: Tracker = TRACKERS.load(name)()
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"tracker {name}: the package {error.name} is not installed",
+                fix=f"pip install 'paramserver[{name}]'; or leave {name} out of --track",
+            ) from None
+        self._run = ""
+        self._is_started = False
+
+    def begin(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def take(self, at: float, fact: Fact) -> None:
+        match fact:
+            case RunStarted():
+                self._run = fact.run
+            case StatusTaken(status):
+                self._start(status.step)
+                if status.step or status.workers:
+                    self._tracker.log(status.step, _finite(figures_of(status)))
+            case Evaluated():
+                self._start(fact.step)
+                self._tracker.log(fact.step, _finite({f"eval/{name}": one for name, one in fact.figures.items()}))
+
+    def _start(self, step: int) -> None:
+        """With the first figures, and in the sink's thread: one that takes seconds to connect holds up nobody."""
+        if not self._is_started:
+            output, mode = self._config.output, self._config.run.mode
+            said = self._config.model_dump(mode="json", exclude={"security"})
+            self._tracker.start(TrackedRun(self._run, mode, output.project, output.track_dir, said, step))
+            self._is_started = True
+
+    def flush(self) -> None:
+        if self._is_started:
+            self._tracker.flush()
+
+    def close(self) -> None:
+        if not self._is_started:
+            return
+        summary = reports.summary(self._engine)  # the event loop waits for this thread, and nothing moves any more
+        figures = {f"final/{name}": value for name, value in summary.final.items()} | {
+            "final/wall_s": summary.wall_s, "final/updates": summary.updates, "final/bytes": summary.num_bytes,
+            "final/samples": summary.num_samples, "final/wait_share": summary.wait_share,
+            "final/staleness_mean": summary.staleness_mean, "final/staleness_max": summary.staleness_max,
+        }  # fmt: skip
+        self._tracker.finish(_finite(figures), summary.ended_by)
+
+
+def figures_of(status: Status) -> dict[str, float | None]:
+    """What is tracked of a status: of the run, and of each of its first workers."""
+    found: dict[str, float | None] = {
+        "train/loss": status.loss, "train/samples_per_s": status.samples_per_s, "train/version": status.version,
+        "train/elapsed_s": status.elapsed_s, "train/workers": status.num_joined,
+    }  # fmt: skip
+    for worker in status.workers[:_MOST_WORKERS]:
+        of_worker = worker.model_dump(include={"loss", "step", "lead", "samples_per_s", "compute_share"})
+        of_worker |= {"transfer_share": worker.transfer_share, "wait_share": worker.wait_share}
+        found |= {f"worker{worker.rank}/{name}": value for name, value in of_worker.items()}
+    return found
+
+
+def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}

@@ -1,0 +1,36 @@
+"""TensorBoard: event files under FOLDER/<mode>-<run>, for `tensorboard --logdir FOLDER`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+from .base import Figures, TrackedRun, Tracker
+
+
+class TensorBoardTracker(Tracker):
+    module = "tensorboardX"
+
+    def start(self, run: TrackedRun) -> None:
+        # What a server wrote beyond the snapshot that it went back to is not shown any more.
+        purge_step = run.step + 1 if run.step else None
+        self._writer = SummaryWriter(str(Path(run.folder) / run.name), purge_step=purge_step)
+        self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.step)
+        self._step = run.step
+
+    def log(self, step: int, figures: Figures) -> None:
+        self._step = max(self._step, step)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def finish(self, figures: Figures, ended_by: str) -> None:
+        self.log(self._step, figures)
+        self._writer.close()
+
+
+ENTRY = TensorBoardTracker

@@ -1,0 +1,29 @@
+"""Weights & Biases, also offline (WANDB_MODE=offline); account and server as wandb itself has them."""
+
+from __future__ import annotations
+
+import wandb
+
+from .base import Figures, TrackedRun, Tracker
+
+
+class WandbTracker(Tracker):
+    module = "wandb"
+
+    def start(self, run: TrackedRun) -> None:
+        self._run = wandb.init(
+            project=run.project, dir=run.folder, name=run.name, id=run.run, resume="allow", config=run.config,
+            settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+        # wandb's own step only rises; a server that went back would be unheard until it is past where it was.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, figures: Figures) -> None:
+        self._run.log({"step": step, **figures})
+
+    def finish(self, figures: Figures, ended_by: str) -> None:
+        self._run.summary.update({**figures, "ended_by": ended_by})
+        self._run.finish(exit_code=int(bool(ended_by)))
+
+
+ENTRY = WandbTracker

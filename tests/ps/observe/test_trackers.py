@@ -1,0 +1,119 @@
+"""Experiment trackers: what they are told, and each with its own package, read back."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.registry import TRACKERS
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.ps.observe.trackers.base import figures_of
+from paramserver.tests.loopback.conftest import Cluster
+
+
+def test_figures_of_a_status() -> None:
+    workers = [WorkerStatus(rank=rank, loss=0.5 * rank, step=rank, wait_share=0.1) for rank in range(20)]
+    found = figures_of(Status(version=3, workers=workers, num_joined=20))
+    assert (found["train/loss"], found["train/version"], found["train/workers"]) == (4.75, 3, 20)
+    assert (found["worker3/loss"], found["worker3/wait_share"]) == (1.5, 0.1)
+    assert "worker15/step" in found and "worker16/step" not in found
+
+
+@pytest.mark.slow
+def test_a_tracker_that_is_not_installed_or_not_known(cluster: Cluster) -> None:
+    """Before anything is started; its own package, and not one that it would need."""
+    names = TRACKERS.names()
+    assert names == ["mlflow", "tensorboard", "trackio", "wandb"]
+    for name in names:
+        try:
+            TRACKERS.load(name)
+        except ModuleNotFoundError:
+            told = cluster.command("ps", "--track", name, "--listen", "127.0.0.1:0")
+            assert told.returncode == 2 and f"pip install 'paramserver[{name}]'" in told.stderr, told.stderr
+            break
+    told = cluster.command("ps", "--track", "tensorbord", "--listen", "127.0.0.1:0")
+    assert told.returncode == 2 and "tensorboard" in told.stderr and "Traceback" not in told.stderr
+
+
+def read_tensorboard(folder: Path) -> dict[str, list[float]]:
+    """All scalars, of the records of all files: length, its checksum, data, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("runs/*/events*")):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack_from("<Q", data)
+            event = Event.FromString(data[12 : 12 + size])
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append(value.simple_value)
+            data = data[16 + size :]
+    return found
+
+
+def read_mlflow(folder: Path) -> dict[str, list[float]]:
+    with sqlite3.connect(folder / "runs" / "mlflow.db") as store:
+        found: dict[str, list[float]] = {}
+        for key, value in store.execute("SELECT key, value FROM metrics ORDER BY step"):
+            found.setdefault(key, []).append(value)
+        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)], "two servers, one run"
+    return found
+
+
+def read_trackio(folder: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    with sqlite3.connect(folder / "trackio" / "paramserver.db") as store:
+        for (metrics,) in store.execute("SELECT metrics FROM metrics"):
+            for key, value in json.loads(metrics).items():
+                found.setdefault(key, []).append(value)
+    return found
+
+
+def read_wandb(folder: Path) -> dict[str, list[float]]:
+    assert list(folder.glob("runs/wandb/offline-run-*/*.wandb"))
+    return {}
+
+
+READ: dict[str, tuple[str, Callable[[Path], dict[str, list[float]]]]] = {
+    "tensorboard": ("tensorboardX", read_tensorboard),
+    "wandb": ("wandb", read_wandb),
+    "mlflow": ("mlflow", read_mlflow),
+    "trackio": ("trackio", read_trackio),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ)
+def test_a_run_is_tracked_also_when_its_server_is_killed(cluster: Cluster, name: str) -> None:
+    module, read = READ[name]
+    package = pytest.importorskip(module, reason=f"pip install 'paramserver[{name}]'")
+    if name == "mlflow":  # a process that is killed while mlflow makes its tables leaves a store that is of no use
+        (cluster.folder / "runs").mkdir()
+        package.MlflowClient(f"sqlite:///{cluster.folder}/runs/mlflow.db").search_experiments()
+    offline = {
+        "WANDB_MODE": "offline", "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1",
+        "TRACKIO_DIR": str(cluster.folder / "trackio"), "PS_SERVER__STATUS_INTERVAL_S": "0.05",
+    }  # fmt: skip
+    flags = (
+        "--mode", "async", "--workers", "1", "--steps", "400", "--task", "digits", "--track", name, "--checkpoint-dir",
+        "snapshots", "--checkpoint-every", "20", "--summary", "s.json", "--eval-every", "100",
+    )  # fmt: skip
+    server = cluster.server(*flags, **offline)
+    worker = cluster.worker(0, "--set", "slowdown.base_s=0.005")
+    server.until(lambda: any(one["version"] >= 100 for one in server.events("snapshot")), "snapshot")
+    server.popen.kill()
+    server.popen.wait()
+    server = cluster.server(*flags, "--listen", cluster.address, **offline)
+    assert [one.wait() for one in (worker, server)] == [0, 0], server.output
+    assert not server.events("sink_off"), server.output
+    found, summary = read(cluster.folder), json.loads((cluster.folder / "s.json").read_text())
+    if found:
+        assert found["final/accuracy"][-1] == pytest.approx(summary["final"]["accuracy"])
+        assert found["final/updates"][-1] == 400
+        assert len(found["eval/accuracy"]) >= 3
+        assert max(found["worker0/step"]) > 300 and min(found["worker0/step"]) < 100
