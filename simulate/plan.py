@@ -134,6 +134,11 @@ def _world(config: Config, told: Told) -> World:
     )
     if world.compute_s <= 0:
         raise UsageError("flag --compute: a training step takes time", fix="e.g. --compute 100ms")
+    if world.mtbf_s < world.compute_s:
+        raise UsageError(
+            f"flag --failures: a worker that fails every {failures['mtbf']} hardly ever ends a step of {told.compute}",
+            fix=f"mtbf of at least {told.compute}",
+        )
     return world
 
 

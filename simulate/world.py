@@ -128,8 +128,9 @@ def _quantity(flag: str, text: str, units: dict[str, float], what: str, example:
 
 def named(flag: str, text: str, names: tuple[str, ...]) -> dict[str, str]:
     """`p=0.1,x=5` with exactly these names. Raises UsageError."""
-    found = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
-    if set(found) != set(names) or not all(found.values()):
+    parts = text.replace(" ", "").split(",")
+    found = dict(part.partition("=")[::2] for part in parts)
+    if set(found) != set(names) or len(parts) != len(names) or not all(found.values()):
         form = ",".join(f"{name}=..." for name in names)
         raise UsageError(f"flag {flag}: '{text}' is not of the form {form}")
     return found

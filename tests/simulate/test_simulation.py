@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import SlowdownConfig
+from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.ps.core import effects
+from paramserver.simulate.plan import Told, worlds
 from paramserver.simulate.results import figures, ideal_rate, percentile, summary
 from paramserver.simulate.run import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
@@ -122,3 +124,20 @@ def test_a_round_that_closes_by_time_does_without_the_straggler() -> None:
 def test_percentiles_are_values_that_were_there() -> None:
     assert [percentile(Counter({0: 98, 7: 2}), part) for part in (0.5, 0.98, 0.99, 1.0)] == [0, 0, 7, 7]
     assert percentile(Counter(), 0.5) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"failures": "mtbf=0s,back=30s"}, "hardly ever ends a step of 100ms"),
+        ({"failures": "mtbf=1ms,back=1s"}, "every 1ms"),
+        ({"failures": "mtbf=1h,mtbf=2h,back=1s"}, "not of the form mtbf=...,back=..."),
+        ({"stragglers": "p=0.1,p=0.9,x=5"}, "not of the form p=...,x=..."),
+        ({"failures": "mtbf=1h"}, "not of the form"),
+        ({"compute": "0s"}, "a training step takes time"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        worlds([config_of("sync", 2, 4)], Told(megabytes=1.0, **flags))
+    assert message in str(error.value)
