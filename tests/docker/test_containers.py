@@ -42,9 +42,9 @@ def test_the_image_is_small_and_its_user_nobody(image: str) -> None:
 
 def test_the_image_has_every_program_and_every_module(image: str) -> None:
     code = (
-        "import importlib, pkgutil, paramserver as p, subprocess;"  # trainers are extras, and not in it
+        "import importlib, pkgutil, paramserver as p, subprocess;"  # trainers and trackers are extras, and not in it
         "names = [m.name for m in pkgutil.walk_packages(p.__path__, 'paramserver.')"
-        " if not any(one in m.name for one in ('.benchmarks', '.integrations.'))];"
+        " if not any(one in m.name for one in ('.benchmarks', '.integrations.', '.trackers.'))];"
         "[importlib.import_module(n) for n in names if not n.endswith('__main__')];"
         "[subprocess.run([c, '--help'], check=True, capture_output=True)"
         " for c in ('ps-server', 'ps-worker', 'ps-launch', 'ps-certs')];"
