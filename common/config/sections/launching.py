@@ -27,6 +27,11 @@ class SlowdownConfig(Section):
         return self
 
 
+def _names_in(text: str | None) -> list[str]:
+    """`a, b` as each name once."""
+    return list(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
+
+
 class OutputConfig(Section):
     save: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.safetensors", is_for_alone=True)] = Field(
         None, description="final weights; of several modes FILE-MODE.safetensors each"
@@ -56,7 +61,7 @@ class OutputConfig(Section):
     @property
     def trackers(self) -> list[str]:
         """Their names."""
-        return list(dict.fromkeys(name.strip() for name in (self.track or "").split(",") if name.strip()))
+        return _names_in(self.track)
 
     @property
     def tables(self) -> str | None:
@@ -72,9 +77,8 @@ class OutputConfig(Section):
     @field_validator("track")
     @classmethod
     def _are_trackers(cls, value: str | None) -> str | None:
-        for name in (value or "").split(","):
-            if name.strip():
-                TRACKERS.check(name.strip())
+        for name in _names_in(value):
+            TRACKERS.check(name)
         return value
 
     @field_validator("curve")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ....common.config.schema import Config
 from ....common.errors import UsageError
@@ -42,9 +42,7 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Used by one thread. What it raises ends it, and nothing else."""
-
-    module: ClassVar[str]  # that it needs; the extra is called as the tracker is
+    """Used by one thread. What it raises ends it, and nothing else. The extra with what it imports has its name."""
 
     def start(self, run: TrackedRun) -> None:
         """Before everything else."""

@@ -17,8 +17,6 @@ _LONGEST = 500  # characters of a parameter
 
 
 class MlflowTracker(Tracker):
-    module = "mlflow"
-
     def start(self, run: TrackedRun) -> None:
         folder = Path(run.folder)
         if not (uri := os.environ.get("MLFLOW_TRACKING_URI", "")):

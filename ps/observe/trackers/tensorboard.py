@@ -11,8 +11,6 @@ from .base import Figures, TrackedRun, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    module = "tensorboardX"
-
     def start(self, run: TrackedRun) -> None:
         # What a server wrote beyond the snapshot that it went back to is not shown any more.
         purge_step = run.step + 1 if run.step else None

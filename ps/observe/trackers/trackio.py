@@ -10,8 +10,6 @@ from .base import Figures, TrackedRun, Tracker
 
 
 class TrackioTracker(Tracker):
-    module = "trackio"
-
     def start(self, run: TrackedRun) -> None:
         self._run: Any = trackio.init(project=run.project, name=run.name, config=run.config, resume="allow")
         self._step = run.step

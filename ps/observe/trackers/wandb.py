@@ -8,8 +8,6 @@ from .base import Figures, TrackedRun, Tracker
 
 
 class WandbTracker(Tracker):
-    module = "wandb"
-
     def start(self, run: TrackedRun) -> None:
         self._run = wandb.init(
             project=run.project, dir=run.folder, name=run.name, id=run.run, resume="allow", config=run.config,
