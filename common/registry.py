@@ -56,10 +56,10 @@ class Family:
         """Every name in the family, sorted."""
         return sorted(self._modules)
 
-    def check(self, name: str) -> str:
-        """`name` itself, or a UsageError that names the nearest known one."""
+    def check(self, name: str, *others: str) -> str:
+        """`name` itself, or a UsageError that names the nearest known one, of `others` too."""
         if name not in self._modules:
-            raise UsageError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, self.names()))
+            raise UsageError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
         return name
 
     def load(self, name: str) -> Any:

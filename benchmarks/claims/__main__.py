@@ -67,6 +67,7 @@ CLAIMS: dict[str, Claim] = {
         ("momentum (default)", "compensated", "compensated, adaptive",
          "no momentum", "no momentum, compensated", "no momentum, compensated, adaptive"),
     ),
+    "N22": Claim("a codec is chosen by what is measured: the fastest, or within 10 % of it", "auto", 16),
 }  # fmt: skip
 
 

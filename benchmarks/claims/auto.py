@@ -1,10 +1,11 @@
 """Whether `worker.codec=auto` chooses what is fastest: a worker's steps/s on slower and slower links (N22).
 
-    python -m paramserver.benchmarks.claims.auto [--rates 10,100,1000] [--codecs raw,int8,q4,auto] [--compute-ms 20]
+    python -m paramserver.benchmarks.claims.auto [--rates 1,10,100] [--ways raw,int8,q4,diloco,auto] [--compute-ms 20]
         [--near "ip netns exec A" --far "ip netns exec B" --host 10.0.0.1]
 
 The link is `worker.max_mbit`; or, with `--host`, whatever is between the two prefixes, and `--rates` only names it.
-A model of 1 MB, weights back in q4, a step that takes so many ms; the second half of the steps is timed.
+A model of 1 MB, weights back in q4, a step that takes so many ms; the second half of the steps is timed, and of
+`--seeds` runs the median is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
+LOCAL_STEPS = 25
+LOCAL = {"diloco": "q4"}  # modes of local steps among the ways, and their codec; the others are codecs, in sync
 SCRIPT = """
 import sys, time, torch, paramserver
 compute_s, num = float(sys.argv[1]), int(sys.argv[2])
@@ -37,20 +41,15 @@ with paramserver.connect() as session:
 """
 
 
-def run(codec: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
-    """Steps/s, and what auto said."""
+def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
+    """Steps/s, and what auto said. `diloco`: q4 both ways, every LOCAL_STEPS steps."""
+    mode = ["--mode", way if way in LOCAL else "sync", "--set", f"policy.local_steps={LOCAL_STEPS}"]
+    num_steps = max(asked.steps, 4 * LOCAL_STEPS) if way in LOCAL else asked.steps
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)
-        here = [sys.executable, "-m", "paramserver.ps", "--mode", "sync", "--workers", "1"]
-        here += [
-            "--steps",
-            str(asked.steps),
-            "--listen",
-            f"{asked.host or '127.0.0.1'}:0",
-            "--set",
-            "server.insecure=true",
-        ]
+        here = [sys.executable, "-m", "paramserver.ps", *mode, "--workers", "1", "--steps", str(num_steps)]
+        here += ["--listen", f"{asked.host or '127.0.0.1'}:0", "--set", "server.insecure=true"]
         server = subprocess.Popen(
             [*shlex.split(asked.near), *here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -63,12 +62,12 @@ def run(codec: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
                     raise SystemExit(seen)
                 seen += line
             env = {
-                **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": codec,
+                **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": LOCAL.get(way, way),
                 **({} if rate == "shared" else {"PS_WORKER__ANSWER_CODEC": "q4", "PS_WORKER__LANES": "direct,grpc"}),
             }  # fmt: skip
             if not asked.host and rate != "shared":
                 env["PS_WORKER__MAX_MBIT"] = rate
-            worker = [sys.executable, str(script), str(asked.compute_ms / 1e3), str(asked.steps)]
+            worker = [sys.executable, str(script), str(asked.compute_ms / 1e3), str(num_steps)]
             told = subprocess.run(
                 [*shlex.split(asked.far), *worker], env=env, capture_output=True, text=True, timeout=300, check=False
             )
@@ -84,20 +83,22 @@ def run(codec: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="10,100,1000,shared", help="Mbit/s; `shared` is shared memory")
-    parser.add_argument("--codecs", default="raw,int8,q4,auto")
+    parser.add_argument("--rates", default="1,10,100,1000,shared", help="Mbit/s; `shared` is shared memory")
+    parser.add_argument("--ways", default="raw,int8,q4,diloco,auto")
     parser.add_argument("--compute-ms", type=float, default=20)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each")
     parser.add_argument("--near", default="", help="what the server is started with")
     parser.add_argument("--far", default="", help="what the worker is started with")
     parser.add_argument("--host", default="", help="the server's address there")
     asked = parser.parse_args()
     for rate in asked.rates.split(","):
-        for codec in asked.codecs.split(","):
-            if rate == "shared" and codec not in ("raw", "auto"):
+        for way in asked.ways.split(","):
+            if rate == "shared" and way not in ("raw", "auto"):
                 continue
-            steps_per_s, said = run(codec, rate, asked)
-            print(f"{rate:>7} Mbit/s {codec:<5}{steps_per_s:9.2f} steps/s  {said}", flush=True)
+            found = [run(way, rate, asked) for _ in range(asked.seeds)]
+            steps_per_s = median(one for one, _ in found)
+            print(f"{rate:>7} Mbit/s {way:<7}{steps_per_s:9.2f} steps/s  {found[-1][1]}", flush=True)
 
 
 if __name__ == "__main__":

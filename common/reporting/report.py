@@ -177,11 +177,12 @@ def _direction(cosine: float | None, gain: float | None) -> Text:
 
 
 def _lanes(summary: Summary) -> str:
-    """`lane direct`, or which ranks have which; why not a better one, of those that have the slowest."""
+    """`lane direct, int8`, or which ranks have which; why not a better lane, of those that have the slowest."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for worker in summary.workers:
         why = worker.lane_reason if worker.lane == "grpc" else ""
-        ranks.setdefault((worker.lane, why), []).append(str(worker.rank))
+        how = worker.lane if worker.codec == "raw" else f"{worker.lane}, {worker.codec}"
+        ranks.setdefault((how, why), []).append(str(worker.rank))
     shown = []
     for (lane, why), of in ranks.items():
         whose = f": rank {', '.join(of)}" if len(ranks) > 1 else ""

@@ -29,6 +29,7 @@ class WorkerStatus(BaseModel):
     wait_share: float = 0.0
     waiting_for: str = ""  # a sentence; empty when it does not wait
     lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
+    codec: str = "raw"  # of its newest contribution
 
 
 class Total(BaseModel):

@@ -33,6 +33,7 @@ class WorkerSummary(BaseModel):
     residual_lost: float = 0.0  # norms of it, as it was before its worker's last contribution, in all
     lane: str = "grpc"  # how its tensors travelled last: "grpc", "direct" or "shared memory"
     lane_reason: str = ""  # why not in a way that the worker prefers
+    codec: str = "raw"  # of its last contribution; auto's choice
 
 
 class ShardSummary(BaseModel):

@@ -67,7 +67,7 @@ def new_segment(num_bytes: int) -> Segment:
             raise
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise SegmentError(f"no shared memory of {num_bytes} bytes: {error}") from None
-    address = pb.Segment(host=_host(), pid=os.getpid(), descriptor=descriptor, label=label, num_bytes=num_bytes)
+    address = pb.Segment(host=this_host(), pid=os.getpid(), descriptor=descriptor, label=label, num_bytes=num_bytes)
     return Segment(body, address, descriptor)
 
 
@@ -78,7 +78,7 @@ def private_segment(num_bytes: int) -> Segment:
 
 def open_segment(address: pb.Segment) -> Segment:
     """Map a segment that another process made. Raises SegmentError for anything that is not exactly it."""
-    if address.host != _host():
+    if address.host != this_host():
         raise SegmentError("the other process runs on another host")
     if not _LABEL.fullmatch(address.label) or address.num_bytes < 1:
         raise SegmentError("not an address of a segment")
@@ -125,7 +125,7 @@ def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
 
 
 @functools.cache
-def _host() -> str:
+def this_host() -> str:
     """The kernel's id of this boot; empty where there is none, which equals no other host's."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -59,6 +59,7 @@ class Traffic:
     num_received: int = 0
     lane: str = "grpc"
     lane_reason: str = ""  # why it is no better one
+    codec: str = "raw"  # of the newest contribution
 
 
 @dataclass(frozen=True)

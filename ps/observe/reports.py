@@ -72,6 +72,7 @@ def _worker(engine: Engine, stats: WorkerStats, why: dict[int, str]) -> WorkerSt
         wait_share=round(wait, 3),
         waiting_for=why.get(rank, ""),
         lane=engine.traffic.get(rank, Traffic()).lane,
+        codec=engine.traffic.get(rank, Traffic()).codec,
     )
 
 
@@ -138,7 +139,7 @@ def _workers(engine: Engine) -> list[WorkerSummary]:
         here = engine.traffic.get(rank, Traffic())
         elsewhere = [state.traffic.get(rank, (0, 0)) for state in engine.shard_states.values()]
         row = stats.summary()
-        row.lane, row.lane_reason = here.lane, here.lane_reason
+        row.lane, row.lane_reason, row.codec = here.lane, here.lane_reason, here.codec
         row.bytes_sent = here.num_sent + sum(sent for sent, _ in elsewhere)
         row.bytes_received = here.num_received + sum(received for _, received in elsewhere)
         found.append(row)

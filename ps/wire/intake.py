@@ -264,6 +264,7 @@ class Intake:
             )
         if header.in_segment and not self._lane.carries(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
+        self._peer.traffic.codec = codec.name
         return store, codec
 
     def _hand_over(self, header: pb.Contribution, body: Body, judgement: Judgement, looked_s: float = 0.0) -> None:

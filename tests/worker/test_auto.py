@@ -93,7 +93,7 @@ def auto_on(candidates: tuple[str, ...] = ("raw", "int8", "q4"), max_mbit: float
     auto._costs = {name: COSTS[name] for name in ("raw", "bf16", "int8", "q4")}
     auto.candidates = candidates
     auto.meet(LAYOUT, 0.01, False)
-    auto.joined(may_encode=True)
+    auto.joined(True, is_here=False)
     return auto
 
 
@@ -156,13 +156,22 @@ def test_what_took_several_attempts_says_nothing() -> None:
     assert auto.measures and auto.codec == "raw"
 
 
+def test_on_this_host_it_is_raw() -> None:
+    """Unless the worker says what its link is to be."""
+    auto, limited = auto_on(), auto_on(max_mbit=10)
+    for one in (auto, limited):
+        one.joined(True, is_here=True)
+        contribute(one, 5, 10)
+    assert (auto.codec, auto.measures, limited.codec) == ("raw", False, "q4")
+
+
 def test_in_shared_memory_it_is_raw() -> None:
     auto = auto_on()
     contribute(auto, 5, 10)
     assert auto.codec == "q4"
-    auto.joined(may_encode=False)
+    auto.joined(False, is_here=True)
     assert auto.codec == "raw" and not auto.measures
-    auto.joined(may_encode=True)
+    auto.joined(True, is_here=False)
     assert auto.codec == "q4"
     assert [lane.name for lane in Lanes(WorkerConfig(codec="auto"))._all] == ["shared memory", "direct", "grpc"]
 

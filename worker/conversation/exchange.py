@@ -166,7 +166,10 @@ class Exchange:
             shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution)
         log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
         if self.auto is not None:
-            self.auto.joined(all(shard.lanes.lane.carries_codecs for shard in self._shards))
+            self.auto.joined(
+                all(shard.lanes.lane.carries_codecs for shard in self._shards),
+                all(shard.is_here for shard in self._shards),
+            )
 
     def _begin(self) -> Answer:
         answer = self._took(self._crew.all(self._shards, Shard.begin))

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from ...common.config.addresses import split_address
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.registry import CODECS, first_codec
 from ...common.reporting.log import get_logger
+from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.frames import INLINE_BYTES, Frame
-from ...common.wire.segments import SegmentError
+from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
 from ..lanes.down import Down, Target
 from ..lanes.up import COUNTED, Up
@@ -84,6 +86,7 @@ class Shard:
         self._sent_order: tuple[int, ...] = ()
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
+        self.is_here = False  # the server is at a loopback address of this host
         self.coming: Frame | None = None  # an answer that was noted, and whose weights have still to be received
 
     # ---- joining ----------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class Shard:
         why_not = self.client.go_direct(welcome) if self.lanes.wants_direct else "not wanted"
         self.lanes.joined(welcome, why_not)
         self._held = welcome.held if welcome.HasField("held") else None
+        self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.client.address)[0])
         self._sent_hyperparameters = self._sent_state = None
         self._sent_order = ()
         return welcome

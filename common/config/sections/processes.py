@@ -14,7 +14,7 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 Codec = Annotated[str, AfterValidator(CODECS.check)]
-CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO else CODECS.check(name))]
+CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO else CODECS.check(name, AUTO))]
 Lane = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]

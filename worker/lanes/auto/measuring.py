@@ -71,11 +71,14 @@ class Auto:
         """The model, and what does not change."""
         self._layout, self._round_trip_s, self._is_pipelined = layout, round_trip_s, is_pipelined
 
-    def joined(self, may_encode: bool) -> None:
-        """New streams; shared memory takes nothing but raw, and nothing else is faster."""
-        if not may_encode:
+    def joined(self, carries_codecs: bool, is_here: bool) -> None:
+        """New streams. Shared memory takes nothing but raw, and nothing else is faster; what a server at a loopback
+        address of this host (`is_here`) takes is the processor's time, unless `worker.max_mbit` makes a link of it."""
+        if not carries_codecs:
             log.info("auto_codec", codec="raw", reason="the server's memory is shared: nothing is sent")
-        self._may_encode = may_encode
+        elif is_here and math.isinf(self._most):
+            log.info("auto_codec", codec="raw", reason="the server is on this host: a codec would only cost time")
+        self._may_encode = carries_codecs and not (is_here and math.isinf(self._most))
         self._seen = []
 
     @property
@@ -142,6 +145,11 @@ class Auto:
     def _say(self, step: int, measured: Measured, found: Choice) -> None:
         predicted = ", ".join(f"{name} {1 / period_s:.4g}/s" for name, period_s in found.periods.items())
         pays = ", ".join(f"{name} {_mbit(cost.pays_below)}" for name, cost in self.costs.items() if name != "raw")
+        speeds = ", ".join(
+            f"{name} {cost.encode / 1e9:.2g}, {cost.decode / 1e9:.2g} GB/s"
+            for name, cost in self.costs.items()
+            if name != "raw"
+        )
         log.info(
             "auto_codec",
             codec=found.codec,
@@ -152,6 +160,7 @@ class Auto:
             compute_ms=round(measured.compute_s * 1e3, 2),
             predicted=predicted,
             pays_below=pays,
+            encodes_decodes=speeds,
             advice=self._advice(measured, found),
         )
 
