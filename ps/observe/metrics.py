@@ -152,6 +152,12 @@ class MetricsSink(Sink, Collector):
         for state in {**dict.fromkeys(STATES), **states}:
             workers.add_metric([state], states[state])
         yield workers
+        if engine.model.has_weights and (distances := engine.model.references.distances):
+            what = "Of the weights to the reference of encoded answers, relative to their norm; every 64th is looked at"
+            relative = GaugeMetricFamily("paramserver_reference_distance", what, labels=["codec"])
+            for codec, distance in distances.items():
+                relative.add_metric([codec], distance)
+            yield relative
         yield from self._ranks()
 
     def _progress(self) -> Iterator[tuple[str, str, float]]:

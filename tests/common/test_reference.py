@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paramserver.common.codecs.base import body_bytes
-from paramserver.common.codecs.shared.reference import approach, check_sum, follow, moves_reference
+from paramserver.common.codecs.shared.reference import approach, check_sum, distance, follow, moves_reference
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
 
@@ -65,6 +65,7 @@ def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: flo
     for _ in range(3):
         approach(codec, encoder, PLAIN, weights, reference, out)
         left.append(float((weights.view(torch.float32) - reference.view(torch.float32)).norm()))
+        assert distance(PLAIN, weights, reference) == pytest.approx(left[-1] / left[0], rel=1e-5)
     assert left[1] < most * left[0]
     assert left[0] > left[1] > left[2] > left[3]
 

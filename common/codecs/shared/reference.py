@@ -7,13 +7,14 @@ model, as in MCM; Philippenko and Dieuleveut 2021).
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 
 import torch
 
 from ...errors import Reason, refusal
-from ...tensors.layout import Layout, as_bytes
+from ...tensors.layout import Kind, Layout, as_bytes
 from ..base import Codec
 from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 
@@ -54,6 +55,16 @@ def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, body: torch.T
 def check_sum(layout: Layout, body: torch.Tensor) -> int:
     """CRC-32 of the parameters."""
     return zlib.crc32(as_bytes(body)[: layout.parameter_bytes])
+
+
+def distance(layout: Layout, weights: torch.Tensor, body: torch.Tensor) -> float:
+    """norm(weights - reference) / norm(weights), of the parameters; 0 where all weights are 0."""
+    left = of = 0.0
+    for run in layout.runs_of(Kind.PARAMETER):
+        here = run.view(weights)
+        left += float((here - run.view(body)).double().norm()) ** 2
+        of += float(here.double().norm()) ** 2
+    return math.sqrt(left / of) if of else 0.0
 
 
 def _pieces(codec: ByTensor, layout: Layout) -> Iterator[Piece]:

@@ -19,7 +19,7 @@ import torch
 
 from ....common.codecs.base import body_bytes
 from ....common.codecs.shared.by_tensor import ByTensor
-from ....common.codecs.shared.reference import approach, check_sum
+from ....common.codecs.shared.reference import approach, check_sum, distance
 from ....common.tensors.layout import as_bytes, new_body
 from ..store import Store
 from ..thread import TensorThread
@@ -66,6 +66,7 @@ class Reference:
 
     def __init__(self, codec: ByTensor, store: Store, tensors: TensorThread, version: int) -> None:
         self.number, self.version = 1, version
+        self.distance = 0.0  # when it was looked at last: norm(weights - reference) / norm(weights)
         self._codec, self._store, self._tensors = codec, store, tensors
         layout = store.layout
         self._num_encoded = body_bytes(codec, layout)
@@ -87,6 +88,7 @@ class Reference:
             approach(self._codec, self._encoder, layout, self._store.weights, self._body, encoded)
             if difference.number % _CHECKED_EVERY == 0:
                 difference.check = check_sum(layout, self._body)
+                self.distance = distance(layout, self._store.weights, self._body)
             difference.encoded = encoded
 
         self._tensors.submit(work)
@@ -148,6 +150,11 @@ class References:
         if codec.name not in self._of_codec:
             self._of_codec[codec.name] = Reference(codec, self._store, self._tensors, version)
         return self._of_codec[codec.name]
+
+    @property
+    def distances(self) -> dict[str, float]:
+        """By codec, see Reference."""
+        return {name: one.distance for name, one in self._of_codec.items()}
 
     @property
     def num_bytes(self) -> int:

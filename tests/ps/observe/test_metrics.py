@@ -146,7 +146,7 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
 
 def test_what_a_server_says_holds_together_and_is_all_that_alerts_and_docs_name(cluster: Cluster) -> None:
     server = started(cluster, "--checkpoint-dir", str(cluster.folder / "snapshots"))
-    cluster.worker(0)
+    cluster.worker(0, "--set", "worker.answer_codec=q4")
     now = scrape_until(server, lambda now: now["paramserver_version"] > 20, "twenty updates")
     accepted = now['paramserver_contributions_total{outcome="accepted"}']
     assert accepted == now["paramserver_version"] == now["paramserver_updates_total"]

@@ -5,6 +5,7 @@ by a few lines of numpy after the wire's own words, against the reference that t
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import generate_latest
 from torch import nn
 
 from paramserver.common.codecs.base import begin_body
@@ -22,6 +24,7 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.worker.conversation.messages import read_news
 from paramserver.worker.lanes.down import Down
 from paramserver.worker.tensors.staged import make_transfer
@@ -368,6 +371,11 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
             checked += [worker.header.checked_reference] * bool(worker.header.checked_reference)
             worker.take()
         assert checked == [8]
+        sink = MetricsSink("127.0.0.1:0")
+        sink.begin(server.engine)
+        (told,) = re.findall(rb'paramserver_reference_distance{codec="int8"} (\S+)', generate_latest(sink.registry))
+        sink.close()
+        assert 0 < float(told) < 0.05
         reference = worker.down._reference
         assert reference is not None and reference._body is not None
         as_bytes(reference._body)[3] ^= 0x80  # a bit of its memory turns over
