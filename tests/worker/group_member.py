@@ -1,0 +1,108 @@
+"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZER STEPS KILL_AT ROUNDS MEMBERS...
+
+Here the test's files say what the server is to say: who is in the epoch. Dies by SIGKILL in step KILL_AT, between what
+it tells of itself and its gradients, where it is the highest rank."""
+
+import os
+import json
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+
+
+def batch(rank: int, step: int):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(3 + 2 * rank, 5, generator=generator, dtype=torch.float64)
+    return x, x.sin().sum(1, keepdim=True)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+
+def wait_for(path: Path) -> str:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.001)
+    return path.read_text()
+
+
+def main(rank, folder, optimizer, steps, kill_at, members):
+    meeting = Meeting("127.0.0.1")
+    temporary = folder / f"new.{rank}"
+    temporary.write_text(str(meeting.address[1]))
+    temporary.rename(folder / f"port.{rank}")
+
+    def group(number, ranks):
+        port = int(wait_for(folder / f"port.{ranks[0]}"))
+        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, timeout_s=20)
+        made.like = list(net.parameters())
+        return made
+
+    net = model()
+    inner = OPTIMIZERS[optimizer](net.parameters())
+    epoch, stall = group(1, members), 0.0
+    for step in range(steps):
+        x, y = batch(rank, step)
+        inner.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        if step == kill_at and rank == members[-1]:
+            epoch._sum(torch.tensor([len(x)] + [1] * len(epoch.like)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        gradients, began = [p.grad for p in net.parameters()], time.perf_counter()
+        try:
+            mean = epoch.average(gradients, len(x))
+        except Broken:
+            members = members[:-1]
+            epoch = group(2, members)
+            mean = epoch.average(gradients, len(x))
+            stall = time.perf_counter() - began
+        for p, g in zip(net.parameters(), mean):
+            p.grad = g
+        inner.step()
+    told = {"stall": stall, "weights": [p.tolist() for p in net.parameters()]}
+    (folder / f"done.{rank}").write_text(json.dumps(told))
+
+
+def members_of(folder, optimizer, steps, kill_at, members):
+    """Fork them all: torch is loaded once. Exit codes, in their order; minus the signal of who was killed."""
+    pids = []
+    for rank in members:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                main(rank, folder, optimizer, steps, kill_at, members)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    told = [int(one) for one in sys.argv[3:]]
+    steps, kill_at, rounds, members = told[0], told[1], told[2], told[3:]
+    for turn in range(rounds):
+        here = Path(sys.argv[1]) / str(turn)
+        here.mkdir()
+        (here / "codes").write_text(json.dumps(members_of(here, sys.argv[2], steps, kill_at, members)))

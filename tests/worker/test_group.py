@@ -1,0 +1,81 @@
+"""Averaging among equals, in real processes: equal to one process with the union batch, also when one is killed in
+the middle of a reduction."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from paramserver.common.errors import UnreachableError
+from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
+
+from .group_member import OPTIMIZERS, batch, model
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder, members, optimizer, steps, kill_at=-1, rounds=1):
+    """Of each round, exit codes and what the members tell."""
+    script = Path(__file__).with_name("group_member.py")
+    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, *members)]
+    subprocess.run([sys.executable, script, *told], check=True, timeout=120)
+    for turn in range(rounds):
+        here = folder / str(turn)
+        done = [here / f"done.{rank}" for rank in members]
+        yield json.loads((here / "codes").read_text()), [json.loads(one.read_text()) for one in done if one.exists()]
+
+
+def alone(members, optimizer, steps, kill_at=-1):
+    net = model()
+    inner = OPTIMIZERS[optimizer](net.parameters())
+    for step in range(steps):
+        live = members[:-1] if 0 <= kill_at <= step else members
+        x, y = (torch.cat(parts) for parts in zip(*(batch(rank, step) for rank in live), strict=True))
+        inner.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        inner.step()
+    return list(net.parameters())
+
+
+def difference(told, expected):
+    got = [torch.tensor(one, dtype=torch.float64) for one in told["weights"]]
+    return max(float((a - b.detach()).abs().max()) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("members", "optimizer"), [([0, 1], "sgd"), ([0, 1, 2], "momentum"), ([0, 1], "adam"), ([0, 1, 2], "adamw")]
+)
+def test_the_group_equals_one_process_with_the_union_batch(tmp_path, members, optimizer):
+    expected = alone(members, optimizer, 100)
+    for codes, told in run(tmp_path, members, optimizer, 100):
+        assert codes == [0] * len(members)
+        assert max(difference(one, expected) for one in told) <= 1e-6
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2], [0, 1, 2, 3]])
+def test_who_is_killed_in_the_middle_of_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path, members):
+    expected, stalls = alone(members, "adam", 30, kill_at=10), []
+    for codes, told in run(tmp_path, members, "adam", 30, kill_at=10, rounds=10):
+        assert codes == [0] * (len(members) - 1) + [-9]
+        assert max(difference(one, expected) for one in told) <= 1e-6
+        stalls += [one["stall"] for one in told]
+    print(f"stalls of {len(members) - 1} survivors, s: median {median(stalls):.3f}, worst {max(stalls):.3f}")
+    assert max(stalls) <= 1.0
+
+
+def test_a_store_that_cannot_be_reached_is_named():
+    meeting = Meeting("127.0.0.1")
+    host, port = meeting.address
+    del meeting
+    with pytest.raises(UnreachableError, match=f"rank 1 cannot reach the group of rank 0 at {host}:{port}"):
+        Group(Epoch(1, (0, 1), (host, port)), 1, meet_s=0.2)
+
+
+def test_a_member_that_does_not_come_is_named():
+    meeting = Meeting("127.0.0.1")
+    with pytest.raises(Broken, match="rank 1, 2 did not come"):
+        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meet_s=0.2)
