@@ -3,8 +3,8 @@
 Here the test's files say what the server is to say: who is in the epoch. Dies by SIGKILL in step KILL_AT, between what
 it tells of itself and its gradients, where it is the highest rank."""
 
-import os
 import json
+import os
 import signal
 import sys
 import time
@@ -72,7 +72,7 @@ def main(rank, folder, optimizer, steps, kill_at, members):
             epoch = group(2, members)
             mean = epoch.average(gradients, len(x))
             stall = time.perf_counter() - began
-        for p, g in zip(net.parameters(), mean):
+        for p, g in zip(net.parameters(), mean, strict=True):
             p.grad = g
         inner.step()
     told = {"stall": stall, "weights": [p.tolist() for p in net.parameters()]}

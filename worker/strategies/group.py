@@ -74,7 +74,7 @@ class Group:
 
     def _come(self, store: dist.Store, rank: int, meet_s: float) -> None:
         """Say that this rank is here, and wait for the others: so that who is missing can be named."""
-        store.set(f"here/{rank}", b"1")
+        store.set(f"here/{rank}", "1")
         until = time.monotonic() + meet_s
         missing = [one for one in self.epoch.members if one != rank]
         try:
@@ -122,17 +122,14 @@ class Group:
 
     def _shapes(self, tensors: Sequence[torch.Tensor | None], held: Sequence[int]) -> dict[int, torch.Tensor]:
         """What has the shape and dtype of each that somebody has; who lacks one is told them by `like`."""
-        found = {}
-        for index in held:
-            like = tensors[index] if tensors[index] is not None else self.like[index]
-            found[index] = like
-        return found
+        given = ((index, tensors[index]) for index in held)
+        return {index: self.like[index] if one is None else one for index, one in given}
 
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
 
     def _sum(self, tensor: torch.Tensor) -> None:
         try:
-            self._group.allreduce([tensor]).wait()
+            self._group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {_first_line(error)}") from None
