@@ -100,6 +100,7 @@ def members_of(folder, optimizer, steps, kill_at, members):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    OPTIMIZERS[sys.argv[2]](model().parameters())  # loads a second's worth of torch: before the fork, once
     told = [int(one) for one in sys.argv[3:]]
     steps, kill_at, rounds, members = told[0], told[1], told[2], told[3:]
     for turn in range(rounds):
