@@ -86,8 +86,8 @@ class Family:
         return found
 
 
-_NO_MODES = frozenset({"base", "rules", "shared", "single"})
-MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy")
+_NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
+MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family(
     "paramserver.common.codecs",

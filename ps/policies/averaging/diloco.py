@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...common.config.option import Section
-from .shared.decisions import Outer
-from .shared.rounds import RoundOptions, RoundPolicy
+from ....common.config.option import Section
+from ..shared.decisions import Outer
+from ..shared.rounds import RoundOptions, RoundPolicy
 
 _MANY_ROUNDS = 500
 _MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.9, 0.5

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .shared.rounds import RoundOptions, RoundPolicy
+from ..shared.rounds import RoundOptions, RoundPolicy
 
 
 class LocalSgdOptions(RoundOptions):

@@ -26,10 +26,10 @@ from math import ceil
 
 from pydantic import Field
 
-from .base import Closed, Common, Contribution, Decision, Fold, Member, Policy
+from ..base import Closed, Common, Contribution, Decision, Fold, Member, Policy
+from ..shared.decisions import Answer, Outer
+from ..shared.standing import Standing
 from .diloco import OuterOptions
-from .shared.decisions import Answer, Outer
-from .shared.standing import Standing
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
 
