@@ -344,7 +344,8 @@ class Replay:
     def _begin_rank(self, rank: int, number: int) -> None:
         """A rank that is new starts at the slowest member's number, not to repeat what the others have done."""
         slowest = self._least_number(without=rank)
-        if slowest is not None and number > slowest:
+        begins_late = any(rule.begins_late for rule in self._rules)
+        if slowest is not None and number > slowest and not begins_late:
             self._say(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
         self.lineage.begin(rank, number)
 

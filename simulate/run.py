@@ -82,6 +82,9 @@ class Simulation:
         policy = make_policy(config)
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
+        if policy.contribution == "report":
+            told = f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
+            raise UsageError(told, fix="take a mode whose workers exchange with the server")
         self.run = Run(options, policy, "simulated")
         self.policy = policy
         self.seconds = dict.fromkeys(CAUSES, 0.0)  # of all workers, by what they were spent on

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..policies.base import Answer, Commit, Contribution, Decision, Fold, Outer, Policy, Refuse
+from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outer, Policy, Refuse
+from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
 from .counting.drawn import Data, Drawn
@@ -35,7 +36,8 @@ class Held:
     num_batches: int  # drawn for it
     num_steps: int  # training steps in it
     num_contributed: int  # by its process: how far the schedule is that they come from
-    is_folded: bool  # False: it counts as an empty one
+    is_taken: bool  # False: it counts as an empty one
+    has_body: bool  # False: it is a report, and there is nothing to fold
     scale: float
     weight: float = 0.0
 
@@ -51,6 +53,7 @@ class Contributions:
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
         self._data = Data()
+        self._undecided: dict[int, tuple[Worker, Contributed, int]] = {}  # by rank, with the version it met
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
@@ -82,11 +85,16 @@ class Contributions:
             found += self._data.told(rank, event.base_version, *event.data)
         if event.num_steps is None:
             event.num_steps = policy.told_steps(rank)
-        contribution = Contribution(event.number, event.base_version, event.num_samples, event.num_steps, event.part)
+        contribution = Contribution(
+            event.number, event.base_version, event.num_samples, event.num_steps, event.part,
+            event.epoch, event.is_broken, event.has_body,
+        )  # fmt: skip
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity
         decisions = policy.contributed(rank, contribution, at)
-        if policy.num_counted[rank] > num_counted:
+        if decisions and isinstance(decisions[0], Wait):
+            self._undecided[rank] = worker, event, version
+        elif policy.num_counted[rank] > num_counted:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, identity, outcome, version))
             self._counted(worker, stats, event, identity, found)
@@ -113,7 +121,7 @@ class Contributions:
         num_steps = self._policy.local_steps if event.num_steps is None else event.num_steps
         self._held[rank] = Held(
             identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
-            worker.num_contributed, judged.is_taken, judged.scale,
+            worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
         )  # fmt: skip
         stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
         self._ended_at = event.at
@@ -122,7 +130,9 @@ class Contributions:
         if judged.is_clipped:
             stats.clipped += 1
             found.append(Log("debug", "clipped", {"rank": rank, "step": event.number, "reason": judged.what}))
-        if judged.is_taken:
+        if not event.has_body:
+            found.append(effects.Discard(identity, is_counted=True))
+        elif judged.is_taken:
             found.append(effects.Keep(identity))
         else:
             stats.skipped += 1
@@ -181,15 +191,22 @@ class Contributions:
                 held = self._held.pop(decision.rank)
                 held.weight = decision.weight
                 self._in_mean.append(held)
-                if held.is_folded:
+                if held.is_taken and held.has_body:
                     found.append(effects.Fold(held.identity, held.weight, held.scale))
             elif isinstance(decision, Commit):
                 self._commit(decision, found)
+            elif isinstance(decision, Accept):
+                worker, event, version = self._undecided.pop(decision.rank)
+                found.append(self._note(event, event.identity, "accepted", version))
+                self._counted(worker, self._roster.stats[worker.rank], event, event.identity, found)
+            elif isinstance(decision, Discard) and decision.rank in self._undecided:
+                _, event, version = self._undecided.pop(decision.rank)
+                found += [self._note(event, event.identity, "dropped", version), effects.Discard(event.identity)]
             elif isinstance(decision, Refuse):
-                worker = self._roster.workers.get(decision.rank)
-                if worker is not None:
+                refused = self._roster.workers.get(decision.rank)
+                if refused is not None:
                     error = refusal(Reason[decision.kind], decision.reason)
-                    found.append(effects.Refuse(decision.rank, worker.incarnation, error))
+                    found.append(effects.Refuse(decision.rank, refused.incarnation, error))
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self._policy
@@ -215,10 +232,10 @@ class Contributions:
             told_momentum = max(group.get("momentum", 0.0) for group in hyperparameters)
             if told_momentum:
                 found.append(self._less_momentum(told_momentum))
-        weights = ((held.identity.rank, held.weight if held.is_folded else 0.0) for held in in_mean)
+        weights = ((held.identity.rank, held.weight if held.is_taken else 0.0) for held in in_mean)
         found.append(effects.Commit(
             policy.version,
-            tuple([held.identity for held in in_mean if held.is_folded]),
+            tuple([held.identity for held in in_mean if held.is_taken]),
             policy.committed_by or (),
             hyperparameters,
             decision.lr_scale(weights) if decision.scales else 1.0,
@@ -249,14 +266,17 @@ class Contributions:
         elif self._started_at is None:
             self._started_at = at
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
+        has_weights = is_start or (policy.contribution != "report" and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
         steps_done = policy.steps_done(rank)
         found.append(effects.Answer(
             rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0), policy.version,
-            worker.wants_weights or name != "APPLIED", policy.next_local_steps(rank), steps_done,
+            has_weights, policy.next_local_steps(rank), steps_done,
             worker.staleness, held_s, num_workers, index,
             self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
             bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
+            policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
+            policy.has_newest_weights, policy.brings(rank),
         ))  # fmt: skip
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 

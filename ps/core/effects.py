@@ -183,6 +183,11 @@ class Answer(Fact):
     has_spare: bool = False  # a process that does not train evaluates
     is_evaluated: bool = False  # by this worker
     in_step: int = 0  # with START: contributions that count of the training step it goes on with
+    epoch: int = 0  # of workers that average among themselves:
+    group: tuple[int, ...] = ()  # with these ranks,
+    meeting: str = ""  # who meet here;
+    is_held: bool = True  # the server has this version's weights;
+    brings: bool = False  # the next report is to bring weights
 
 
 @dataclass(slots=True)

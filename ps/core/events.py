@@ -154,6 +154,7 @@ class Offered(OfAWorker):
     is_gathered: ClassVar[bool] = True
     model: str = ""
     optimizer: str = ""
+    meeting: str = ""  # where workers that average with it may meet
 
 
 @dataclass(slots=True)
@@ -185,6 +186,9 @@ class Contributed(OfAWorker):
     steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
     part: int = 0  # of a model that is stepped in parts, from 1
     residual: float = 0.0  # norm of what its worker's codec had kept back before it
+    epoch: int = 0  # of a report, which may come without a body, or say that there is no mean
+    is_broken: bool = False
+    has_body: bool = True
 
     @property
     def identity(self) -> Identity:

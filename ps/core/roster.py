@@ -40,6 +40,7 @@ class Worker:
     incarnation: int
     process: str = ""  # whose heartbeats count for it
     model: tuple[str, str] = ("", "")  # model and optimizer it has offered, on all shards
+    meeting: str = ""  # HOST:PORT where a group meets whose lowest rank it is
     is_resumed: bool = False  # goes on where it was: no START is due
     is_away: bool = False  # its stream is lost, its process is not; or it is on its way back
     is_finished: bool = False
@@ -60,6 +61,7 @@ class Worker:
         """The same process on a new stream."""
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
+        self.meeting = old.meeting
         self.evaluates = old.evaluates
         self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
 

@@ -199,7 +199,7 @@ class Run:
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
         """Every shard knows what it trains. The first one's model and optimizer are the run's."""
-        worker.model = (event.model, event.optimizer)
+        worker.model, worker.meeting = (event.model, event.optimizer), event.meeting
         if self.model != worker.model:
             if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
                 what = "model" if self.model[0] != event.model else "optimizer"
@@ -247,10 +247,19 @@ class Run:
         if self.policy.is_stopping:
             yield from self._expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
+        if not self.policy.members and not self.policy.has_newest_weights:
+            yield from self._fail(self._without_weights("all workers that had the newest are gone"))
+            return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
         yield Log("info", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
         yield from self._perform(decisions, at)
+
+    def _without_weights(self, what: str) -> ParamServerError:
+        return ParamServerError(
+            f"the weights of version {self.policy.version} are not here, and {what}",
+            fix="keep snapshots (--checkpoint-dir) to go on from; give the run as many --steps as its loops take",
+        )
 
     # ---- contributions --------------------------------------------------------------------
 
@@ -281,10 +290,13 @@ class Run:
         for effect in found:
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
+            elif isinstance(effect, effects.Answer) and effect.group[:1] == (effect.rank,):
+                effect.brings |= self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
             elif isinstance(effect, effects.End):  # nothing comes after it
                 found += self._close(effect.error or _stopping(), at)
                 break
-        if self.rhythm.is_kept and not self.is_closed and self.rhythm.is_due(self._min_steps_done, at):
+        may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
+        if may and self.rhythm.is_due(self._min_steps_done, at):
             found += self._take_snapshot(at)
         return found
 
@@ -455,6 +467,9 @@ class Run:
                 self.is_closed = True
                 yield effects.End(self.failure)
             return
+        if self.has_weights and not self.policy.has_newest_weights:
+            yield from self._fail(self._without_weights("the loops of all workers have ended"))
+            return
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
             # Once a worker has left, what it did cannot be done again.
             if not self.rhythm.is_writing:
@@ -482,7 +497,8 @@ class Run:
         self.is_closed = True
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
-        if self.has_weights and not self.rhythm.is_writing and self.rhythm.wants_last(self.policy.version):
+        has_newest = self.has_weights and self.policy.has_newest_weights
+        if has_newest and not self.rhythm.is_writing and self.rhythm.wants_last(self.policy.version):
             yield from self._take_snapshot(at)
 
     def _failed(self, event: events.Failed) -> Iterator[Effect]:

@@ -72,8 +72,9 @@ class Engine:
             policy.compensation,
         )
         self.folding = Folding(
-            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
-        )
+            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found)),
+            policy.contribution == "report",
+        )  # fmt: skip
         self.states = States()
         self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
@@ -232,11 +233,12 @@ class Engine:
         self.notify()
 
     def contributed(
-        self, event: events.Contributed, body: torch.Tensor, without: frozenset[str], rows: Sequence[Rows] = ()
+        self, event: events.Contributed, body: torch.Tensor | None, without: frozenset[str], rows: Sequence[Rows] = ()
     ) -> None:
         """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
-        parameters `without` a gradient are zeros in it."""
-        self.folding.stage(event.identity, body, without, rows, event.base_version)
+        parameters `without` a gradient are zeros in it. None: it is a report without one."""
+        if body is not None:
+            self.folding.stage(event.identity, body, without, rows, event.base_version)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

@@ -71,8 +71,11 @@ class Folding:
         tensors: TensorThread,
         answers_before_commit: bool,
         measured: Callable[[int, float], None] = lambda version, norm: None,
+        is_brought: bool = False,
     ) -> None:
-        """`measured` is told the norm of this shard's part of the mean that is to become a version."""
+        """`measured` is told the norm of this shard's part of the mean that is to become a version. `is_brought`:
+        whatever is folded is all of what the workers have."""
+        self._is_brought = is_brought
         self._model = model
         self._tensors = tensors
         self._answers_before_commit = answers_before_commit
@@ -163,9 +166,10 @@ class Folding:
             self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
             self._without = None
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
+        num_live = 1 if self._is_brought else len(commit.members)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         work = partial(
-            store.commit, len(commit.members), commit.members[0] if commit.members else 0, told,
+            store.commit, num_live, commit.members[0] if commit.members else 0, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
             momentum_among=commit.momentum_among,
         )  # fmt: skip

@@ -20,6 +20,8 @@ def make_policy(config: Config) -> Policy:
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
+    if MODES.load(run.mode).contribution == "report":
+        _check_reports(config)
     codec = "raw" if config.worker.codec == AUTO else config.worker.codec
     _check_codecs(run.mode, codec, config.worker.answer_codec)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
@@ -32,6 +34,19 @@ def make_policy(config: Config) -> Policy:
             fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
         )
     return made
+
+
+def _check_reports(config: Config) -> None:
+    """What stands between workers and server means nothing where no gradients pass it; UsageError."""
+    worker, mode = config.worker, config.run.mode
+    for name, value, none in (
+        ("store.polyak", config.store.polyak, None),
+        ("worker.codec", worker.codec, "raw"),
+        ("worker.answer_codec", worker.answer_codec, "raw"),
+    ):
+        if value != none:
+            told = f"{name} is {value}, and workers of mode {mode} average among themselves"
+            raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
 
 
 def _check_codecs(mode: str, up: str, down: str) -> None:

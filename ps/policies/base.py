@@ -60,7 +60,8 @@ class Policy(ABC):
     rules: ClassVar[tuple[type[Rule], ...]] = ()
     # What workers send. The server runs their optimizer on gradients, averages weights, and runs its own (`outer`)
     # on deltas: the weights that local steps began from minus those they led to.
-    contribution: ClassVar[Literal["gradient", "weights", "delta"]] = "gradient"
+    # Of a report workers have averaged gradients themselves, and run their own optimizers: it may bring weights.
+    contribution: ClassVar[Literal["gradient", "weights", "delta", "report"]] = "gradient"
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
@@ -104,6 +105,8 @@ class Policy(ABC):
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting = Waiting()
         self._needed = self._num_needed()
+        self.epoch = 0  # of workers that average among themselves: grows with each group,
+        self.group: tuple[int, ...] = ()  # whose members these are
 
     @classmethod
     def told(cls, options: Any) -> str:
@@ -317,6 +320,15 @@ class Policy(ABC):
         """Versions between the weights a contribution was computed on and those it is about to meet."""
         behind = self.version - contribution.base_version
         return behind if behind > 0 else 0
+
+    @property
+    def has_newest_weights(self) -> bool:
+        """The server has the weights of the newest version."""
+        return True
+
+    def brings(self, rank: int) -> bool:
+        """The next report of this worker is to bring weights."""
+        return False
 
     def upload_position(self, rank: int) -> int:
         """How many contributions are folded before this worker's; uploads are staged in this order."""

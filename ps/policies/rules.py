@@ -8,11 +8,13 @@ named in `Policy.rules`. Each question is answered with a sentence where the rul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Rule:
     """One rule; `start` has the fields of the history's start line, `options` what the mode's own were in that run."""
+
+    begins_late: ClassVar[bool] = False  # who is new may wait for its START while those it began with go on, or go
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.start = start
@@ -47,6 +49,12 @@ class RoundRule(Rule):
         if not missing or may_lack:
             return None
         return f"version {version} was made without the live rank {', '.join(map(str, missing))}"
+
+
+class GroupRule(RoundRule):
+    """A version is one contribution of every member of a group, which a worker is in from the next round on."""
+
+    begins_late = True
 
 
 class SingleRule(Rule):

@@ -175,6 +175,10 @@ def answer_message(
         answer.batches = said.num_batches
     if segment is not None:
         answer.segment.CopyFrom(segment)
+    if said.epoch:
+        answer.bring = said.brings
+        answer.group.epoch, answer.group.meeting, answer.group.held = said.epoch, said.meeting, said.is_held
+        answer.group.members.extend(said.group)
     return message
 
 

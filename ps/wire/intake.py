@@ -21,7 +21,7 @@ from ...common.wire.frames import CHUNK_BYTES, Frame, parse
 from ...common.wire.protocol import check_header, hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
-from ..core.judgement import Judgement
+from ..core.judgement import SOUND, Judgement
 from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..tensors.staging import Body
@@ -91,6 +91,9 @@ class Intake:
                         self._engine.offer(events.Repeated(*self._peer.seat, header.step))
                         return facts
                     self._check_facts(header)
+                    if self._is_bare(header):
+                        self._hand_over(header, None, SOUND)
+                        return facts
                     if header.continues:
                         upload = self._continued(header, upload)
                     elif upload is None and len(facts.data) == header.body_bytes:
@@ -211,6 +214,10 @@ class Intake:
             return False
         check_header(header)
         self._check_facts(header)
+        if self._is_bare(header):
+            self._stream.num_received += len(raw)
+            self._hand_over(header, None, SOUND)
+            return True
         store, codec = self._check(header)
         body = self._engine.model.staging.try_borrow(self._position) if codec.is_identity else None
         if body is None:
@@ -218,6 +225,13 @@ class Intake:
         self._stream.num_received += len(raw)
         self._take_raw(received, store, body)
         return True
+
+    def _is_bare(self, header: pb.Contribution) -> bool:
+        """A report without a body."""
+        model, policy = self._engine.model, self._engine.run.policy
+        if not header.epoch and policy.contribution == "report":
+            raise refusal(Reason.BAD_REQUEST, f"rank {self._peer.rank} reports, and does not say of which epoch")
+        return not header.body_bytes and model.has_weights and policy.contribution == "report"
 
     def _check_facts(self, header: pb.Contribution) -> None:
         if self._lane.reading is not None:
@@ -267,7 +281,9 @@ class Intake:
         self._peer.traffic.codec = codec.name
         return store, codec
 
-    def _hand_over(self, header: pb.Contribution, body: Body, judgement: Judgement, looked_s: float = 0.0) -> None:
+    def _hand_over(
+        self, header: pb.Contribution, body: Body | None, judgement: Judgement, looked_s: float = 0.0
+    ) -> None:
         """A whole contribution: let the run have it."""
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
@@ -307,6 +323,9 @@ class Intake:
             steps=header.data.steps,
             part=header.part,
             residual=header.residual,
+            epoch=header.epoch,
+            is_broken=header.broken,
+            has_body=body is not None,
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}

@@ -34,7 +34,12 @@ log = get_logger()
 
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
-_KINDS = {"gradient": pb.RunSettings.GRADIENT, "weights": pb.RunSettings.WEIGHTS, "delta": pb.RunSettings.DELTA}
+_KINDS = {
+    "gradient": pb.RunSettings.GRADIENT,
+    "weights": pb.RunSettings.WEIGHTS,
+    "delta": pb.RunSettings.DELTA,
+    "report": pb.RunSettings.REPORT,
+}
 _ENDED_S = 1.0  # within which the old stream of a process that is back is over
 _MAX_REASON = 300  # characters
 
@@ -169,6 +174,11 @@ class Joining:
             sends = "deltas (RunSettings.DELTA), which this worker does not say that it sends"
             fix = "install the same version of paramserver on both"
             raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
+        if engine.run.policy.contribution == "report" and not offered.meeting:
+            told = (
+                f"workers of mode {self._config.run.mode} average among themselves, and this one says no Model.meeting"
+            )
+            raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
         layout, optimizer = await _read_model(offered)
         why_no_better = offered.lane_reason[:_MAX_REASON]
         if offered.HasField("segment"):
@@ -188,7 +198,7 @@ class Joining:
         peer.takes_frames = lane.as_frames
         peer.traffic.lane, peer.traffic.lane_reason = lane.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
-        engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer)))
+        engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.meeting[:_MAX_REASON]))
         return lane
 
 

@@ -197,7 +197,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
             "task: {name: xor}\nrun: {mode: xor}\n",
             2,
             "unknown mode 'xor'",
-            "known: async, async_diloco, buffered, diloco, dssp, localsgd, ssp, sync",
+            "known: allreduce, async, async_diloco, buffered, diloco, dssp, localsgd, ssp, sync",
         ),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
         ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),

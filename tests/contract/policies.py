@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Common, Contribution, Discard, Fold, Outcome, Policy, Refuse
+from paramserver.ps.policies.shared.decisions import Accept, Wait
 
 ALL_MODES = MODES.names()
 MAX_RANK = 5
@@ -41,6 +42,7 @@ class Worker:
     is_repeat: bool = False
     is_away: bool = False  # its connection is lost, and its answer with it
     counts_for_nothing: bool = False  # the unanswered contribution was dropped or rejected: it may be sent again
+    epoch: int = 0  # that it was told last
     was_admitted_before_return: bool = False  # since its last answer somebody slower came back
 
 
@@ -53,6 +55,7 @@ class ModelStore:
     live: dict[int, Worker] = field(default_factory=dict)
     staged: dict[int, tuple[int, int]] = field(default_factory=dict)
     weights: dict[tuple[int, int], float] = field(default_factory=dict)  # announced with the contribution
+    undecided: set[int] = field(default_factory=set)  # ranks: whether what they have staged counts is not said yet
     in_mean: list[tuple[int, int]] = field(default_factory=list)
     accepted: Counter[tuple[int, int]] = field(default_factory=Counter)
     folded: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -78,6 +81,7 @@ class ModelStore:
     def carry_out(self, decisions: list[Any], event_rank: int | None) -> None:
         discarded = False
         answered: set[int] = set()
+        accepted_now: set[int] = set()
         for decision in decisions:
             match decision:
                 case Fold(rank, weight):
@@ -89,6 +93,17 @@ class ModelStore:
                     assert weight == self.weights[contribution] or self.policy.may_scale
                     self.folded[contribution] += 1
                     self.in_mean.append(contribution)
+                case Discard(rank) if rank in self.undecided:
+                    self.forget(rank)
+                case Wait(rank):
+                    assert rank == event_rank and rank in self.staged
+                    self.undecided.add(rank)
+                case Accept(rank):
+                    self.undecided.remove(rank)
+                    self.accepted[self.staged[rank]] += 1
+                    self.live[rank].step += 1
+                    self.live[rank].counts_for_nothing = False
+                    accepted_now.add(rank)
                 case Discard(rank):
                     assert rank == event_rank, "only the contribution of the event may be discarded"
                     assert rank in self.staged, f"discard of rank {rank}, which has nothing staged"
@@ -103,6 +118,7 @@ class ModelStore:
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)
                     assert sorted(ranks) == folded, "commit names other ranks than were folded"
+                    assert accepted_now in (set(), set(ranks)), "a part of those that waited"
                     self.committed.update(self.in_mean)
                     self.in_mean = []
                     self.version += 1
@@ -119,6 +135,12 @@ class ModelStore:
                     assert discarded, "a refused contribution stays staged"
                 case _:
                     raise AssertionError(f"unknown decision {decision!r}")
+
+    def forget(self, rank: int) -> None:
+        """What it has staged counts for nothing."""
+        if rank in self.undecided:
+            self.undecided.remove(rank)
+            del self.staged[rank]
 
     def _answer(self, worker: Worker, outcome: Outcome) -> None:
         assert worker.state == "waiting", f"answer to rank {worker.rank}, which is {worker.state}"
@@ -150,7 +172,7 @@ class ModelStore:
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
-        worker.counts_for_nothing = False
+        worker.counts_for_nothing, worker.epoch = False, self.policy.epoch
         assert self.policy.num_counted[worker.rank] == worker.step
 
     def _may_be_answered(self, key: tuple[int, int] | None) -> bool:
@@ -168,6 +190,7 @@ class World:
         self.common = self.policy.common
         self.store = ModelStore(self.policy, self.common)
         self.now = 100.0
+        self.says_epochs = True  # False: workers report of whichever is the newest
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
         self.last_steps: dict[int, int] = {}
@@ -203,13 +226,18 @@ class World:
 
     def leave(self, rank: int) -> None:
         worker = self.store.live.pop(rank, None)
+        self.store.forget(rank)
         decisions = self.event("left", rank)
         assert worker is not None or decisions == []
 
-    def contribute(self, rank: int, num_samples: int = 1, base_version: int | None = None) -> None:
+    def contribute(
+        self, rank: int, num_samples: int = 1, base_version: int | None = None, is_broken: bool = False
+    ) -> None:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
-        contribution = Contribution(worker.step + 1, base, num_samples)
+        contribution = Contribution(
+            worker.step + 1, base, num_samples, epoch=worker.epoch * self.says_epochs, is_broken=is_broken
+        )
         key = (rank, contribution.number)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
         self.store.staged[rank] = key
@@ -227,6 +255,8 @@ class World:
         self.events.append(("contributed", (rank, contribution, self.now)))
         self.decided.append(decisions)
         grown = self.policy.num_counted[rank] - before
+        if Wait(rank) in decisions:
+            worker.counts_for_nothing, grown = True, 0
         assert grown in (0, 1)
         if grown:
             self.store.accepted[key] += 1
@@ -237,13 +267,15 @@ class World:
             if bound is not None and not worker.was_admitted_before_return:
                 assert self.store.lead(rank) <= bound + 1 - self.common.pipelined
         else:
-            assert Discard(rank) in decisions, "neither accepted nor discarded"
+            assert Discard(rank) in decisions or Wait(rank) in decisions, "neither accepted nor discarded"
         worker.counts_for_nothing = not grown
         self.store.carry_out(decisions, rank)
+        self.last_steps.update({one.rank: one.step for one in self.store.live.values()})
         self.check()
 
     def repeat(self, rank: int) -> None:
         worker = self.store.live[rank]
+        self.store.forget(rank)
         held_back = self.store.staged.pop(rank, None)  # the original, where it waits to be folded
         self.store.staged[rank] = (rank, worker.step)
         worker.unanswered = replace(Contribution(worker.step, worker.base_version), num_samples=99)
@@ -286,6 +318,7 @@ class World:
     def disconnect(self, rank: int) -> None:
         """Its connection is lost; it is a member still."""
         self.store.live[rank].is_away = True
+        self.store.forget(rank)
         self.policy.disconnected(rank)
         self.events.append(("disconnected", (rank,)))
         self.decided.append(None)
@@ -320,7 +353,8 @@ class World:
             assert policy.upload_position(rank) >= 0
         live = policy.members or policy.num_counted
         assert policy.min_steps_done == min(map(policy.steps_done, live), default=0)
-        uncommitted = Counter(rank for rank, _ in [*store.staged.values(), *store.in_mean])
+        staged = [one for rank, one in store.staged.items() if rank not in store.undecided]
+        uncommitted = Counter(rank for rank, _ in [*staged, *store.in_mean])
         assert policy.num_committed() == {rank: n - uncommitted[rank] for rank, n in policy.num_counted.items()}
         for state in (policy.saved_state(), policy.full_state()):
             assert json.loads(json.dumps(state)) == state
@@ -330,7 +364,7 @@ class World:
         assert all(reasons.values())
         assert (policy.waiting_reason(0.0) != "") >= (bool(store.live) and waiting == set(store.live))
         # Whatever was accepted lies in memory, in the mean, or in a version; nowhere twice.
-        places = Counter([*store.staged.values(), *store.in_mean, *store.committed])
+        places = Counter([*staged, *store.in_mean, *store.committed])
         assert places == Counter(store.accepted)
         self.check_nobody_is_stuck(waiting)
 

@@ -52,6 +52,12 @@ class PolicyMachine(RuleBasedStateMachine):
         computing = self.ranks("computing")
         self.world.contribute(computing[pick % len(computing)], num_samples)
 
+    @precondition(lambda self: self.ranks("computing") and self.world.policy.contribution == "report")
+    @rule(pick=st.integers(0, 20), is_broken=st.booleans())
+    def reports(self, pick: int, is_broken: bool) -> None:
+        computing = self.ranks("computing")
+        self.world.contribute(computing[pick % len(computing)], is_broken=is_broken)
+
     @precondition(lambda self: self.ranks("computing"))
     @rule(pick=st.integers(0, 20), ahead=st.integers(1, 3))
     def contributes_on_a_version_that_never_was(self, pick: int, ahead: int) -> None:

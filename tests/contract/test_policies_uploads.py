@@ -85,7 +85,7 @@ class Uploads:
         self.pool.look_again()
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if mode != "allreduce"])  # there only one uploads
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObject) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
+from paramserver.ps.policies.shared.decisions import Accept, Wait
 from paramserver.tests.drills.histories import Line
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -32,6 +33,7 @@ class Simulation:
         self.contributed: set[int] = set()  # have contributed since they were let in
         self.held: dict[int, int] = {}  # live ranks that compute, and the version they compute on
         self.unanswered: set[int] = set()
+        self.undecided: dict[int, Line] = {}  # by rank: what is noted of a report when it is decided
         self.server_incarnation = 0
         self.start()
 
@@ -44,7 +46,7 @@ class Simulation:
         version, steps = self.snapshots[-1] if self.snapshots else (0, {})
         if self.snapshots:
             self.policy.restore(version, steps, {})
-        self.held, self.unanswered, self.being_written, self.seated = {}, set(), [], set()
+        self.held, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
         self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
@@ -73,6 +75,7 @@ class Simulation:
     def leave(self, rank: int, how: str = "closed") -> None:
         self.write("leave", rank=rank, incarnation=self.incarnations[rank], how=how)
         self.held.pop(rank, None)
+        self.undecided.pop(rank, None)
         self.unanswered.discard(rank)
         self.seated.discard(rank)
         self.perform(self.policy.left(rank, 0.0))
@@ -83,7 +86,9 @@ class Simulation:
         self.write("join", **self.place(rank), resumed=True)
         self.policy.disconnected(rank)
         was_lost = rank in self.held and self.chance.random() < 0.5
-        if rank in self.contributed and (was_lost or rank in self.unanswered):
+        if (undecided := self.undecided.pop(rank, None)) is not None:
+            self.contribute(rank, undecided["step"], undecided["base_version"])
+        elif rank in self.contributed and (was_lost or rank in self.unanswered):
             self.contribute(rank, self.policy.num_counted[rank], self.policy.version)
         elif rank in self.unanswered:  # it was never told where to start
             self.leave(rank, "replaced")
@@ -96,29 +101,40 @@ class Simulation:
         decisions = self.policy.contributed(rank, Contribution(step, base_version), 0.0)
         discarded = any(isinstance(decision, Discard) for decision in decisions)
         refused = any(isinstance(decision, Refuse) for decision in decisions)
+        noted = {
+            "rank": rank, "incarnation": self.incarnations[rank], "step": step, "base_version": base_version,
+            "version": version,
+        }  # fmt: skip
         outcome = (
             "refused" if refused else "accepted" if not discarded else "repeated" if step == counted else "dropped"
         )
-        self.write(
-            "accept", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version,
-            version=version, outcome=outcome,
-        )  # fmt: skip
-        if outcome == "accepted":
+        if Wait(rank) in decisions:
+            self.undecided[rank] = noted
+        else:
+            self.write("accept", **noted, outcome=outcome)
+        if outcome == "accepted" and Wait(rank) not in decisions:
             self.open.append([rank, self.incarnations[rank], step])
         if not refused:
             self.held.pop(rank, None)
             self.unanswered.add(rank)
-            self.contributed.add(rank)
+            if rank not in self.undecided:
+                self.contributed.add(rank)
         self.perform(decisions)
 
     def perform(self, decisions: list[Any]) -> None:
         for decision in decisions:
             match decision:
+                case Accept(rank):
+                    noted = self.undecided.pop(rank)
+                    self.write("accept", **noted, outcome="accepted")
+                    self.contributed.add(rank)
+                    self.open.append([rank, noted["incarnation"], noted["step"]])
+                case Discard(rank) if rank in self.undecided:
+                    self.write("accept", **self.undecided.pop(rank), outcome="dropped")
                 case Commit(ranks):
-                    self.write(
-                        "commit", version=self.policy.version, members=sorted(self.policy.members),
-                        contributions=[self.taken(rank) for rank in ranks],
-                    )  # fmt: skip
+                    members = sorted(self.policy.committed_by or self.policy.members)
+                    taken = [self.taken(rank) for rank in ranks]
+                    self.write("commit", version=self.policy.version, members=members, contributions=taken)
                 case Answer(rank, outcome):
                     place = {"rank": rank, "incarnation": self.incarnations[rank]}
                     told: Line = {

@@ -6,6 +6,7 @@
 
     join w0            -> what the policy decides, in its own words
     contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
+    contribute w0 s1 broken         a report of the epoch it was told last, which came to nothing (allreduce)
     contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; pipelined, gradients are on
                                     the version given one answer earlier
     reject w0          -> rank 0 sends a contribution that cannot be used
@@ -30,7 +31,8 @@ import yaml
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome, Policy, Refuse
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome, Policy, Refuse, names
+from paramserver.ps.policies.shared.decisions import Accept, Wait
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 _NAMES = {
@@ -40,7 +42,7 @@ _NAMES = {
     Outcome.DROPPED: " (dropped: nothing folded)",
     Outcome.REJECTED: " (rejected: nothing folded)",
 }
-_CONTRIBUTE = re.compile(r"contribute w(\d+) s(\d+)(?: on v(\d+))?(?: x(\d+))?")
+_CONTRIBUTE = re.compile(r"contribute w(\d+) s(\d+)(?: on v(\d+))?(?: of e(\d+))?(?: x(\d+))?( broken)?")
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Teller:
     now: float = 0.0
     bases: dict[int, int] = field(default_factory=dict)  # version of the next contribution
     held: dict[int, int] = field(default_factory=dict)  # version of the weights in the worker's model
+    epochs: dict[int, int] = field(default_factory=dict)  # that they were told last
     staleness: dict[int, int] = field(default_factory=dict)  # of the last contribution
     folded: list[str] = field(default_factory=list)  # since the last commit, in the order of folding
 
@@ -58,7 +61,8 @@ class Teller:
         if match := _CONTRIBUTE.fullmatch(event):
             rank, step = int(match[1]), int(match[2])
             base = int(match[3]) if match[3] else self.bases.get(rank, 0)
-            contribution = Contribution(step, base, int(match[4] or 1))
+            epoch = int(match[4]) if match[4] else self.epochs.get(rank, 0)
+            contribution = Contribution(step, base, int(match[5] or 1), epoch=epoch, is_broken=bool(match[6]))
             self.staleness[rank] = self.policy.staleness(rank, contribution)
             return self._say(self.policy.contributed(rank, contribution, self.now), rank)
         if match := re.fullmatch(r"(join|left) w(\d+)", event):
@@ -96,7 +100,7 @@ class Teller:
                     answers.setdefault(self._going_on(answered) + _NAMES[outcome], []).append(answered)
                 case Refuse(refused, kind, reason):
                     said.append(f"refuse w{refused} {kind} ({reason})")
-                case Discard():
+                case Discard() | Wait() | Accept():
                     pass  # the answer or refusal says so
         said += [f"answer {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in answers.items()]
         if rank is not None and (reason := self.policy.waiting(self.now).get(rank)) is not None:
@@ -108,7 +112,7 @@ class Teller:
         policy = self.policy
         is_computed = policy.common.pipelined and policy.contribution == "gradient" and outcome != Outcome.START
         self.bases[rank] = self.held[rank] if is_computed else policy.version
-        self.held[rank] = policy.version
+        self.held[rank], self.epochs[rank] = policy.version, policy.epoch
 
     def _going_on(self, rank: int) -> str:
         steps = self.policy.next_local_steps(rank)
@@ -117,7 +121,7 @@ class Teller:
         elif self.policy.local_steps > 1:
             how = f", {steps} local step{'s' if steps > 1 else ''}"
         else:
-            how = ""
+            how = f", epoch {self.policy.epoch} of {names(self.policy.group)}" if self.policy.group else ""
         return f"version {self.policy.version}{how}"
 
 

@@ -45,6 +45,7 @@ from .messages import (
     Begun,
     Final,
     Goodbye,
+    Group,
     Settings,
     Welcome,
     Work,
@@ -83,9 +84,16 @@ class Exchange:
         self._last_transfer_s = 0.0
         self._passed: list[Passed] = []  # with the newest contribution
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
+        self.meeting = ""  # where members of a group may meet, of workers that average among themselves
+        self.group = Group()  # with whom, from here on;
+        self.brings = False  # whether the next report is to have the weights
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
+
+    @property
+    def server(self) -> str:
+        return self._config.server
 
     def _shard(self, number: int, address: str) -> Shard:
         client = Client(address, self._credentials, self._limit)
@@ -163,7 +171,7 @@ class Exchange:
                     shard.join(self._join_message(self._welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
-            shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution)
+            shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution, self.meeting)
         log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
         if self.auto is not None:
             self.auto.joined(
@@ -384,6 +392,7 @@ class Exchange:
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, brings_weights(answer))
         self.progress.total_steps = answer.steps or self.progress.total_steps
         self.progress.has_spare = answer.spare
+        self.group, self.brings = answer.group, answer.bring
         self.measured.clear()
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is

@@ -25,6 +25,7 @@ from ..tensors.transfer import Source
 Welcome = pb.Welcome
 Answer = pb.Answer
 Final = pb.Final
+Group = pb.Group
 Held = pb.Held
 Waiting = pb.Waiting
 State = pb.State
@@ -90,6 +91,8 @@ class Work(NamedTuple):
     # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
     order: tuple[int, ...] = ()
     residual: float = 0.0  # norm of what the codec has kept back
+    epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
+    is_broken: bool = False
 
 
 class Goodbye(NamedTuple):
@@ -153,7 +156,7 @@ def initial_weights_frames(pieces: list[memoryview]) -> Iterator[bytes]:
 
 def brings_weights(answer: pb.Answer) -> bool:
     """Also such as the worker has already, as its reference."""
-    return answer.body_bytes > 0 or answer.reference > 0
+    return answer.body_bytes > 0 or answer.reference > 0 or answer.HasField("group")
 
 
 def read_news(answer: pb.Answer) -> News | None:
@@ -184,6 +187,8 @@ def contribution(
     if work.residual:
         header.residual = work.residual
     header.reference = reference
+    if work.epoch:
+        header.epoch, header.broken, header.wants_weights = work.epoch, work.is_broken, False
     if work.hyperparameters:
         header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
     if work.num_batches is not None:
@@ -238,6 +243,7 @@ _SOURCES: dict[int, Source] = {
     pb.RunSettings.GRADIENT: "gradient",
     pb.RunSettings.WEIGHTS: "weights",
     pb.RunSettings.DELTA: "delta",
+    pb.RunSettings.REPORT: "report",
 }
 
 

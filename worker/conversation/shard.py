@@ -120,10 +120,10 @@ class Shard:
         self.model, self.transfer = model, make_transfer(model)
         self.up.transfer = self.down.transfer = self.transfer
 
-    def offer(self, whole: Layout, optimizer: OptimizerSpec, kind: ContributionKind) -> None:
+    def offer(self, whole: Layout, optimizer: OptimizerSpec, kind: ContributionKind, meeting: str = "") -> None:
         """Say what this worker trains and contributes (as RunSettings has it), and agree on the lane."""
         model = model_message(whole, optimizer, self._config.answer_codec)
-        model.contribution = kind
+        model.contribution, model.meeting = kind, meeting
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
         model.lane_reason = self.lanes.reason

@@ -95,6 +95,9 @@ class Up:
 
     def contribute(self, announce: Announce, source: Source) -> None:
         """Send it; one that was not answered before is sent again as it was, or what of it has not come."""
+        if source == "report":
+            self._send([frame(announce(0, "raw", False))])
+            return
         rest: list[int] | None = None
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]

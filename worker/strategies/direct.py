@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,6 +52,9 @@ class Direct:
         self._exchange.start(model, optimizer)
         if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._early = EarlySender(self._exchange, model)
+
+    def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        """The worker's own optimizer is here, and what steps it."""
 
     def begun(self) -> Begun | None:
         """How this process is to begin: said with the newest START."""

@@ -11,11 +11,12 @@ fails closes its group at once, for a member that waits for it and not for the d
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from ...common.errors import UnreachableError, UsageError
 
 _MEET_S = 10.0  # for all members of an epoch to come together
+# For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
+_TIMEOUT_S = 30.0
 
 
 class Epoch(NamedTuple):
@@ -31,6 +34,7 @@ class Epoch(NamedTuple):
     number: int  # grows
     members: tuple[int, ...]  # ranks, ascending
     store: tuple[str, int]  # host and port, of the lowest's `Meeting`
+    name: str = ""  # that no other epoch has, of all that have met there
 
 
 class Broken(Exception):
@@ -48,27 +52,33 @@ class Meeting:
 class Group:
     """The members of one epoch, as one of them sees it. Used by one thread; `average` blocks."""
 
-    def __init__(self, epoch: Epoch, rank: int, timeout_s: float = 60.0, meet_s: float = _MEET_S) -> None:
-        """Blocks until all members are there. Broken when one does not come within `meet_s` (which ones: in the
-        sentence); UnreachableError when the store cannot be reached; UsageError without the backend."""
+    def __init__(
+        self, epoch: Epoch, rank: int, timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S, host: str = "127.0.0.1"
+    ) -> None:
+        """`host`: an address of this machine that members reach. Blocks until all members are there. Broken when one
+        does not come within `meet_s` (which ones: in the sentence); UnreachableError when the store cannot be reached;
+        UsageError without the backend."""
         if not (dist.is_available() and dist.is_gloo_available()):
             told = f"rank {rank} cannot average with the others: its torch {torch.__version__} is without Gloo"
             raise UsageError(told, fix="install a torch with distributed support, or --mode sync")
-        self.epoch, self._index = epoch, epoch.members.index(rank)
-        host, port = epoch.store
+        self.epoch, self.index = epoch, epoch.members.index(rank)
+        store_host, port = epoch.store
         meet = timedelta(seconds=meet_s)
         try:
-            client = dist.TCPStore(host, port, is_master=False, timeout=meet)
+            client = dist.TCPStore(store_host, port, is_master=False, timeout=meet)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            told = f"rank {rank} cannot reach the group of rank {epoch.members[0]} at {host}:{port}"
+            told = f"rank {rank} cannot reach the group of rank {epoch.members[0]} at {store_host}:{port}"
             raise UnreachableError(
                 f"{told} within {meet_s:g} s: {str(error).splitlines()[0]}",
                 fix="let workers reach each other's ports, or --mode sync, where they need the server's only",
             ) from None
-        store = dist.PrefixStore(f"epoch/{epoch.number}", client)
+        store = dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
         self._come(store, rank, meet_s)
         try:
-            self._group = dist.ProcessGroupGloo(store, self._index, len(epoch.members), timedelta(seconds=timeout_s))
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupGloo(store, self.index, len(epoch.members), options)
         except RuntimeError as error:
             raise Broken(f"epoch {epoch.number}: {_first_line(error)}") from None
 
@@ -90,14 +100,19 @@ class Group:
             told = f"epoch {self.epoch.number}: rank {named} did not come to {_address(self.epoch)} in {meet_s:g} s"
             raise Broken(told)
 
-    def average(self, tensors: Sequence[torch.Tensor | None], num_samples: int) -> list[torch.Tensor | None]:
+    def average(
+        self, tensors: Sequence[torch.Tensor | None], num_samples: int, word: int = 0
+    ) -> list[torch.Tensor | None]:
         """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
         for who has none while others do. Integers are those of the lowest rank. The tensors given stay as they are.
 
-        All members give tensors of the same shapes and dtypes, in the same order. Broken when the group is over.
+        All members give tensors of the same shapes and dtypes, in the same order. Each says a `word`, of which `words`
+        has all afterwards, by index. Broken when the group is over.
         """
-        told = torch.tensor([num_samples, *(one is not None for one in tensors)], dtype=torch.int64)
+        words = [word if index == self.index else 0 for index in range(len(self.epoch.members))]
+        told = torch.tensor([num_samples, *(one is not None for one in tensors), *words], dtype=torch.int64)
         self._sum(told)
+        self.words, told = told[len(tensors) + 1 :].tolist(), told[: len(tensors) + 1]
         share = num_samples / int(told[0])
         held = [index for index, count in enumerate(told[1:].tolist()) if count]
         shapes = self._shapes(tensors, held)
@@ -110,7 +125,7 @@ class Group:
             parts = list(flat.split([shapes[index].numel() for index in indices]))
             for index, part in zip(indices, parts, strict=True):
                 mine = tensors[index]
-                if mine is None or not (dtype.is_floating_point or self._index == 0):
+                if mine is None or not (dtype.is_floating_point or self.index == 0):
                     continue
                 part.copy_(mine.detach().reshape(-1))
                 if dtype.is_floating_point:
@@ -125,12 +140,32 @@ class Group:
         given = ((index, tensors[index]) for index in held)
         return {index: self.like[index] if one is None else one for index, one in given}
 
+    words: Sequence[int] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
 
+    def told(self, number: int) -> list[int]:
+        """What each member says, by its index."""
+        said = torch.zeros(len(self.epoch.members), dtype=torch.int64)
+        said[self.index] = number
+        self._sum(said)
+        return said.tolist()
+
+    def give(self, body: bytes | None, giver: int) -> bytes:
+        """What the member of this index has, to all."""
+        num_bytes = self.told(len(body) if body is not None else 0)[giver]
+        given = torch.empty(num_bytes, dtype=torch.uint8)
+        if body is not None:
+            given = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        self._wait(lambda: self._group.broadcast([given], _from(giver)))  # type: ignore[attr-defined]
+        return given.numpy().tobytes()
+
     def _sum(self, tensor: torch.Tensor) -> None:
+        self._wait(lambda: self._group.allreduce([tensor]))  # type: ignore[attr-defined]
+
+    def _wait(self, collective: Callable[[], Any]) -> None:
         try:
-            self._group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
+            collective().wait()
+        except (RuntimeError, AttributeError) as error:  # the second: it was closed meanwhile
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {_first_line(error)}") from None
 
@@ -139,6 +174,21 @@ class Group:
         if hasattr(self, "_group"):
             self._group.abort()
             del self._group
+
+
+def own_address(server: str) -> str:
+    """Of this machine, as it is seen on the way to the server (HOST:PORT); nothing is sent."""
+    host, _, port = server.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(found[0], socket.SOCK_DGRAM) as asking:
+        asking.connect(found[4])
+        return str(asking.getsockname()[0])
+
+
+def _from(giver: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = giver
+    return options
 
 
 def _first_line(error: Exception) -> str:

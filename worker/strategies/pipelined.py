@@ -168,4 +168,8 @@ class Pipelined(Direct):
 
 def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> Direct:
     """The one the run's settings ask for; for the others see Direct."""
+    if exchange.settings.source == "report":
+        from .equals import Equals  # loads torch.distributed
+
+        return Equals(exchange)
     return Pipelined(exchange) if exchange.settings.pipelined else Direct(exchange, may_send_early, may_come_late)

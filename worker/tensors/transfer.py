@@ -27,7 +27,7 @@ _PLACED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
-Source = Literal["gradient", "weights", "delta"]
+Source = Literal["gradient", "weights", "delta", "report"]  # the last has no body
 Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 

@@ -115,17 +115,20 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """What of a step is done here; returns the closure's loss."""
-        if self._steps_here:
-            self._is_stepping = True
-            try:
-                return self.inner.step(closure)
-            finally:
-                self._is_stepping = False
+        if self._steps_here and self._steps.strategy.source != "report":  # there when all have the mean
+            return self.step_inner(closure)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
+
+    def step_inner(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._is_stepping = True
+        try:
+            return self.inner.step(closure)
+        finally:
+            self._is_stepping = False
 
     def hyperparameters(self) -> list[Hyperparameters]:
         """Of every group; worked out anew only when a value has changed, which schedulers do now and then."""

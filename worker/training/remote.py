@@ -95,7 +95,9 @@ class RemoteSession(Session):
     def _join(self, model: nn.Module, inner: list[torch.optim.Optimizer]) -> tuple[ExchangeOptimizer, ...]:
         if self._steps is not None:
             raise second_optimizer()
-        if self._strategy.source == "gradient":
+        if self._strategy.source == "report":
+            check_alone(self.settings.mode, len(inner), self._config)
+        if self._strategy.source in ("gradient", "report"):
             _check_forward(model)
         tensors = ModelTensors(model, (one for part in inner for group in part.param_groups for one in group["params"]))
         described = replace(
@@ -112,7 +114,9 @@ class RemoteSession(Session):
         self.evaluation.run = lambda: self._evaluate(model)
         for table in self._tables:
             table.follow(inner[0])
-        return tuple(ExchangeOptimizer(one, self._steps) for one in inner)
+        found = tuple(ExchangeOptimizer(one, self._steps) for one in inner)
+        self._strategy.ready(inner[0], found[0].step_inner)
+        return found
 
     def _check_codecs(self, described: OptimizerSpec) -> None:
         """Raises UsageError for such as the mode or the optimizer cannot have; they are no candidates of auto's."""
@@ -233,6 +237,16 @@ class RemoteSession(Session):
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         self._close(ending_of(error))
+
+
+def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
+    """What workers that average among themselves cannot do; UsageError."""
+    fix = "use --mode sync"
+    if num_optimizers > 1:
+        raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
+    for name in ("codec", "answer_codec"):
+        if (value := getattr(config.worker, name)) != "raw":
+            raise UsageError(f"worker.{name} is {value}, and workers of mode {mode} send no gradients", fix=fix)
 
 
 def _check_forward(model: nn.Module) -> None:

@@ -29,6 +29,11 @@ class Contribution:
     num_samples: int = 1
     num_steps: int | None = None  # training steps in it; None: as many as its worker was told
     part: int = 0  # of a model that is stepped in parts, from 1
+    # Of a report: the epoch averaged over (0: the newest that its worker was told of), whether that came to nothing,
+    # and whether it brings the weights it leads to.
+    epoch: int = 0
+    is_broken: bool = False
+    has_body: bool = True
 
     @property
     def continues(self) -> bool:
@@ -56,6 +61,20 @@ class Fold:
 @dataclass(slots=True)
 class Discard:
     """Forget the staged contribution of `rank`: it does not count."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class Wait:
+    """Whether the staged contribution of `rank` counts is decided later: by Accept or Discard."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class Accept:
+    """The contribution of `rank` that waited counts."""
 
     rank: int
 
@@ -105,4 +124,4 @@ class Refuse:
     reason: str
 
 
-Decision = Fold | Discard | Commit | Answer | Refuse
+Decision = Fold | Discard | Wait | Accept | Commit | Answer | Refuse

@@ -203,7 +203,7 @@ class Steps:
             return None
         self._told_at = self.progress.num_starts
         gradients = [one.grad for one in part.parameters if one.grad is not None]
-        sent = gradients if self.strategy.source == "gradient" else part.parameters
+        sent = gradients if self.strategy.source in ("gradient", "report") else part.parameters
         return self.taken.num_samples, digest_of(sent), self.taken.run_steps
 
     def _slow_down(self) -> None:

@@ -1,0 +1,133 @@
+"""allreduce: workers average their gradients among themselves, and each runs its own optimizer along the mean.
+
+What sync does (Patarasuk and Yuan 2009; DDP, Li et al. 2020), without the server in the way of the gradients. The
+server says who averages with whom: an *epoch*, which is a set of members. A contribution is a report without a body:
+"I hold the mean of this epoch". A round is made when all members have reported, and only then does anybody step: so
+everyone of an epoch has taken a step, or nobody. Reports count when the round is made, not when they come.
+
+A member that goes ends the epoch, and what was reported in it: the others average the gradients that they still hold
+once more, in the next one. Who joins is in the group from the next round on.
+
+The server has the weights only where a report brought them (`brings`): for snapshots, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...common.config.option import Section
+from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .rules import GroupRule
+from .shared.decisions import Accept, Wait
+
+
+class AllreducePolicy(Policy):
+    contribution = "report"
+    has_rounds = True
+    rules = (GroupRule,)
+
+    def __init__(self, common: Common, options: Section) -> None:
+        super().__init__(common, options)
+        self._reports: dict[int, Contribution] = {}  # of the open round, by rank
+        self._is_over = False  # a member of the epoch has gone
+        self._turn = 0  # grows with every epoch and every round
+        self._brought = 0  # the newest version whose weights the server has
+
+    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
+        super().restore(version, contributions, state)
+        self._brought = version
+
+    @property
+    def has_newest_weights(self) -> bool:
+        return self._brought == self.version
+
+    def brings(self, rank: int) -> bool:
+        if not self.group or rank != self.group[0]:
+            return False
+        steps, done = self.training_steps, self.steps_done(rank)
+        return steps is None or self.is_stopping or done + 1 >= steps
+
+    def next_local_steps(self, rank: int) -> int:
+        """A run that is stopped takes one step more: the one whose weights are brought."""
+        if not self.is_stopping or self.has_newest_weights:
+            return super().next_local_steps(rank)
+        return 1 if self.training_steps is None else min(1, self.training_steps - self.steps_done(rank))
+
+    def disconnected(self, rank: int) -> None:
+        super().disconnected(rank)
+        self._reports.pop(rank, None)  # it will say it again
+
+    def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
+        if contribution.number == self.num_counted.get(rank):  # it asks again, and knows of nothing newer
+            self._reports.pop(rank, None)
+        return super().contributed(rank, contribution, now)
+
+    def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
+        rank = member.rank
+        self._owe(member, Outcome.DROPPED)  # unless all others report too
+        told = (contribution.epoch or self.epoch, contribution.base_version, contribution.part)
+        if rank not in self.group or told != (self.epoch, self.version, 0):
+            return [Discard(rank)]
+        self._reports[rank] = contribution
+        return [Wait(rank)]
+
+    def _left(self, rank: int) -> list[Decision]:
+        self._reports.pop(rank, None)
+        self._is_over |= rank in self.group
+        return []
+
+    def _advance(self, now: float) -> list[Decision]:
+        if self._is_over or not self.group or (self._is_through and self.group != tuple(self._ranks)):
+            return self._form()
+        if len(self._reports) < len(self.group):
+            return []
+        if any(report.is_broken for report in self._reports.values()):
+            return self._form()
+        decisions = self._close()
+        return decisions + self._form() if self.group != tuple(self._ranks) else decisions
+
+    @property
+    def _is_through(self) -> bool:
+        """No round is to come."""
+        return bool(self._ranks) and not self.next_local_steps(self._ranks[0])
+
+    def _form(self) -> list[Decision]:
+        """The next epoch is of all who are here; what was reported in the one before comes to nothing."""
+        if not self._ranks:
+            return []
+        self.epoch, self._turn, self._is_over = self.epoch + 1, self._turn + 1, False
+        self.group = tuple(self._ranks)
+        dropped, self._reports = sorted(self._reports), {}
+        return [Discard(rank) for rank in dropped]
+
+    def _close(self) -> list[Decision]:
+        """The round is made."""
+        for rank in self.group:
+            self._count(self.members[rank])
+        decisions: list[Decision] = [Accept(rank) for rank in self.group]
+        decisions += [Fold(rank, self._weight(self._reports[rank])) for rank in self.group]
+        self.committed_by = self.group
+        commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
+        if any(report.has_body for report in self._reports.values()):
+            self._brought = self.version
+        self._reports, self._turn = {}, self._turn + 1
+        return [*decisions, commit]
+
+    def _gate(self, member: Member, now: float) -> Closed | None:
+        if member.rank in self._reports:
+            return Closed(self._turn + 1, self._why_open)
+        if member.rank not in self.group:
+            return Closed(self._turn + 1, lambda: "the end of the step that the others take: it is of the next group")
+        return None
+
+    def _why_open(self) -> str:
+        missing = [rank for rank in self.group if rank not in self._reports]
+        told = f"{len(self._reports)} of {len(self.group)} members of the group have the mean"
+        return f"{told}; missing rank {names(missing)}"
+
+    def _progress(self) -> int:
+        return self._turn
+
+
+ENTRY = AllreducePolicy

@@ -1,0 +1,111 @@
+"""Workers that average among themselves, as real processes with a script of their own: equal to one process to the last
+digits, also where one is killed while the others wait for it, and comes back. The history says whose gradients each
+version holds, and the weights prove it."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import pathlib, sys, time, torch, paramserver
+from paramserver.tests.loopback.test_allreduce import gradients, make
+folder, name, leaves = pathlib.Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3
+model, inner = make(name)
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, inner)
+    while not session.is_done:
+        number = optimizer.progress.num_counted + 1
+        at = {11: "one", 21: "two"}.get(number) if leaves else None
+        if at == "one" and session.rank == 2 or at == "two" and session.rank != 2:
+            print("at the gate", at, flush=True)
+            while not (folder / at).exists():
+                time.sleep(0.01)
+        found, weight = gradients(session.rank, number)
+        for p, gradient in zip(model.parameters(), found, strict=True):
+            p.grad = gradient
+        session.record(num_samples=weight, loss=0.0)
+        optimizer.step()
+    session.finish()
+"""
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Linear(20, 3)).double()
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def gradients(rank, number):
+    """Of a rank's contribution, and from how many samples."""
+    chance = torch.Generator().manual_seed(1000 * number + rank)
+    return [torch.randn(p.shape, generator=chance, dtype=torch.float64) for p in make("sgd")[0].parameters()], 3 + rank
+
+
+def alone(name, versions):
+    """The weights that come of these contributions, (rank, number), of each version."""
+    model, optimizer = make(name)
+    for contributions in versions:
+        found = [gradients(rank, number) for rank, number in contributions]
+        total = sum(weight for _, weight in found)
+        for index, p in enumerate(model.parameters()):
+            p.grad = sum(one[index] * weight for one, weight in found) / total
+        optimizer.step()
+    return model.state_dict()
+
+
+def difference(cluster, name, versions):
+    got, expected = load_file(cluster.folder / "w.safetensors"), alone(name, versions)
+    return max(float((got[key] - expected[key]).abs().max()) for key in expected)
+
+
+def start(cluster, num_workers, steps, *arguments):
+    (cluster.folder / "script.py").write_text(SCRIPT)
+    server = cluster.server(
+        "--mode", "allreduce", "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
+        "--history", "h.jsonl",
+    )  # fmt: skip
+    script = cluster.folder / "script.py"
+    return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments)
+
+
+@pytest.mark.parametrize(("name", "num_workers"), [("sgd", 3), ("momentum", 2), ("adam", 3), ("adamw", 2)])
+def test_it_equals_one_process(cluster, name, num_workers):
+    server, worker = start(cluster, num_workers, 100, name)
+    workers = [worker(rank) for rank in range(num_workers)]
+    assert [one.wait() for one in workers] == [0] * num_workers, workers[0].output
+    assert server.wait() == 0
+    versions = [[(rank, number) for rank in range(num_workers)] for number in range(1, 101)]
+    assert difference(cluster, name, versions) <= 1e-9
+
+
+def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
+    server, worker = start(cluster, 3, 40, "adam", "leaves")
+    workers = [worker(rank) for rank in range(3)]
+    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
+    workers[2].signal(signal.SIGKILL)  # the others average, and wait for it
+    for one in workers[:2]:
+        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
+    (cluster.folder / "one").touch()
+    again = worker(2)
+    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
+    (cluster.folder / "two").touch()
+    assert [one.wait() for one in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
+    assert server.wait() == 0
+    assert cluster.command("launch", "check", "h.jsonl").returncode == 0
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
+    assert difference(cluster, "adam", versions) <= 1e-9

@@ -1,0 +1,248 @@
+"""Averaging among equals (`--mode allreduce`): what a training step does where no server has the gradients.
+
+    backward | average over the group | report -> answer | step | next batch
+
+The report says that this worker holds the mean; the answer, that all members do. Only then does it step: so a member
+that dies before it has reported leaves nobody a step ahead, and the others average what they still hold once more, in
+the group that the answer names. Who comes anew gets weights and optimizer from a member when the group first meets.
+
+A step whose weights the server wants is taken ahead of its answer, on top of a copy to go back to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+
+from ...common.errors import DivergedError, UnreachableError, UsageError
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Kind
+from ...common.tensors.optimizers import OptimizerSpec
+from ..conversation.crew import Helper, wait_for
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Answer, Final, Goodbye, Work
+from ..lanes.up import COUNTED
+from ..tensors.packed import pack, unpack
+from ..tensors.transfer import ModelTensors
+from .direct import Direct
+from .group import Broken, Epoch, Group, Meeting, own_address
+
+log = get_logger()
+Found = TypeVar("Found")
+
+_NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters=[])
+_NOBODY = -1  # in the place of a version
+
+
+class Equals(Direct):
+    """`own` is the optimizer of this worker, and what steps it."""
+
+    own: tuple[torch.optim.Optimizer, Callable[[], object]]
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, may_send_early=False)
+        self._meeting = Meeting(own_address(exchange.server))
+        exchange.meeting = "{}:{}".format(*self._meeting.address)
+        self._group: Group | None = None
+        self._held_version = _NOBODY  # that the model and the optimizer here are at
+        self._helper = Helper("group")
+
+    def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+        self._exchange.start(model, optimizer)
+        self._held_version = _NOBODY
+
+    def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
+        self.own = own, step
+        self._enter()
+        if self._exchange.group.held and self.progress.version and not (own.state or self.progress.is_done):
+            log.warning("optimizer_state_anew", meaning="the run goes on from a snapshot: moments begin anew")
+
+    # ---- the group --------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """After a START."""
+        while True:
+            group = self._exchange.group
+            self._held_version = self.progress.version if group.held else _NOBODY
+            if self.progress.is_done or self._may_meet():  # done: there is no step to come
+                return
+            self._report_broken()
+
+    def _may_meet(self) -> bool:
+        """Come together with the members of the newest epoch, if this is another one; False where that failed."""
+        told, rank = self._exchange.group, self.progress.rank
+        if self._group is not None and self._group.epoch.number == told.epoch:
+            return True
+        self._close_group()
+        host, _, port = told.meeting.rpartition(":")
+        name = f"{self.progress.run}/{self.progress.server_incarnation}/{told.epoch}"
+        epoch = Epoch(told.epoch, tuple(told.members), (host, int(port)), name)
+        assert rank is not None and rank in epoch.members, (rank, epoch)
+        try:
+            group = self._group = self._here(lambda: Group(epoch, rank, host=self._meeting.address[0]))
+            group.like = [one for one in self._model.sources("weights") if one is not None]
+            self._level(group)
+        except Broken as broken:
+            log.warning("group_broken", rank=rank, reason=str(broken))
+            self._close_group()
+            return False
+        log.info("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend="gloo")
+        return True
+
+    def _level(self, group: Group) -> None:
+        """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
+        held = self._here(lambda: group.told(self._held_version))
+        newest = self.progress.version
+        if all(version == newest for version in held):
+            return
+        if newest not in held:
+            raise UnreachableError(
+                f"nobody has the weights of version {newest} any more: all workers that had them are gone",
+                fix="keep snapshots (--checkpoint-dir), which a run goes on from",
+            )
+        giver = held.index(newest)
+        body = self._pack() if giver == group.index else None
+        body = self._here(lambda: group.give(body, giver))
+        if self._held_version != newest:
+            self._unpack(body)
+            self._held_version = newest
+            log.info("taught", rank=self.progress.rank, by=group.epoch.members[giver], version=newest, bytes=len(body))
+
+    def _pack(self) -> bytes:
+        tensors = [one for one in self._model.sources("weights") if one is not None]
+        return pack({"tensors": [one.detach().cpu() for one in tensors], "optimizer": self.own[0].state_dict()})
+
+    def _unpack(self, body: bytes) -> None:
+        found = unpack(body)
+        for mine, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
+            assert mine is not None
+            mine.data.copy_(theirs)
+        self.own[0].load_state_dict(found["optimizer"])
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _here(self, work: Callable[[], Found]) -> Found:
+        """On the helper, so that a signal finds this thread awake: nothing in torch would hear it."""
+        future: Future[Found] = self._helper.submit(work)
+        wait_for(future)
+        return future.result()
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def _contribute(self, work: Work) -> None:
+        gradients = self._model.sources("gradient")
+        self._check(gradients)
+        while True:
+            answer = self._round(gradients, work)
+            if answer.outcome in COUNTED:
+                if not self.progress.is_done:
+                    self._may_meet()  # where it fails, that is said with the next report
+                return
+            if answer.outcome == Answer.START:
+                self._enter()
+                return
+            if answer.outcome == Answer.REJECTED:
+                raise DivergedError(f"the weights of rank {self.progress.rank} are not finite", fix="lower --lr")
+
+    def _round(self, gradients: Sequence[torch.Tensor | None], work: Work) -> Answer:
+        """Average, report, and step where the answer says that all have the mean."""
+        if not self._may_meet():
+            return self._report_broken(work)
+        group = self._group
+        assert group is not None
+        try:
+            word = crc32(repr(work.hyperparameters).encode())
+            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), word))
+        except Broken as broken:
+            log.warning("group_broken", rank=self.progress.rank, reason=str(broken))
+            return self._report_broken(work)
+        self._check_words(group, work)
+        work = work._replace(epoch=group.epoch.number)
+        if not (self._exchange.brings or (work.evaluates and group.index == 0)):
+            answer = self._exchange.contribute("report", work)
+            if answer.outcome in COUNTED:
+                self._step(mean)
+            return answer
+        undo = self._copy()
+        self._step(mean)
+        answer = self._exchange.contribute("weights", work)
+        if answer.outcome not in COUNTED and answer.outcome != Answer.START:
+            undo()
+        return answer
+
+    def _report_broken(self, work: Work = _NOTHING) -> Answer:
+        """This worker's epoch came to nothing: the answer names the next."""
+        return self._exchange.contribute("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
+
+    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for index, one in enumerate(gradients):
+            if one is not None and one.is_floating_point() and not bool(torch.isfinite(one).all()):
+                name = self._model.layout.entries[index].spec.name
+                raise DivergedError(
+                    f"the gradient of '{name}' of rank {self.progress.rank} is not finite, nor would the mean be",
+                    fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
+                )
+
+    def _check_words(self, group: Group, work: Work) -> None:
+        """All are about to step by the same numbers, or their weights would go apart; those who would not are fewer."""
+        words = group.words
+        if words[group.index] == max(words, key=words.count):
+            return
+        told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
+        raise UsageError(
+            f"the optimizer of rank {self.progress.rank} would step with other numbers ({told}) than the others'",
+            fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
+        )
+
+    def _step(self, mean: Sequence[torch.Tensor | None]) -> None:
+        for index, one in enumerate(mean):
+            if one is None:
+                continue
+            tensor = self._model.tensors[index]
+            if self._model.layout.entries[index].spec.kind is Kind.BUFFER:
+                tensor.data.copy_(one)
+            elif tensor.grad is None or tensor.grad.is_sparse:
+                tensor.grad = one.to(tensor.device)
+            else:
+                tensor.grad.copy_(one)
+        self.own[1]()
+        self._held_version += 1
+
+    def _copy(self) -> Callable[[], None]:
+        """What undoes a step."""
+        optimizer, version = self.own[0], self._held_version
+        tensors = [(one, one.detach().clone()) for one in self._model.sources("weights") if one is not None]
+        state: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+
+        def undo() -> None:
+            for one, before in tensors:
+                one.data.copy_(before)
+            optimizer.load_state_dict(state)
+            self._held_version = version
+
+        return undo
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def _finish(self, can_evaluate: bool) -> Final | None:
+        self._close_group()  # whoever averages without this one is not to wait
+        return super()._finish(can_evaluate)
+
+    def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
+        self._close_group()
+        super().leave(goodbye, is_interrupted)
+        self._helper.end()
+
+    def drop(self) -> None:
+        self._close_group()
+        super().drop()
+        self._helper.end()
