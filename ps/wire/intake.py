@@ -291,8 +291,10 @@ class Intake:
         try:
             event = self._event(header, judgement, rows, looked_s)
         except BaseException:
-            self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
+            if body is not None:
+                self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
             raise
+        event.has_body = body is not None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
         self._engine.contributed(event, body, self._without, rows)
@@ -325,7 +327,6 @@ class Intake:
             residual=header.residual,
             epoch=header.epoch,
             is_broken=header.broken,
-            has_body=body is not None,
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}
