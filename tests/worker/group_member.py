@@ -1,4 +1,6 @@
-"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZER STEPS KILL_AT ROUNDS MEMBERS...
+"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZERS STEPS KILL_AT ROUNDS MEMBERS...
+
+Each round is with another of the optimizers, which are divided by commas.
 
 Here the test's files say what the server is to say: who is in the epoch. Dies by SIGKILL in step KILL_AT, between what
 it tells of itself and its gradients, where it is the highest rank."""
@@ -42,6 +44,14 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
+def dying_after(collective):
+    def die(tensor):
+        collective(tensor)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
 def main(rank, folder, optimizer, steps, kill_at, members):
     meeting = Meeting("127.0.0.1")
     temporary = folder / f"new.{rank}"
@@ -62,8 +72,7 @@ def main(rank, folder, optimizer, steps, kill_at, members):
         inner.zero_grad()
         torch.nn.functional.mse_loss(net(x), y).backward()
         if step == kill_at and rank == members[-1]:
-            epoch._sum(torch.tensor([len(x)] + [1] * len(epoch.like)))
-            os.kill(os.getpid(), signal.SIGKILL)
+            epoch._sum = dying_after(epoch._sum)
         gradients, began = [p.grad for p in net.parameters()], time.perf_counter()
         try:
             mean = epoch.average(gradients, len(x))
@@ -100,10 +109,12 @@ def members_of(folder, optimizer, steps, kill_at, members):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    OPTIMIZERS[sys.argv[2]](model().parameters())  # loads a second's worth of torch: before the fork, once
+    optimizers = sys.argv[2].split(",")
+    OPTIMIZERS[optimizers[0]](model().parameters())  # loads a second's worth of torch: before the fork, once
     told = [int(one) for one in sys.argv[3:]]
     steps, kill_at, rounds, members = told[0], told[1], told[2], told[3:]
     for turn in range(rounds):
         here = Path(sys.argv[1]) / str(turn)
         here.mkdir()
-        (here / "codes").write_text(json.dumps(members_of(here, sys.argv[2], steps, kill_at, members)))
+        codes = members_of(here, optimizers[turn % len(optimizers)], steps, kill_at, members)
+        (here / "codes").write_text(json.dumps(codes))
