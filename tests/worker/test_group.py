@@ -2,6 +2,7 @@
 the middle of a reduction."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,12 @@ from statistics import median
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from paramserver.common.errors import UnreachableError
-from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
+from paramserver.common.errors import UsageError
+from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, OutOfReach
 
 from .group_member import OPTIMIZERS, batch, model
-
-pytestmark = pytest.mark.slow
 
 
 def run(folder, members, optimizer, steps, kill_at=-1, rounds=1):
@@ -46,6 +46,7 @@ def difference(told, expected):
     return max(float((a - b.detach()).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
     members, names = [0, 1, 2], list(OPTIMIZERS)
     rounds = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
@@ -55,6 +56,7 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
         assert max(difference(one, expected) for one in told) <= 1e-6
 
 
+@pytest.mark.slow
 def test_who_is_killed_in_the_middle_of_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path):
     members = [0, 1, 2, 3]
     expected, stalls = alone(members, "adam", 30, kill_at=10), []
@@ -70,11 +72,31 @@ def test_a_store_that_cannot_be_reached_is_named():
     meeting = Meeting("127.0.0.1")
     host, port = meeting.address
     del meeting
-    with pytest.raises(UnreachableError, match=f"rank 1 cannot reach the group of rank 0 at {host}:{port}"):
-        Group(Epoch(1, (0, 1), (host, port)), 1, meet_s=0.2)
+    with pytest.raises(OutOfReach, match=f"rank 1 cannot reach rank 0 at {host}:{port}, to average with it"):
+        Group(Epoch(1, (0, 1), (host, port)), 1, (host, port), meet_s=0.2)
 
 
 def test_a_member_that_does_not_come_is_named():
     meeting = Meeting("127.0.0.1")
     with pytest.raises(Broken, match="rank 1, 2 did not come"):
-        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meet_s=0.2)
+        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meeting.address, meet_s=0.2)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(is_there):
+    meeting, other = Meeting("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*other.getsockname())
+    if not is_there:
+        other.close()
+    here = dist.PrefixStore("epoch/1", dist.TCPStore(*meeting.address, is_master=False))
+    here.set("here/1", address)  # and no more
+    expected = (Broken, "epoch 1") if is_there else (OutOfReach, f"rank 0 cannot reach rank 1 at {address}, to")
+    with pytest.raises(expected[0], match=expected[1]):
+        Group(Epoch(1, (0, 1), meeting.address), 0, meeting.address, meet_s=0.2)
+    other.close()
+
+
+def test_a_torch_without_the_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    with pytest.raises(UsageError, match=r"its torch .* is without Gloo"):
+        Meeting("127.0.0.1")

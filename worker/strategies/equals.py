@@ -12,6 +12,7 @@ A step whose weights the server wants is taken ahead of its answer, on top of a 
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -29,14 +30,17 @@ from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..lanes.up import COUNTED
 from ..tensors.packed import pack, unpack
 from ..tensors.transfer import ModelTensors
+from ..tensors.watch import Watch
 from .direct import Direct
-from .group import Broken, Epoch, Group, Meeting, own_address
+from .group import Broken, Epoch, Group, Meeting, OutOfReach, own_address
 
 log = get_logger()
 Found = TypeVar("Found")
 
 _NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters=[])
 _NOBODY = -1  # in the place of a version
+_MAX_FAILED = 3
+_MAY_DIFFER = 1e-3  # weights of members, relatively
 
 
 class Equals(Direct):
@@ -50,6 +54,9 @@ class Equals(Direct):
         exchange.meeting = "{}:{}".format(*self._meeting.address)
         self._group: Group | None = None
         self._held_version = _NOBODY  # that the model and the optimizer here are at
+        self._over = ""  # epoch that did not come together
+        self._num_failed = 0  # groups in a row that did not come together, of the same members:
+        self._failing: tuple[int, ...] = ()
         self._helper = Helper("group")
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
@@ -59,6 +66,7 @@ class Equals(Direct):
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
         self.own = own, step
+        self._weights = Watch(self._model)
         self._enter()
         if self._exchange.group.held and self.progress.version and not (own.state or self.progress.is_done):
             log.warning("optimizer_state_anew", meaning="the run goes on from a snapshot: moments begin anew")
@@ -77,23 +85,43 @@ class Equals(Direct):
     def _may_meet(self) -> bool:
         """Come together with the members of the newest epoch, if this is another one; False where that failed."""
         told, rank = self._exchange.group, self.progress.rank
-        if self._group is not None and self._group.epoch.number == told.epoch:
+        name = f"{self.progress.run}/{self.progress.server_incarnation}/{told.epoch}"
+        if self._group is not None and self._group.epoch.name == name:
             return True
+        if name == self._over:
+            return False
         self._close_group()
         host, _, port = told.meeting.rpartition(":")
-        name = f"{self.progress.run}/{self.progress.server_incarnation}/{told.epoch}"
         epoch = Epoch(told.epoch, tuple(told.members), (host, int(port)), name)
         assert rank is not None and rank in epoch.members, (rank, epoch)
         try:
-            group = self._group = self._here(lambda: Group(epoch, rank, host=self._meeting.address[0]))
+            group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address))
             group.like = [one for one in self._model.sources("weights") if one is not None]
             self._level(group)
         except Broken as broken:
             log.warning("group_broken", rank=rank, reason=str(broken))
             self._close_group()
+            self._over = name
+            self._failed(epoch.members, broken)
             return False
+        self._num_failed = 0
         log.info("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend="gloo")
         return True
+
+    def _failed(self, members: tuple[int, ...], broken: Broken) -> None:
+        """Not for ever: who is gone is in no group that the server names afterwards. UnreachableError."""
+        self._num_failed = self._num_failed + 1 if members == self._failing else 1
+        self._failing = members
+        if self._num_failed < _MAX_FAILED:
+            return
+        told = str(broken)
+        if not isinstance(broken, OutOfReach):
+            told = f"rank {self.progress.rank} and those it is to average with did not come together: {broken}"
+        raise UnreachableError(
+            told,
+            fix="let workers reach each other's ports, and start each with the server's address as other hosts know it "
+            "(not 127.0.0.1); or --mode sync, where workers need to reach the server only",
+        )
 
     def _level(self, group: Group) -> None:
         """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
@@ -160,12 +188,12 @@ class Equals(Direct):
         group = self._group
         assert group is not None
         try:
-            word = crc32(repr(work.hyperparameters).encode())
-            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), word))
+            words = crc32(repr(work.hyperparameters).encode()), crc32(self._weights.sample())
+            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), words))
+            self._check_words(group, work)
         except Broken as broken:
             log.warning("group_broken", rank=self.progress.rank, reason=str(broken))
             return self._report_broken(work)
-        self._check_words(group, work)
         work = work._replace(epoch=group.epoch.number)
         if not (self._exchange.brings or (work.evaluates and group.index == 0)):
             answer = self._exchange.contribute("report", work)
@@ -193,15 +221,30 @@ class Equals(Direct):
                 )
 
     def _check_words(self, group: Group, work: Work) -> None:
-        """All are about to step by the same numbers, or their weights would go apart; those who would not are fewer."""
-        words = group.words
-        if words[group.index] == max(words, key=words.count):
+        """All are about to step by the same numbers from the same weights, or these would go apart: UsageError for
+        those that would not, who are fewer. Broken."""
+        numbers, weights = group.words
+        rank, ranks = self.progress.rank, group.epoch.members
+        if numbers[group.index] != (most := _most(numbers)):
+            told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
+            other = ranks[numbers.index(most)]
+            raise UsageError(
+                f"the optimizer of rank {rank} would step with other numbers ({told}) than that of rank {other}",
+                fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
+            )
+        if len(set(weights)) == 1:
             return
-        told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
-        raise UsageError(
-            f"the optimizer of rank {self.progress.rank} would step with other numbers ({told}) than the others'",
-            fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
-        )
+        # On unequal machines the last digits differ, and are let be.
+        norms = self._here(lambda: group.told(_bits(self._weights.norm())))
+        other = weights.index(_most(weights))
+        mine, theirs = (_number(norms[index]) for index in (group.index, other))
+        if abs(mine - theirs) > _MAY_DIFFER * theirs:
+            raise UsageError(
+                f"the weights of rank {rank} are not those of rank {ranks[other]}: the norm of a few elements is "
+                f"{mine:.6g} here and {theirs:.6g} there",
+                fix="change weights before session.optimizer(), which takes the first worker's into the run, or in "
+                "every script in the same way",
+            )
 
     def _step(self, mean: Sequence[torch.Tensor | None]) -> None:
         for index, one in enumerate(mean):
@@ -246,3 +289,17 @@ class Equals(Direct):
         self._close_group()
         super().drop()
         self._helper.end()
+
+
+def _bits(number: float) -> int:
+    """It, as what members can tell each other."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])
+
+
+def _most(words: list[int]) -> int:
+    """What most say, and of several the lowest rank."""
+    return max(words, key=words.count)

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...common.errors import UnreachableError, UsageError
+from ...common.errors import UsageError
 
 _MEET_S = 10.0  # for all members of an epoch to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
+_REACH_S = 5.0  # for a connection to a member
 
 
 class Epoch(NamedTuple):
@@ -41,10 +42,18 @@ class Broken(Exception):
     """A member is gone, or cannot be waited for: the group of this epoch is over."""
 
 
+class OutOfReach(Broken):
+    """One does not answer at its address: it is gone, or its address is not for this host."""
+
+
 class Meeting:
     """A place where members of an epoch find each other; every worker has one, the lowest rank's is used."""
 
     def __init__(self, host: str) -> None:
+        """UsageError without the backend."""
+        if not (dist.is_available() and dist.is_gloo_available()):
+            told = f"this worker cannot average with the others: its torch {torch.__version__} is without Gloo"
+            raise UsageError(told, fix="install a torch with distributed support, or --mode sync")
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = (host, self._store.port)
 
@@ -53,38 +62,31 @@ class Group:
     """The members of one epoch, as one of them sees it. Used by one thread; `average` blocks."""
 
     def __init__(
-        self, epoch: Epoch, rank: int, timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S, host: str = "127.0.0.1"
+        self, epoch: Epoch, rank: int, own: tuple[str, int], timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S
     ) -> None:
-        """`host`: an address of this machine that members reach. Blocks until all members are there. Broken when one
-        does not come within `meet_s` (which ones: in the sentence); UnreachableError when the store cannot be reached;
-        UsageError without the backend."""
-        if not (dist.is_available() and dist.is_gloo_available()):
-            told = f"rank {rank} cannot average with the others: its torch {torch.__version__} is without Gloo"
-            raise UsageError(told, fix="install a torch with distributed support, or --mode sync")
+        """`own`: of this member's `Meeting`; other members reach the host. Blocks until all members are there. Broken
+        when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when one cannot be reached."""
         self.epoch, self.index = epoch, epoch.members.index(rank)
-        store_host, port = epoch.store
-        meet = timedelta(seconds=meet_s)
+        _reach(rank, epoch.members[0], _address(epoch.store))
         try:
-            client = dist.TCPStore(store_host, port, is_master=False, timeout=meet)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            told = f"rank {rank} cannot reach the group of rank {epoch.members[0]} at {store_host}:{port}"
-            raise UnreachableError(
-                f"{told} within {meet_s:g} s: {str(error).splitlines()[0]}",
-                fix="let workers reach each other's ports, or --mode sync, where they need the server's only",
-            ) from None
+            client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=meet_s))
+        except RuntimeError as error:
+            raise Broken(f"epoch {epoch.number}: its store is gone: {_first_line(error)}") from None
         store = dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
-        self._come(store, rank, meet_s)
+        self._come(store, rank, own, meet_s)
         try:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own[0])]
+            options._timeout = timedelta(seconds=meet_s)
             self._group = dist.ProcessGroupGloo(store, self.index, len(epoch.members), options)
+            self._group._set_default_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            self._look_for_members(store, rank)
             raise Broken(f"epoch {epoch.number}: {_first_line(error)}") from None
 
-    def _come(self, store: dist.Store, rank: int, meet_s: float) -> None:
-        """Say that this rank is here, and wait for the others: so that who is missing can be named."""
-        store.set(f"here/{rank}", "1")
+    def _come(self, store: dist.Store, rank: int, own: tuple[str, int], meet_s: float) -> None:
+        """Say that this rank is here, and where, and wait for the others: so that who is missing can be named."""
+        store.set(f"here/{rank}", _address(own))
         until = time.monotonic() + meet_s
         missing = [one for one in self.epoch.members if one != rank]
         try:
@@ -97,22 +99,32 @@ class Group:
             raise Broken(f"epoch {self.epoch.number}: its store is gone: {_first_line(error)}") from None
         if missing:
             named = ", ".join(map(str, missing))
-            told = f"epoch {self.epoch.number}: rank {named} did not come to {_address(self.epoch)} in {meet_s:g} s"
+            told = (
+                f"epoch {self.epoch.number}: rank {named} did not come to {_address(self.epoch.store)} in {meet_s:g} s"
+            )
             raise Broken(told)
 
+    def _look_for_members(self, store: dist.Store, rank: int) -> None:
+        """All are here, and cannot connect: OutOfReach when one is so."""
+        for one in self.epoch.members:
+            with suppress(RuntimeError):  # the store is gone: so is its member
+                _reach(rank, one, store.get(f"here/{one}").decode())
+
     def average(
-        self, tensors: Sequence[torch.Tensor | None], num_samples: int, word: int = 0
+        self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = ()
     ) -> list[torch.Tensor | None]:
         """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
         for who has none while others do. Integers are those of the lowest rank. The tensors given stay as they are.
 
-        All members give tensors of the same shapes and dtypes, in the same order. Each says a `word`, of which `words`
-        has all afterwards, by index. Broken when the group is over.
+        All members give tensors of the same shapes and dtypes, in the same order. Each says as many `words`, and
+        `self.words` has everyone's afterwards, [word][index]. Broken when the group is over.
         """
-        words = [word if index == self.index else 0 for index in range(len(self.epoch.members))]
-        told = torch.tensor([num_samples, *(one is not None for one in tensors), *words], dtype=torch.int64)
+        num_members = len(self.epoch.members)
+        said = [word * (index == self.index) for word in words for index in range(num_members)]
+        told = torch.tensor([num_samples, *(one is not None for one in tensors), *said], dtype=torch.int64)
         self._sum(told)
-        self.words, told = told[len(tensors) + 1 :].tolist(), told[: len(tensors) + 1]
+        said, told = told[len(tensors) + 1 :].tolist(), told[: len(tensors) + 1]
+        self.words = [said[at : at + num_members] for at in range(0, len(said), num_members)]
         share = num_samples / int(told[0])
         held = [index for index, count in enumerate(told[1:].tolist()) if count]
         shapes = self._shapes(tensors, held)
@@ -140,7 +152,7 @@ class Group:
         given = ((index, tensors[index]) for index in held)
         return {index: self.like[index] if one is None else one for index, one in given}
 
-    words: Sequence[int] = ()
+    words: Sequence[list[int]] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
 
     def told(self, number: int) -> list[int]:
@@ -195,5 +207,13 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _address(epoch: Epoch) -> str:
-    return f"{epoch.store[0]}:{epoch.store[1]}"
+def _address(place: tuple[str, int]) -> str:
+    return f"{place[0]}:{place[1]}"
+
+
+def _reach(rank: int, other: int, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACH_S).close()
+    except OSError as error:
+        raise OutOfReach(f"rank {rank} cannot reach rank {other} at {address}, to average with it: {error}") from None

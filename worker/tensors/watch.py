@@ -69,6 +69,16 @@ class Watch:
         triples = zip(self._names, self._corners, noted, strict=True)
         return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
 
+    def sample(self) -> bytes:
+        """The elements that are compared, as they are now."""
+        self._look_up()
+        return b"".join(map(bytes, self._bytes or [as_bytes(torch.cat(self._corners).cpu())]))
+
+    def norm(self) -> float:
+        """Of them."""
+        self._look_up()
+        return float(torch.stack([corner.double().norm() for corner in self._corners]).norm())
+
     def _count(self) -> list[int]:
         trained = compress(self._model.tensors, self._is_trained)
         return [tensor._version for tensor in trained] if self._sample.is_cuda else []
