@@ -107,3 +107,49 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
     assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
     assert difference(cluster, "adam", versions) <= 1e-9
+
+
+OTHERS = """
+import sys, torch, paramserver
+width, changes = int(sys.argv[1]), len(sys.argv) > 2
+with paramserver.connect() as session:
+    torch.manual_seed(session.rank)  # the run's weights are those of its first worker
+    model = torch.nn.Linear(3, width).double()
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    while not session.is_done:
+        number = optimizer.progress.num_counted + 1
+        if changes and number == 5:
+            with torch.no_grad():
+                model.weight.mul_(2)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, session.rank + number)
+        session.record(num_samples=1, loss=0.0)
+        optimizer.step()
+    session.finish()
+"""
+
+
+def test_models_that_differ_are_refused_those_that_begin_with_other_weights_have_the_first_ones(cluster):
+    (cluster.folder / "script.py").write_text(OTHERS)
+    script = cluster.folder / "script.py"
+    server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "8", "--save", "w.safetensors",
+                            "--history", "h.jsonl")  # fmt: skip
+    first = cluster.script(0, script, "2")
+    first.event("tensors")  # its model is offered
+    wider = cluster.script(1, script, "3")
+    assert wider.wait() == 12
+    assert "expected bias float64[2], got bias float64[3]" in wider.output
+    changing = cluster.script(1, script, "2", "changes")
+    assert changing.wait() == 2
+    assert "the weights of rank 1 are not those of rank 0: the norm of a few elements is" in changing.output
+    assert "Traceback" not in wider.output + changing.output
+    assert [first.wait(), server.wait()] == [0, 0]
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    versions = [one["contributions"] for one in lines if one["op"] == "commit"]
+    assert [len(one) for one in versions] == [2] * 4 + [1] * 4
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    step = sum(sum(rank + number for rank, _, number in one) / len(one) for one in versions)
+    expected = {name: one - 0.1 * step for name, one in model.state_dict().items()}
+    got = load_file(cluster.folder / "w.safetensors")
+    assert max(float((got[name] - expected[name]).abs().max()) for name in expected) <= 1e-9

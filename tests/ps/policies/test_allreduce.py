@@ -1,0 +1,39 @@
+"""What means nothing where workers average among themselves is refused before anybody comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.common.config.schema import Config
+from paramserver.common.config.sources import load_config
+from paramserver.common.errors import UsageError
+from paramserver.ps.engine.modes import make_policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"worker": {"codec": "topk"}}, "worker.codec is topk, and workers of mode allreduce average among themselves"),
+        ({"worker": {"codec": "auto"}}, "worker.codec is auto"),
+        ({"worker": {"answer_codec": "int8"}}, "worker.answer_codec is int8"),
+        ({"store": {"polyak": 0.9}}, "store.polyak is 0.9"),
+        ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce does not take one step"),
+        ({"store": {"max_norm": 1.0}}, "store.max_norm is 1"),
+        ({"policy": {"aggregation": "median"}}, "policy.aggregation is median, and mode allreduce"),
+        ({"policy": {"pipelined": True}}, "with mode allreduce: its workers compute on nothing but the newest weights"),
+    ],
+)
+def test_a_setting_of_what_passes_the_server_is_refused(settings, words):
+    with pytest.raises(UsageError) as found:
+        make_policy(Config.model_validate({"run": {"mode": "allreduce"}, **settings}))
+    assert words in found.value.message
+    assert found.value.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"), [("policy.local_steps", "--local-steps"), ("policy.staleness", "--staleness")]
+)
+def test_a_flag_of_another_mode_is_refused(key, flag):
+    resolved = load_config(None, {"run.mode": "allreduce", key: 2}, [], {})
+    with pytest.raises(UsageError, match=f"flag {flag}: mode allreduce has no such option, it would change nothing"):
+        resolved.check_options(["allreduce"])
