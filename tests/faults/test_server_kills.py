@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from paramserver.worker.conversation.client import Client
 
 PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
-STEPS = 60
+STEPS = 100
 
 
 class Killer:
@@ -28,6 +28,7 @@ class Killer:
         self.random = random.Random(seed)
         self.snapshots: Path = job.folder / "snapshots"
         self.arguments = (mode, num_workers, steps, "--checkpoint-dir", "snapshots", "--checkpoint-every", "2")
+        self.arguments += ("--set", "checkpoint.keep=1000")  # what was loaded is looked at later
         self.server = job.serve(*self.arguments)
         self.workers = [job.work(rank, pause_s, padding) for rank in range(num_workers)]
         self.down: list[float] = []  # seconds from each kill to listening

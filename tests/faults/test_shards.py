@@ -72,7 +72,7 @@ def commits(job, number: int) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_connections_between_shards_and_to_one_shard_are_reset(job, mode):
-    steps = 80
+    steps = 150
     with rigged(job, mode, steps) as rig:
         for number in range(1, 4):
             rig.link.reset_all()

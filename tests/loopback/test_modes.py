@@ -103,7 +103,8 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "5",
     )  # fmt: skip
     server = cluster.server(*flags)
-    workers = [cluster.worker(rank, "--set", "worker.codec=onebit_adam") for rank in range(2)]
+    slow = ("--set", "slowdown.base_s=0.02")  # it is killed before the end
+    workers = [cluster.worker(rank, *slow, "--set", "worker.codec=onebit_adam") for rank in range(2)]
     server.until(lambda: any(one["version"] >= 25 for one in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.popen.wait()

@@ -145,7 +145,7 @@ class Link:
 
 @pytest.mark.slow
 def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twice(cluster):
-    server = _start(cluster, "ssp", 2, "--staleness", "1")
+    server = _start(cluster, "ssp", 2, "--staleness", "1", "--set", "policy.min_workers=2")  # nobody ends alone
     link = Link(cluster.address)
     try:
         cluster.address = link.address

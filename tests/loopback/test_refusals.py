@@ -187,8 +187,8 @@ def test_a_task_that_raises_shows_its_own_traceback_and_only_that(cluster):
 
 def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "100", "--task", "xor")
-    stays = cluster.worker(0, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.01")
-    goes = cluster.worker(1, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.01")
+    stays = cluster.worker(0, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.02")
+    goes = cluster.worker(1, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.02")
     server.event("training_started")
     goes.signal(signal.SIGTERM)
     assert goes.wait() == 143

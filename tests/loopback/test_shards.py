@@ -195,10 +195,11 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
 def test_a_shard_lost_before_anything_was_trained_costs_nothing(cluster):
     """Nobody starts before every shard has a first snapshot; killed about then, all begin again as one run."""
     server = _start(cluster, "async", 1, 2, *SNAPSHOTS)
-    worker = cluster.script(0, "onehot.py", str(STEPS))
+    worker = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go0"), "1")
     shard = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
     server.until(lambda: bool(server.events("model")), "model")
     shard.signal(signal.SIGKILL)
+    _open_gates(cluster, 1)  # it cannot have ended before
     shard.wait()
     again = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
     assert _ends(worker, server, again) == [0] * 3
