@@ -17,6 +17,7 @@ from paramserver.tests.faults import network
 from paramserver.tests.faults.evidence import History, applied
 from paramserver.tests.faults.network import Network
 from paramserver.tests.faults.proxy import Plan, Proxy
+from paramserver.tests.late import come_late
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process, cluster
 
 __all__ = ["cluster"]
@@ -67,6 +68,7 @@ class Job(Cluster):
                 f"--- {process.name}\n{process.output[-3000:]}" for process in self.processes
             )
             time.sleep(0.01)
+        come_late()
 
     def end(self, *processes: Process) -> None:
         """All of these end by themselves, and well; workers that were not cut off there have kept to the lane."""

@@ -30,6 +30,7 @@ from paramserver.launch.supervise.supervisor import (
     Terminate,
 )
 from paramserver.tests.engines.slurm import SlurmCluster, missing
+from paramserver.tests.late import come_late
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -117,6 +118,7 @@ def read_until() -> Callable[..., str]:
         for line in pipe:
             seen.append(line)
             if all(word in line for word in words):
+                come_late()
                 return line
         raise AssertionError(f"no line with {words} in:\n{''.join(seen)}")
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.tests.late import come_late
+
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 60.0
 
@@ -52,6 +54,7 @@ class Process:
             assert time.monotonic() < deadline, f"{self.name}: no {what} in {DEADLINE_S} s\n{self.output}"
             assert self.popen.poll() is None or condition(), f"{self.name} ended without {what}\n{self.output}"
             time.sleep(0.01)
+        come_late()
 
     def event(self, name: str) -> dict:
         """The first event of this name, once it is there."""
