@@ -160,6 +160,23 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None, cli
         )
 
 
+def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
+    """Whether the mode's local steps can be divided among its fragments, if it has any; UsageError, the server's and
+    the launcher's."""
+    num = getattr(options, "fragments", 1)
+    if num > 1 and options.local_steps % num:
+        raise UsageError(
+            f"policy.fragments is {num}, and policy.local_steps is {options.local_steps}, which it does not divide: "
+            "one is exchanged every local_steps / fragments steps",
+            fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments",
+        )
+    if num > 1 and pipelined:
+        raise UsageError(
+            f"--pipelined (policy.pipelined) with mode {mode} and {num} fragments: a round of fragments is waited for",
+            fix="leave out one of the two",
+        )
+
+
 def check_pipelined(mode: str, options: Any) -> None:
     """Whether workers of this mode, with these options of it, may compute during an exchange; UsageError, the
     server's and the launcher's."""

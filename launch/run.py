@@ -14,7 +14,15 @@ from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ..common.errors import OutputError, UsageError
-from ..common.registry import BACKENDS, MODES, canonical_mode, check_contributions, check_pipelined, mode_label
+from ..common.registry import (
+    BACKENDS,
+    MODES,
+    canonical_mode,
+    check_contributions,
+    check_fragments,
+    check_pipelined,
+    mode_label,
+)
 from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.report import comparison_table, report_console, summary_table
 from ..common.user_code import is_in_file
@@ -96,8 +104,10 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     plans = plan_runs(resolved, request, machine)
     for plan in plans:
         if plan.server is not None:
+            options = config.policy.options(plan.mode)
+            check_fragments(plan.mode, options, config.policy.pipelined)
             if config.policy.pipelined:
-                check_pipelined(plan.mode, config.policy.options(plan.mode))
+                check_pipelined(plan.mode, options)
             store = config.store
             check_contributions(plan.mode, config.policy.aggregation, store.max_norm, store.clip_norm)
         if backend.spans_hosts:

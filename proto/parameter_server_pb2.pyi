@@ -500,7 +500,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -508,11 +508,13 @@ class RunSettings(_message.Message):
         WEIGHTS: _ClassVar[RunSettings.ContributionKind]
         DELTA: _ClassVar[RunSettings.ContributionKind]
         REPORT: _ClassVar[RunSettings.ContributionKind]
+        DELTA_OF_FRAGMENT: _ClassVar[RunSettings.ContributionKind]
     CONTRIBUTION_KIND_UNSPECIFIED: RunSettings.ContributionKind
     GRADIENT: RunSettings.ContributionKind
     WEIGHTS: RunSettings.ContributionKind
     DELTA: RunSettings.ContributionKind
     REPORT: RunSettings.ContributionKind
+    DELTA_OF_FRAGMENT: RunSettings.ContributionKind
     MODE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -528,6 +530,7 @@ class RunSettings(_message.Message):
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
     ENDS_BY_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     mode: str
     contribution: RunSettings.ContributionKind
@@ -544,8 +547,9 @@ class RunSettings(_message.Message):
     train: _struct_pb2.Struct
     eval_every: str
     ends_by_figures: bool
+    fragments: int
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()

@@ -184,10 +184,18 @@ def check_codecs(
     down: Codec,
     optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
     momentum: float = 0.0,
+    fragments: int = 1,
 ) -> None:
     """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
     `optimizers`: the server's, class and arguments of each group; none where they are not known yet. `momentum`: the
     workers'."""
+    if fragments > 1 and (up.has_feedback or not down.is_identity):
+        setting, codec = ("codec", up) if up.has_feedback else ("answer_codec", down)
+        why = "keeps what it leaves out of all" if up.has_feedback else "has answers whole"
+        raise UsageError(
+            f"worker.{setting} is {codec.name}, which {why}, and policy.fragments is {fragments}, of which one travels",
+            fix=f"--set worker.{setting}=raw, or --fragments 1",
+        )
     if not down.takes_weights:
         _check_reference(mode, source, down)
     if source == "weights" and not up.takes_weights:

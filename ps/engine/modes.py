@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_pipelined
+from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_fragments, check_pipelined
 from ..core.run import Options
 from ..policies.base import Common, Policy
 
@@ -17,13 +17,14 @@ def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
     policy, run, store = config.policy, config.run, config.store
     options = policy.options(run.mode)
+    check_fragments(run.mode, options, policy.pipelined)
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
     if MODES.load(run.mode).contribution == "report":
         _check_reports(config)
     codec = "raw" if config.worker.codec == AUTO else config.worker.codec
-    _check_codecs(run.mode, codec, config.worker.answer_codec)
+    _check_codecs(run.mode, codec, config.worker.answer_codec, getattr(options, "fragments", 1))
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     made = policy_of(run.mode, {**settings, **options.model_dump()})
@@ -49,12 +50,13 @@ def _check_reports(config: Config) -> None:
             raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
 
 
-def _check_codecs(mode: str, up: str, down: str) -> None:
+def _check_codecs(mode: str, up: str, down: str, fragments: int) -> None:
     """As `check_codecs`, which has nothing against raw."""
     if (up, down) != ("raw", "raw"):
         from ...common.codecs.base import check_codecs  # loads torch, which a simulation does without
 
-        check_codecs(mode, MODES.load(mode).contribution, CODECS.load(up)(), CODECS.load(down)())
+        coded = CODECS.load(up)(), CODECS.load(down)()
+        check_codecs(mode, MODES.load(mode).contribution, *coded, fragments=fragments)
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:

@@ -312,6 +312,11 @@ class Policy(ABC):
         return 1
 
     @property
+    def fragments(self) -> int:
+        """Of the parameters, of which each contribution has one, by turns; 1: it has all."""
+        return 1
+
+    @property
     def staleness_bound(self) -> int | None:
         """Lead with which a worker may still go on; None where nothing bounds it by lead."""
         return None

@@ -172,7 +172,7 @@ class Store:
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
         if self.direction is not None:
-            self.direction.see(index, mean)
+            self.direction.see(index, mean, self._without)
         if self.optimizer is not None:
             self.optimizer.step(index, mean, self._view, self._without)
         view = self._view

@@ -170,8 +170,10 @@ class Joining:
             engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
             return None
         offered = second.of(pb.Model)
-        if _KINDS[engine.run.policy.contribution] == pb.RunSettings.DELTA != offered.contribution:
-            sends = "deltas (RunSettings.DELTA), which this worker does not say that it sends"
+        kind = _kind_of(engine.run.policy)
+        if kind in (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT) and kind != offered.contribution:
+            told = pb.RunSettings.ContributionKind.Name(kind)
+            sends = f"deltas (RunSettings.{told}), which this worker does not say that it sends"
             fix = "install the same version of paramserver on both"
             raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
         if engine.run.policy.contribution == "report" and not offered.meeting:
@@ -202,11 +204,15 @@ class Joining:
         return lane
 
 
+def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
+    return pb.RunSettings.DELTA_OF_FRAGMENT if policy.fragments > 1 else _KINDS[policy.contribution]
+
+
 def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
     """What every worker is told of the run."""
     return pb.RunSettings(
         mode=config.run.mode,
-        contribution=_KINDS[policy.contribution],
+        contribution=_kind_of(policy),
         num_workers=config.run.workers or 0,
         steps=config.run.steps or 0,
         epochs=config.run.epochs or 0,
@@ -215,6 +221,7 @@ def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
         batch_size=config.run.batch_size,
         seed=config.run.seed,
         pull_every=policy.pull_every,
+        fragments=policy.fragments if policy.fragments > 1 else 0,
         task=config.task.name if ".py:" not in config.task.name else "",
         task_args=struct(config.task.args),
         optimizer=pb.Optimizer(

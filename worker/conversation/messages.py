@@ -49,6 +49,7 @@ class Settings:
     optimizer_args: dict[str, Any] | None = None
     polyak: float = 0.0
     pipelined: bool = False
+    fragments: int = 1  # of the parameters, of which one is exchanged at a time
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
     eval_every: str | None = None
@@ -244,6 +245,7 @@ _SOURCES: dict[int, Source] = {
     pb.RunSettings.WEIGHTS: "weights",
     pb.RunSettings.DELTA: "delta",
     pb.RunSettings.REPORT: "report",
+    pb.RunSettings.DELTA_OF_FRAGMENT: "delta",
 }
 
 
@@ -271,6 +273,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer_args=arguments,
         polyak=message.polyak,
         pipelined=message.pipelined,
+        fragments=max(1, message.fragments),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )
 

@@ -11,9 +11,10 @@ from ...common.errors import UsageError
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Work
+from ..conversation.messages import Answer, Begun, Final, Goodbye, Work
 from ..session import Place
 from ..tensors.anchor import Anchor
+from ..tensors.fragments import Fragments
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
@@ -34,6 +35,7 @@ class Direct:
         self._may_come_late = may_come_late and self.source == "gradient"
         self._early: EarlySender | None = None
         self._late = LateWeights(exchange)
+        self._fragments: Fragments | None = None  # where one is exchanged at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
@@ -46,6 +48,8 @@ class Direct:
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
         self._anchor = Anchor(model) if self.source == "delta" else None
+        if (num := self.settings.fragments) > 1:
+            self._anchor = self._fragments = Fragments(model, num)
         self._late.started(self._watch)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
@@ -138,11 +142,19 @@ class Direct:
         waited_s = self._late.take_waited()
         self._exchange.waited(waited_s)
         work = work._replace(compute_s=max(0.0, work.compute_s - waited_s), order=self._late.order)
-        self._exchange.contribute(self.source, work, self._late.may_come())
+        answer = self._exchange.contribute(self.source, work, self._late.may_come())
+        if self._fragments is not None:
+            self._fragments.answered(answer.outcome not in (Answer.START, Answer.REJECTED))
         self._late.begin()
 
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
+        if self._fragments is not None:
+            progress = self.progress
+            taken, of = progress.training_steps + progress.local_steps, progress.total_steps
+            is_last = of is not None and taken >= of  # nobody comes back for what would be left
+            without = self._fragments.choose(None if is_last else progress.version % self._fragments.num)
+            return work._replace(without_gradient=without, has_base=True)
         if self.source != "gradient":
             return work
         return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)
@@ -165,12 +177,16 @@ class Direct:
         self._exchange.stop_reason = reason
 
     def settle(self) -> int:
-        """The version of the weights in the model, which are the server's when this returns."""
+        """The version of the weights in the model, which are the server's when this returns, until `measured`."""
         self._late.settle()
+        if self._fragments is not None:
+            self._fragments.show()
         return self.progress.version
 
     def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         """What an evaluation gave: said with what is said next."""
+        if self._fragments is not None:
+            self._fragments.show(False)
         sound = {name: value for name, value in figures.items() if math.isfinite(value)}
         said = {"version": version, "step": self.progress.position, "figures": sound}
         self._exchange.measured.append({**said, "failure": failure, "exit_code": exit_code})

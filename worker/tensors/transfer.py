@@ -194,7 +194,7 @@ class ModelTensors:
                 gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
             elif source == "delta" and is_parameter:
-                found.append(self.deltas[index])
+                found.append(self.deltas.get(index))  # none of another fragment
             else:
                 found.append(self.tensors[index])
         return found

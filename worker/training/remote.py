@@ -125,12 +125,15 @@ class RemoteSession(Session):
 
         def check(name: str, momentum: float) -> None:
             up, down = first_codec(name), CODECS.load(config.answer_codec)()
-            check_codecs(settings.mode, settings.source, up, down, groups, momentum)
+            check_codecs(settings.mode, settings.source, up, down, groups, momentum, settings.fragments)
 
         auto = self._exchange.auto
         if auto is None:
             check(config.codec, config.momentum)
             return
+        if settings.fragments > 1:
+            told = f"worker.codec is auto, which measures whole bodies, and policy.fragments is {settings.fragments}"
+            raise UsageError(told, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
         if config.momentum:
             told = f"worker.momentum is {config.momentum:g}, and worker.codec is auto, whose codecs go without"
             raise UsageError(told, fix="name the codec, such as --set worker.codec=topk, or leave worker.momentum out")

@@ -10,6 +10,10 @@ and every worker goes on from the new weights; its own optimizer (AdamW, say), w
 With lr 1 and mu 0 it is localsgd, also where it is pipelined. A persistent direction is multiplied by up to
 1 + mu / (1 - mu), which many rounds make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of
 24 to 96 rounds, and 0.5 better.
+
+In P fragments (Streaming DiLoCo, arXiv:2501.18512) a round is H / P steps and exchanges one P-th of the parameters,
+that of number version mod P; the others go on locally. Each still is exchanged every H steps, and has its own buf. The
+last round of a run exchanges all.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ class OuterOptions(Section):
 
 
 class DilocoOptions(OuterOptions, RoundOptions):
-    pass
+    fragments: int = Field(
+        1, ge=1, description="diloco: parts of the model, of which one is exchanged every local_steps / fragments steps"
+    )
 
 
 class DilocoPolicy(RoundPolicy):
@@ -56,11 +62,16 @@ class DilocoPolicy(RoundPolicy):
 
     @classmethod
     def told(cls, options: DilocoOptions) -> str:
-        return f"{options.local_steps} local steps"
+        parts = f", {options.fragments} fragments" if options.fragments > 1 else ""
+        return f"{options.local_steps} local steps{parts}"
 
     @property
     def local_steps(self) -> int:
-        return self.options.local_steps
+        return self.options.local_steps // self.fragments
+
+    @property
+    def fragments(self) -> int:
+        return self.options.fragments
 
     @property
     def outer(self) -> Outer:
@@ -71,7 +82,7 @@ class DilocoPolicy(RoundPolicy):
             return told, "as policy.outer_momentum says"
         if self.training_steps is None:
             return _MOMENTUM_OF_FEW, "nobody has said how many rounds there are"
-        rounds = -(-self.training_steps // self.local_steps)
+        rounds = -(-self.training_steps // self.options.local_steps)
         if rounds >= _MANY_ROUNDS:
             return _MOMENTUM_OF_MANY, f"{rounds:,} rounds, of which {_MANY_ROUNDS} are enough for it"
         return _MOMENTUM_OF_FEW, f"{rounds:,} rounds: {_MOMENTUM_OF_MANY} needs {_MANY_ROUNDS}"

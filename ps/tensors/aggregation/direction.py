@@ -20,24 +20,26 @@ class Direction:
         self._pieces = [[one for one in window.pieces if one.kind is Kind.PARAMETER] for window in windows]
         num_elements = sum(piece.num_elements for pieces in self._pieces for piece in pieces)
         self._stride = -(-num_elements // _MAX_SAMPLED)
-        self._before: dict[int, torch.Tensor] = {}  # by window
+        self._before: dict[
+            tuple[int, frozenset[str]], torch.Tensor
+        ] = {}  # by window, and what their rounds were without
         self._sum, self._count = 0.0, 0
         self._begin()
 
     def _begin(self) -> None:
         self._dot = self._square = self._square_before = 0.0
 
-    def see(self, index: int, mean: torch.Tensor) -> None:
-        """A window of a mean, uint8 [exchange_bytes], is complete."""
+    def see(self, index: int, mean: torch.Tensor, without: frozenset[str] = frozenset()) -> None:
+        """A window of a mean, uint8 [exchange_bytes], is complete. The one before is that of the same fragment."""
         pieces = [self._view(piece, mean)[:: self._stride].double() for piece in self._pieces[index]]
         if not pieces:
             return
         now = torch.cat(pieces)
-        if (before := self._before.get(index)) is not None:
+        if (before := self._before.get((index, without))) is not None:
             self._dot += float(now @ before)
             self._square += float(now @ now)
             self._square_before += float(before @ before)
-        self._before[index] = now
+        self._before[index, without] = now
 
     def close(self) -> None:
         """All windows of a round were seen."""
