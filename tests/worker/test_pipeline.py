@@ -47,7 +47,7 @@ class FakeExchange:
     """An exchange whose flights land when the test lets them, each with weights of a version, or an error."""
 
     def __init__(self, source: str, steps: int = 100, local_steps: int = 1) -> None:
-        self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True)
+        self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True, fragments=1)
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
         self.threads: set[str] = set()
