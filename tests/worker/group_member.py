@@ -15,7 +15,10 @@ from pathlib import Path
 
 import torch
 
+from paramserver.worker.strategies import group as groups
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
+
+groups._BUCKET_BYTES = 100  # several of them
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

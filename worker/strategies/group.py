@@ -26,6 +26,7 @@ from ...common.errors import UsageError
 _MEET_S = 10.0  # for all members of an epoch to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
+_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 _REACH_S = 5.0  # for a connection to a member
 
 
@@ -67,6 +68,8 @@ class Group:
         """`own`: of this member's `Meeting`; other members reach the host. Blocks until all members are there. Broken
         when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when one cannot be reached."""
         self.epoch, self.index = epoch, epoch.members.index(rank)
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._under_way: list[Any] = []  # torch's works
         _reach(rank, epoch.members[0], _address(epoch.store))
         try:
             client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=meet_s))
@@ -133,19 +136,33 @@ class Group:
         for index in held:
             by_dtype.setdefault(shapes[index].dtype, []).append(index)
         for dtype, indices in by_dtype.items():
-            flat = torch.zeros(sum(shapes[index].numel() for index in indices), dtype=dtype)
-            parts = list(flat.split([shapes[index].numel() for index in indices]))
-            for index, part in zip(indices, parts, strict=True):
-                mine = tensors[index]
+            flat = self._memory(dtype, sum(shapes[index].numel() for index in indices))
+            begun = end = 0
+            for index in indices:
+                begin, end = end, end + shapes[index].numel()
+                part, mine = flat[begin:end].view(shapes[index].shape), tensors[index]
                 if mine is None or not (dtype.is_floating_point or self.index == 0):
-                    continue
-                part.copy_(mine.detach().reshape(-1))
-                if dtype.is_floating_point:
-                    part.mul_(share)
-            self._sum(flat)
-            for index, part in zip(indices, parts, strict=True):
-                found[index] = part.view(shapes[index].shape)
+                    part.zero_()
+                elif dtype.is_floating_point and not mine.is_sparse and mine.device == part.device:
+                    torch.mul(mine.detach(), share, out=part)
+                else:
+                    part.copy_(mine.detach().to_dense() if mine.is_sparse else mine.detach())
+                    if dtype.is_floating_point:
+                        part.mul_(share)
+                found[index] = part
+                if (end - begun) * dtype.itemsize >= _BUCKET_BYTES:
+                    self._begin_sum(flat[begun:end])
+                    begun = end
+            if end > begun:
+                self._begin_sum(flat[begun:end])
+        self._end_sums()
         return found
+
+    def _memory(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """The same each time: what was averaged last has been used when something is averaged again."""
+        if len(self._flat.get(dtype, ())) != size:
+            self._flat[dtype] = torch.empty(size, dtype=dtype)
+        return self._flat[dtype]
 
     def _shapes(self, tensors: Sequence[torch.Tensor | None], held: Sequence[int]) -> dict[int, torch.Tensor]:
         """What has the shape and dtype of each that somebody has; who lacks one is told them by `like`."""
@@ -168,21 +185,31 @@ class Group:
         given = torch.empty(num_bytes, dtype=torch.uint8)
         if body is not None:
             given = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        self._wait(lambda: self._group.broadcast([given], _from(giver)))  # type: ignore[attr-defined]
+        self._wait(lambda: self._group.broadcast([given], _from(giver)).wait())  # type: ignore[attr-defined]
         return given.numpy().tobytes()
 
     def _sum(self, tensor: torch.Tensor) -> None:
-        self._wait(lambda: self._group.allreduce([tensor]))  # type: ignore[attr-defined]
+        self._begin_sum(tensor)
+        self._end_sums()
+
+    def _begin_sum(self, tensor: torch.Tensor) -> None:
+        """While it is under way the next bucket is gathered."""
+        self._wait(lambda: self._under_way.append(self._group.allreduce([tensor])))  # type: ignore[attr-defined]
+
+    def _end_sums(self) -> None:
+        while self._under_way:
+            self._wait(lambda: self._under_way.pop(0).wait())
 
     def _wait(self, collective: Callable[[], Any]) -> None:
         try:
-            collective().wait()
-        except (RuntimeError, AttributeError) as error:  # the second: it was closed meanwhile
+            collective()
+        except (RuntimeError, AttributeError, IndexError) as error:  # the last two: it was closed meanwhile
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {_first_line(error)}") from None
 
     def close(self) -> None:
         """Its connections end, and with them whatever others wait for from this member."""
+        self._under_way.clear()  # each of them would keep the connections
         if hasattr(self, "_group"):
             self._group.abort()
             del self._group
