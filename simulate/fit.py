@@ -72,8 +72,9 @@ class Calibration:
         one, other = self.recorded.staleness, self.foreseen.staleness
         return max(abs(bisect_right(one, x) / len(one) - bisect_right(other, x) / len(other)) for x in {*one, *other})
 
-    def outside(self, world: World, jitter: float | None) -> list[str]:
-        """What of a world is more than ten times away from the recorded one, as phrases."""
+    def outside(self, world: World) -> list[str]:
+        """What of a world is more than ten times away from the recorded one, as phrases. Computing never is, nor its
+        jitter: it stays as recorded."""
         found = []
         if _is_far(world.num_workers, self.num_workers):
             found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
@@ -81,8 +82,6 @@ class Calibration:
         own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
         if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
             found.append(f"an exchange of {own_s:.3g} s, {self.exchange_s:.3g} s recorded")
-        if jitter is not None and self.jitter and _is_far(jitter, self.jitter):
-            found.append(f"jitter {jitter:g}, {self.jitter:.2g} recorded")
         return found
 
 

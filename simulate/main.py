@@ -30,7 +30,7 @@ Simulate a run: the real rules of its mode, and workers, links and a server that
                                                    the simulator foresee its second half?
 
 Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider says it. A server's
-own link is shared by all. No loss is simulated: what staleness does to learning is not in here.
+own link is shared by all. No loss is simulated without --learn, which trains the task for real.
 """
 
 app = make_app(_HELP)
@@ -55,9 +55,13 @@ def simulate(
     failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Of each worker.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same events.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, of --history.")] = None,
+    learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="And the same work on one machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
     sets: SetOption = None,
 ) -> int:
-    from .plan import Told, resolve, worlds
+    from ..common.registry import mode_label
+    from .plan import Told, alone, resolve, worlds
     from .traces import read_trace
 
     flags = {"run.steps": steps, "run.seed": seed}
@@ -65,6 +69,11 @@ def simulate(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures
     )
     configs = resolve(config, mode, workers, flags, sets or [], os.environ)
+    if trace is not None and (learn or baseline or as_json):
+        flag = "--learn" if learn else "--baseline" if baseline else "--json"
+        raise UsageError(
+            f"flag {flag} with --trace: a recorded run has no data here, and its own times", fix="one only"
+        )
     try:
         runs = worlds(configs, told)
         if trace is not None:
@@ -72,7 +81,10 @@ def simulate(
             if not _decides_the_same(lines, configs[0]):
                 return 1
             runs = _foresee(lines, runs, told, workers)
-        return _compare(runs)
+        labels = [mode_label(one.run.mode) for one, _ in runs]
+        if baseline:
+            runs, labels = [alone(*runs[0]), *runs], ["single", *labels]
+        return _compare(runs, labels, learn, baseline, as_json)
     except BrokenPipeError:
         from ..launch.view.screen import discard_from_now_on
 
@@ -118,30 +130,47 @@ def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) 
         num = workers or found.num_workers
         world = fitted(found, replace(world, num_workers=num), told.has_links)
         chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
-    if far := found.outside(chosen[0][1], None):
+    if far := found.outside(chosen[0][1]):
         print(f"  more than ten times away from what was recorded: {'; '.join(far)}")
     return chosen
 
 
-def _compare(runs: list[Any]) -> int:
-    from ..common.registry import mode_label
+def _compare(runs: list[Any], labels: list[str], learns: bool, has_baseline: bool, as_json: bool) -> int:
+    from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
-    from .results import summary, time_table
+    from .results import as_text, summary, time_table
     from .run import Simulation
 
+    setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)
     gc.disable()  # a simulation makes millions of small things and no circles
     done = []
-    for config, world in runs:
-        simulation = Simulation(config, world, time.perf_counter)
+    for (config, world), label in zip(runs, labels, strict=True):
+        learner = None
+        if learns:
+            from .learning import Learner
+
+            learner = Learner(config, world.num_workers)
+        simulation = Simulation(config, world, time.perf_counter, learner=learner)
         simulation.go()
-        done.append((mode_label(config.run.mode), simulation))
+        done.append((label, simulation))
+    first = done[0][1] if has_baseline else None
+    if as_json:
+        print(as_text(done, first))
+        return 0
+    found = [(label, summary(one, first)) for label, one in done]
     console = report_console()
-    console.print(comparison_table([(mode, summary(one)) for mode, one in done]))
+    console.print(comparison_table(found))
     console.print()
     console.print(time_table(done))
-    for mode, one in done:
-        print(f"{mode}: events {one.digest}")
-    print("no loss simulated")
+    for label, one in done:
+        print(f"{label}: events {one.digest}")
+    if learns:
+        for label, told in found:
+            print(f"\n{label}: loss over virtual time")
+            for point in told.curve:
+                print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.figures['loss']:.4f}")
+    else:
+        print("no loss simulated (--learn)")
     return 0
 
 

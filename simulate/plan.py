@@ -102,6 +102,24 @@ def worlds(configs: list[Config], told: Told) -> list[tuple[Config, World]]:
     return [(config, _world(config, told)) for config in configs]
 
 
+def alone(config: Config, world: World) -> tuple[Config, World]:
+    """The same work on the fastest of these machines: as many training steps, each on the batches of all workers, one
+    after another; no link, no other worker, and nothing of it fails."""
+    num, run = world.num_workers, config.run
+    alone_run = run.model_copy(update={"mode": "sync", "workers": 1, "batch_size": run.batch_size * num})
+    worker = config.worker.model_copy(update={"codec": "raw", "answer_codec": "raw"})
+    policy = config.policy.model_copy(update={"pipelined": False})
+    machine = World(
+        num_workers=1,
+        seed=world.seed,
+        compute_s=world.compute_s * num / max(world.speeds),
+        jitter=world.jitter / math.sqrt(num),  # a sum's
+        step_s=world.step_s,
+        max_staged=world.max_staged,
+    )
+    return config.model_copy(update={"run": alone_run, "worker": worker, "policy": policy}), machine
+
+
 def _world(config: Config, told: Told) -> World:
     if told.megabytes is not None and not 0 <= told.megabytes < 1e6:
         raise UsageError(f"flag --mb: {told.megabytes:g} is not a size in MB", fix="e.g. --mb 10")

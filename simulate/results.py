@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 from rich.table import Column, Table
@@ -11,9 +12,14 @@ from ..common.reporting.summary import Summary, WorkerSummary
 from .run import CAUSES, Simulation
 
 
-def summary(simulation: Simulation) -> Summary:
-    """As `ps/observe/reports.py` makes one; the figures of a simulation stand where an evaluation's would."""
+def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
+    """As `ps/observe/reports.py` makes one; the figures of a simulation stand where an evaluation's would, and after
+    them how many times as fast as the `baseline` it is."""
     run, policy = simulation.run, simulation.policy
+    curve = [] if simulation.learner is None else list(simulation.learner.curve)
+    final = dict(curve[-1].figures) if curve else {}
+    if baseline is not None:
+        final["speed-up"] = baseline.now / simulation.now if simulation.now else 0.0
     return Summary(
         mode=simulation.config.run.mode,
         staleness_bound=policy.staleness_bound,
@@ -21,9 +27,25 @@ def summary(simulation: Simulation) -> Summary:
         updates=policy.version,
         version=policy.version,
         wall_s=round(run.contributions.elapsed_s(simulation.now, True), 6),
-        final=figures(simulation),
+        final=final | figures(simulation),
+        curve=curve,
         workers=_workers(simulation),
     )
+
+
+def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = None) -> str:
+    """Of all runs by name, as JSON: the summary, seconds of all workers by what they were spent on, staleness by
+    versions, and the hash of the events."""
+    found = {
+        name: {
+            "summary": summary(one, baseline).model_dump(),
+            "seconds": one.seconds,
+            "staleness": dict(sorted(one.staleness.items())),
+            "events": one.digest,
+        }
+        for name, one in runs
+    }
+    return json.dumps(found, indent=2)
 
 
 def figures(simulation: Simulation) -> dict[str, float]:

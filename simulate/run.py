@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.config.schema import Config
 from ..common.errors import UsageError
@@ -25,6 +25,9 @@ from ..ps.core.run import Run
 from ..ps.engine.modes import make_policy, options_of
 from .links import Link
 from .world import Compute, Recorded, World
+
+if TYPE_CHECKING:
+    from .learning import Learner
 
 TICK_S = 0.2  # as in a server
 _MOST_IDLE_TICKS = 100_000
@@ -69,7 +72,7 @@ Transfers = Link[tuple[Worker, int, effects.Answer | None]]
 
 class Simulation:
     """One run of one mode; `go`, then look at it. `tell` is told facts as a server's observers are; `clock` measures
-    what the run's decisions cost."""
+    what the run's decisions cost; a `learner` trains."""
 
     def __init__(
         self,
@@ -77,8 +80,9 @@ class Simulation:
         world: World,
         clock: Callable[[], float] = lambda: 0.0,
         tell: Callable[[float, effects.Fact], None] | None = None,
+        learner: Learner | None = None,
     ) -> None:
-        self.config, self.world, self.now = config, world, 0.0
+        self.config, self.world, self.now, self.learner = config, world, 0.0, learner
         policy = make_policy(config)
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
@@ -131,6 +135,11 @@ class Simulation:
     def go(self) -> None:
         """To the end. UsageError where it would never come."""
         self._start()
+        self._go_on()
+        if self.learner is not None:
+            self.learner.measure(self.now, self.num_steps)
+
+    def _go_on(self) -> None:
         never, num_idle = math.inf, 0
         tick_at = TICK_S if self._looks_at_time else never
         heap, up, down = self._heap, self._up, self._down
@@ -196,6 +205,8 @@ class Simulation:
     def _compute(self, worker: Worker, num_steps: int) -> None:
         worker.is_computing, worker.steps, worker.base = True, num_steps, worker.version
         worker.computed_s = worker.compute.take(num_steps)
+        if self.learner is not None:
+            self.learner.compute(worker.rank, num_steps, worker.done_steps)
         self._push(self.now + worker.computed_s, self._computed, worker)
 
     def _computed(self, worker: Worker, _: object) -> None:
@@ -215,6 +226,8 @@ class Simulation:
             num_samples=self.config.run.batch_size * worker.steps, wants_weights=number % self.policy.pull_every == 0,
             compute_s=worker.computed_s, transfer_s=worker.transfer_s,
         )  # fmt: skip
+        if self.learner is not None:
+            self.learner.send(worker.event)
         worker.sent_steps = worker.steps
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self.now
         worker.done_steps += worker.steps
@@ -238,6 +251,8 @@ class Simulation:
         worker.told_steps = answer.next_local_steps
         if answer.has_weights:
             worker.version = answer.version
+        if self.learner is not None:
+            self.learner.received(answer)
         if worker.is_in_flight:
             worker.is_in_flight = False
             self._account(worker, answer)
@@ -303,6 +318,8 @@ class Simulation:
     def _arrived(self, worker: Worker, _: object) -> None:
         """Its contribution is here, whole: the run decides."""
         assert worker.event is not None
+        if self.learner is not None:
+            self.learner.arrived(worker.event)
         self._happens(worker.event)
 
     def _leaves(self, worker: Worker, answer: effects.Answer) -> None:
@@ -333,6 +350,8 @@ class Simulation:
         if isinstance(event, events.Contributed):
             self.decision_s.append(self._clock() - begun_s)
         for effect in found:
+            if self.learner is not None:
+                self.learner.carry_out(effect, self.now, self.num_steps)
             if self._tell is not None and isinstance(effect, effects.Fact):
                 self._tell(self.now, effect)
             if (handler := self._handlers.get(type(effect))) is not None:

@@ -1,0 +1,288 @@
+"""Real training under the virtual clock: what workers compute and a server makes of it, when a simulation says so.
+
+A worker's gradients, local steps and data are those of its loop, the server's means and steps those of the engine's
+own `Folding` and `Store`. Nothing here decides, or tells the time: a run that learns has the events of one that does
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.config.schema import Config
+from ..common.errors import DivergedError, UsageError
+from ..common.reporting.curve import Point
+from ..common.tensors.layout import copy_of
+from ..common.tensors.optimizers import (
+    Hyperparameters,
+    build_optimizer,
+    current_hyperparameters,
+    describe_optimizer,
+    plain_step,
+    without_compiler,
+)
+from ..common.user_code import user_code
+from ..common.wire.segments import private_segment
+from ..ps.core import effects, events
+from ..ps.engine.folding import Folding
+from ..ps.engine.modes import make_policy
+from ..ps.tensors.model import Model
+from ..ps.tensors.thread import TensorThread
+from ..worker.tasks.base import Task
+from ..worker.tensors.anchor import Anchor
+from ..worker.tensors.transfer import DirectTransfer, ModelTensors
+from ..worker.training.data import Shares, seed_everything, sharded_batches, step_seed
+from ..worker.training.tasks.loading import load_task
+from ..worker.training.tasks.schedule import rate_at
+
+_MOST_BYTES = 4 << 30  # of all workers together
+_NUM_POINTS = 20  # of a curve
+
+
+class _Inline(TensorThread):
+    """Nobody waits meanwhile: a virtual clock stands still."""
+
+    def size_for(self, num_bytes: int) -> None:
+        torch.set_num_threads(1)
+
+
+class _Machine:
+    """A model and the optimizer of whoever computes on it."""
+
+    def __init__(self, config: Config, task: Task) -> None:
+        torch.manual_seed(config.run.seed)
+        with user_code():
+            self.net: nn.Module = task.model()
+        self.net.train()
+        groups = [{"params": list(self.net.parameters())}]
+        self.optimizer = build_optimizer(config.optimizer.name, groups, config.optimizer.arguments())
+        self.step = plain_step(type(self.optimizer))
+        self.tensors = ModelTensors(self.net)
+        self.transfer = DirectTransfer(self.tensors)
+        self.anchor: Anchor | None = None
+        self.holds: torch.Tensor | None = None  # the weights that were put here last
+
+    def put(self, weights: torch.Tensor) -> None:
+        """Weights, uint8 [exchange_bytes], are the model's."""
+        if self.holds is weights:
+            return
+        with torch.no_grad():
+            for (_, view), tensor in zip(self.tensors.layout.views(weights), self.tensors.tensors, strict=False):
+                tensor.copy_(view)
+        self.holds = weights
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What one rank has."""
+
+    machine: _Machine
+    weights: torch.Tensor  # received last
+    on_its_way: torch.Tensor  # in an answer
+    batches: Iterator[tuple[Any, int]]
+    division: tuple[int, int] = (1, 0)
+    body: torch.Tensor | None = None  # computed
+    without: frozenset[str] = frozenset()  # a gradient
+    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # of these two what is on its way
+    num_samples: int = 0
+    hyperparameters: tuple[Hyperparameters, ...] | None = None
+
+
+class Learner:
+    """Of one run. Bodies are uint8 [exchange_bytes], times virtual seconds."""
+
+    def __init__(self, config: Config, num_workers: int) -> None:
+        """UsageError for what a simulation cannot learn with."""
+        without_compiler()
+        policy = make_policy(config)
+        self.source = policy.contribution
+        _check_possible(config, policy)
+        self._config, self._num_workers = config, num_workers
+        device = torch.device("cpu")
+        self.task: Task = load_task(config.task.name, config.task.args, seed=config.run.seed, device=device)
+        with user_code():
+            data = self.task.train_data()
+        make = getattr(self.task, "sampler", None)
+        self._shares = Shares(data, config.run.batch_size, config.run.seed, sampler=make(data) if make else None)
+        first = _Machine(config, self.task)
+        layout = first.tensors.layout
+        self._check_size(layout.exchange_bytes)
+        self._shares.num_batches(num_workers)  # says at once where samples are too few
+        self._thread = _Inline(_fail)
+        self.model = Model(config, self._thread, self.source == "gradient", policy.outer, policy.has_rounds)
+        self.model.adopt(layout, describe_optimizer(first.optimizer, first.tensors.names))
+        begin = private_segment(layout.total_bytes)
+        begin.body.copy_(copy_of(*first.transfer.gather_all()))
+        self.model.begin(begin)
+        self._folding = Folding(self.model, self._thread, policy.answers_before_commit)
+        self._newest = -1, begin.body
+        self._first = first  # all compute on it where nothing of theirs stays in a model, and it is measured
+        self._ranks = [self._rank(rank) for rank in range(num_workers)]
+        self.curve: list[Point] = []
+        self._num_steps = 0
+        self.measure(0.0, 0)
+
+    def _rank(self, rank: int) -> _Rank:
+        weights = self._weights(0)
+        return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
+
+    def _check_size(self, num_bytes: int) -> None:
+        each = num_bytes * (2 if self.source == "gradient" else 6)  # weights, gradient, optimizer, anchor, body
+        if each * self._num_workers > _MOST_BYTES:
+            raise UsageError(
+                f"flag --learn: {self._num_workers:,} workers of this model hold {each * self._num_workers:,} bytes, "
+                f"and {_MOST_BYTES:,} are the most",
+                fix=f"-n {_MOST_BYTES // each}, or without --learn",
+            )
+
+    # ---- workers -----------------------------------------------------------------------------
+
+    def compute(self, rank: int, num_steps: int, step: int) -> None:
+        """So many training steps, from number `step` of the run on; what comes of them is to be sent."""
+        one, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
+        if self.source == "gradient":
+            machine.put(one.weights)
+        one.num_samples = 0
+        for at in range(step, step + num_steps):
+            batch, weight = next(one.batches)
+            one.num_samples += weight
+            seed_everything(step_seed(config.run.seed, rank, at))
+            for group in machine.optimizer.param_groups:
+                group["lr"] = rate_at(at, config.run.steps or 1, config.optimizer.lr, config.train)
+            machine.optimizer.zero_grad()
+            with user_code():
+                self.task.loss(machine.net, batch).backward()
+            if self.source != "gradient":
+                machine.step(machine.optimizer)
+        if self.source == "gradient":
+            one.hyperparameters = tuple(current_hyperparameters(group) for group in machine.optimizer.param_groups)
+            names = [entry.spec.name for entry in machine.tensors.layout.entries]
+            one.without = frozenset(names[index] for index in machine.tensors.without_gradient())
+        if machine.anchor is not None:
+            machine.anchor.measure()
+        (stretch,) = machine.transfer.gather(self.source)
+        one.body = copy_of(*stretch.pieces)
+        if not bool(torch.isfinite(self._parameters(one.body)).all()):
+            raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
+
+    def _parameters(self, body: torch.Tensor) -> torch.Tensor:
+        views = self._first.tensors.layout.views(body)
+        floats = [view.flatten().float() for _, view in views if view.is_floating_point()]
+        return torch.stack([view.sum() for view in floats])
+
+    def send(self, event: events.Contributed) -> None:
+        """What a rank has computed leaves with this event, and is at the server when that happens."""
+        one = self._ranks[event.rank]
+        assert one.body is not None
+        one.sent = one.body, one.without
+        event.num_samples = one.num_samples
+        event.hyperparameters = one.hyperparameters
+
+    def arrived(self, event: events.Contributed) -> None:
+        """The body is the server's."""
+        sent = self._ranks[event.rank].sent
+        assert sent is not None
+        self._folding.stage(event.identity, *sent)
+
+    def answered(self, answer: effects.Answer) -> None:
+        """The server has decided on an answer: its weights are those of now."""
+        if answer.has_weights:
+            self._ranks[answer.rank].on_its_way = self._weights(answer.version)
+
+    def received(self, answer: effects.Answer) -> None:
+        """The answer is with its worker."""
+        one = self._ranks[answer.rank]
+        is_start = answer.outcome == "START"
+        if is_start or one.division != (answer.num_workers, answer.worker_index):
+            one.division = answer.num_workers, answer.worker_index
+        if is_start:
+            first = answer.training_steps if answer.num_batches is None else answer.num_batches
+            one.batches = sharded_batches(self._shares, lambda: one.division, first)
+        if is_start and self.source != "gradient":  # another process: its optimizer begins anew
+            one.machine = _Machine(self._config, self.task)
+            one.machine.anchor = Anchor(one.machine.tensors) if self.source == "delta" else None
+        if answer.has_weights:
+            one.weights = one.on_its_way
+            if self.source != "gradient":
+                one.machine.holds = None
+                one.machine.put(one.weights)
+                if one.machine.anchor is not None:
+                    one.machine.anchor.note()
+
+    # ---- the server --------------------------------------------------------------------------
+
+    def carry_out(self, effect: effects.Effect, now: float, num_steps: int) -> None:
+        """As `ps/engine` does. `num_steps` of all workers count so far."""
+        folding = self._folding
+        if isinstance(effect, effects.Keep):
+            folding.keep(effect)
+        elif isinstance(effect, effects.Fold):
+            folding.fold(effect)
+        elif isinstance(effect, effects.Discard):
+            folding.discard(effect)
+        elif isinstance(effect, effects.Withdraw):
+            folding.withdraw(effect.rank, effect.incarnation)
+        elif isinstance(effect, effects.Commit):
+            folding.commit(effect)
+            total = self._num_workers * (self._config.run.steps or 1)
+            if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
+                self._num_steps = num_steps
+                self.measure(now, num_steps)
+        elif isinstance(effect, effects.Answer):
+            self.answered(effect)
+
+    def measure(self, now: float, num_steps: int) -> None:
+        """One more point of the curve: the newest weights, evaluated; `step` is of a worker, on average."""
+        point = Point(
+            version=self.model.store.version,
+            step=num_steps // self._num_workers,
+            elapsed_s=round(now, 6),
+            figures=self.figures(),
+        )
+        if self.curve and self.curve[-1].version == point.version:
+            self.curve.pop()
+        self.curve.append(point)
+
+    def figures(self) -> dict[str, float]:
+        """The task's, of the newest weights."""
+        machine = self._first
+        machine.holds = None
+        machine.put(self._weights(self.model.store.version))
+        with user_code():
+            return {name: float(value) for name, value in self.task.evaluate(machine.net).items()}
+
+    def _weights(self, version: int) -> torch.Tensor:
+        """A copy of the newest weights, shared by all who ask for this version."""
+        if self._newest[0] != version:
+            self._newest = version, self.model.store.weights[: self.model.store.layout.exchange_bytes].clone()
+        return self._newest[1]
+
+
+def _check_possible(config: Config, policy: Any) -> None:
+    """Refuse what would be learned otherwise than in a run."""
+    worker, store, train = config.worker, config.store, config.train
+    raw = "a simulation that learns sends everything as it is"
+    for key, value, plain, why in (
+        ("worker.codec", worker.codec, "raw", raw),
+        ("worker.answer_codec", worker.answer_codec, "raw", raw),
+        ("store.max_norm", store.max_norm, None, "norms of contributions are not looked at"),
+        ("train.accumulate", train.accumulate, 1, "a training step is one batch"),
+        ("train.precision", train.precision, "fp32", "computing is float32"),
+    ):
+        if value != plain:
+            raise UsageError(f"flag --learn: {key} is {value}, and {why}", fix=f"--set {key}={plain}")
+    if policy.compensation is not None:
+        told = "policy.late_compensation needs what each worker was sent, which is not kept"
+        raise UsageError(f"flag --learn: {told}", fix="--set policy.late_compensation=none")
+    if config.policy.pipelined and policy.contribution != "gradient":
+        told = f"policy.pipelined in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
+        raise UsageError(f"flag --learn: {told}", fix="--set policy.pipelined=false")
+
+
+def _fail(error: BaseException) -> None:
+    raise error
