@@ -33,6 +33,7 @@ from ...worker.tasks.base import Task
 from ...worker.tasks.digits import Digits
 from ...worker.tasks.gpt import Gpt
 from ...worker.tensors.anchor import Anchor
+from ...worker.tensors.fragments import Fragments
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from .codecs import Way, codec_of, num_framed
 
@@ -61,6 +62,7 @@ WAYS: dict[str, Asked] = {
     "H 25, int8 both": Asked(up="int8", down="int8"),
     "H 25, mean": Asked(options=_MEAN),
     "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
+    "H 25, 5 fragments": Asked(options={"fragments": 5}),
     "H 10": Asked(options={"local_steps": 10}),
     "H 10, mean": Asked(options={"local_steps": 10, **_MEAN}),
     "H 100": Asked(options={"local_steps": 100}),
@@ -88,13 +90,21 @@ class Worker:
         self.net = _net(task)
         self._task, self._num_steps = task, num_steps
         self.tensors = ModelTensors(self.net)
-        self.transfer, self._anchor = DirectTransfer(self.tensors), Anchor(self.tensors)
+        num = asked.options.get("fragments", 1)
+        self._fragments = Fragments(self.tensors, num) if num > 1 else None
+        self.transfer, self._anchor = DirectTransfer(self.tensors), self._fragments or Anchor(self.tensors)
+        self.without: frozenset[str] = frozenset()
         self.way = Way(codec_of(asked.up, asked.has_feedback), self.tensors.layout, 0.0, "delta")
         self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate(task, 0, num_steps))
         self._batches = _batches(task, rank, seed)
         self.taken = self.version = self.number = 0
         self.to_take, self.began_at = 0, 0.0
         self.body: torch.Tensor | None = None  # its delta, decoded
+
+    @property
+    def num_left_out(self) -> int:
+        """Bytes of other fragments."""
+        return sum(one.num_bytes for one in self.tensors.layout.entries if one.spec.name in self.without)
 
     def step(self) -> None:
         for group in self._optimizer.param_groups:
@@ -108,11 +118,17 @@ class Worker:
         self._task.loss(self.net, next(self._batches)).backward()
 
     def measure(self) -> None:
+        if self._fragments is not None:
+            chosen = None if self.taken == self._num_steps else self.version % self._fragments.num
+            specs = self.tensors.layout.specs
+            self.without = frozenset(specs[place].name for place in self._fragments.choose(chosen))
         self._anchor.measure()
         self.body = self.way.encode(self.transfer)
         self.number += 1
 
     def receive(self, weights: torch.Tensor, version: int) -> None:
+        if self._fragments is not None:
+            self._fragments.answered(version > 0)
         with torch.no_grad():
             for (_, view), tensor in zip(self.tensors.layout.views(weights), self.tensors.tensors, strict=True):
                 tensor.copy_(view)
@@ -155,7 +171,7 @@ class Run:
             for _ in range(worker.to_take):
                 worker.step()
             worker.measure()
-            self.sent += num_framed(body_bytes(worker.way.codec, self._layout))
+            self.sent += num_framed(body_bytes(worker.way.codec, self._layout) - worker.num_left_out)
             said = Contribution(worker.number, worker.version, worker.to_take, worker.to_take)
             self._carry_out(self.policy.contributed(rank, said, self.now))
 
@@ -167,7 +183,7 @@ class Run:
                 weight = decision.weight
                 if self._asked.dropped and torch.rand((), generator=self._chance).item() < self._asked.dropped:
                     weight *= 1e-6  # its work is lost, and counts in no mean with others
-                self.store.fold(worker.body, weight, decision.rank)
+                self.store.fold(worker.body, weight, decision.rank, without=worker.without)
                 self._in_mean.append((decision.rank, weight))
             elif isinstance(decision, Discard):
                 self.workers[decision.rank].body = None
@@ -195,7 +211,7 @@ class Run:
         if answer.outcome is Outcome.DROPPED:
             worker.number -= 1
         # One difference for each version since; a joiner's whole reference is not counted.
-        self.received += num_framed(len(self._out)) * (self.policy.version - worker.version)
+        self.received += num_framed(len(self._out) - worker.num_left_out) * (self.policy.version - worker.version)
         worker.receive(self._reference, self.policy.version)
         worker.to_take = self.policy.next_local_steps(answer.rank)
         if worker.to_take:

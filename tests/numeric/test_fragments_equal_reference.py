@@ -11,6 +11,7 @@ from torch import nn
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import check_fragments
 from paramserver.common.tensors.layout import new_body
+from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
@@ -25,7 +26,7 @@ from paramserver.tests.numeric.test_diloco_equals_reference import (
     policy,
 )
 from paramserver.worker.tensors.fragments import Fragments, divided
-from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 __all__ = ["one_thread"]  # the fixture
 H, STEPS, LR = 6, 27, 0.7
@@ -171,3 +172,21 @@ def test_local_steps_that_do_not_divide_name_both_values():
     assert "--local-steps 28" in str(refused.value.fix)
     with pytest.raises(UsageError, match=r"pipelined.*5 fragments"):
         check_fragments("diloco", policy(2, 25, fragments=5).options, True)
+
+
+def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a_fifth_of_the_bytes():
+    layers = (nn.utils.skip_init(nn.Linear, 1024, 1024) for _ in range(10))
+    model = nn.Sequential(*layers)
+    tensors = ModelTensors(model)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(1.0)
+    fragments, transfer = Fragments(tensors, 5), DirectTransfer(tensors)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(1.0)
+    fragments.choose(0)
+    fragments.measure()
+    pieces = transfer.gather("delta")[0].pieces
+    num_sent = sum(len(part) for _, parts, _ in without_zeros(pieces) for part in parts)
+    assert 0.2 <= num_sent / tensors.layout.exchange_bytes <= 1.1 / 5
