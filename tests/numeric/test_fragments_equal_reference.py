@@ -174,6 +174,7 @@ def test_local_steps_that_do_not_divide_name_both_values():
         check_fragments("diloco", policy(2, 25, fragments=5).options, True)
 
 
+@pytest.mark.slow
 def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a_fifth_of_the_bytes():
     layers = (nn.utils.skip_init(nn.Linear, 1024, 1024) for _ in range(10))
     model = nn.Sequential(*layers)
