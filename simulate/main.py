@@ -58,6 +58,7 @@ def simulate(
     learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="And the same work on one machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
+    report: Annotated[str | None, typer.Option(metavar="DIR", help="And as HTML and Markdown.")] = None,
     sets: SetOption = None,
 ) -> int:
     from ..common.registry import mode_label
@@ -84,7 +85,7 @@ def simulate(
         labels = [mode_label(one.run.mode) for one, _ in runs]
         if baseline:
             runs, labels = [alone(*runs[0]), *runs], ["single", *labels]
-        return _compare(runs, labels, learn, baseline, as_json)
+        return _compare(runs, labels, learn, baseline, as_json, report)
     except BrokenPipeError:
         from ..launch.view.screen import discard_from_now_on
 
@@ -135,7 +136,9 @@ def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) 
     return chosen
 
 
-def _compare(runs: list[Any], labels: list[str], learns: bool, has_baseline: bool, as_json: bool) -> int:
+def _compare(
+    runs: list[Any], labels: list[str], learns: bool, has_baseline: bool, as_json: bool, report: str | None
+) -> int:
     from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
     from .results import as_text, summary, time_table
@@ -154,10 +157,14 @@ def _compare(runs: list[Any], labels: list[str], learns: bool, has_baseline: boo
         simulation.go()
         done.append((label, simulation))
     first = done[0][1] if has_baseline else None
+    found = [(label, summary(one, first)) for label, one in done]
+    if report is not None:
+        from ..common.reporting.compared import write_report
+
+        write_report(report, "Simulated runs", found, [f"{label}: events {one.digest}" for label, one in done])
     if as_json:
         print(as_text(done, first))
         return 0
-    found = [(label, summary(one, first)) for label, one in done]
     console = report_console()
     console.print(comparison_table(found))
     console.print()

@@ -7,7 +7,7 @@ left out, so that it fits 100 columns. Written to a file or a pipe, nothing is e
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from rich.console import Console, Group, RenderableType
@@ -98,12 +98,21 @@ def summary_table(summary: Summary) -> RenderableType:
 
 def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
     """One row per run: its final figures, then what it cost."""
+    head, rows = comparison_cells(runs)
+    table = _table(head[1:], Column(head[0], style="bold", overflow="fold"))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def comparison_cells(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
+    """The same as text: names of the columns, rows."""
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    table = _table([*finals, *(name for name, _ in _RUN_COLUMNS)], Column("mode", style="bold", overflow="fold"))
+    rows = []
     for mode, run in runs:
         figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
-        table.add_row(mode, *figures, *(get(run) for _, get in _RUN_COLUMNS))
-    return table
+        rows.append([mode, *figures, *(get(run) for _, get in _RUN_COLUMNS)])
+    return ["mode", *finals, *(name for name, _ in _RUN_COLUMNS)], rows
 
 
 def status_line(status: Status) -> str:
