@@ -52,7 +52,7 @@ REASON_INTERNAL: Reason
 REASON_SHARD_MISMATCH: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "placed", "offset", "data", "left_out")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "optimizer", "placed", "offset", "data", "left_out")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class WorkerMessage(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -81,11 +82,12 @@ class WorkerMessage(_message.Message):
     state: State
     figures: Figures
     rows: Rows
+    optimizer: State
     placed: int
     offset: int
     data: bytes
     left_out: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
@@ -562,7 +564,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -600,6 +602,7 @@ class Answer(_message.Message):
     REFERENCE_CRC_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BRING_FIELD_NUMBER: _ClassVar[int]
+    BRING_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -623,7 +626,8 @@ class Answer(_message.Message):
     reference_crc: int
     group: Group
     bring: bool
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ...) -> None: ...
+    bring_optimizer: bool
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("epoch", "members", "meeting", "held")

@@ -187,7 +187,8 @@ class Answer(Fact):
     group: tuple[int, ...] = ()  # with these ranks,
     meeting: str = ""  # who meet here;
     is_held: bool = True  # the server has this version's weights;
-    brings: bool = False  # the next report is to bring weights
+    brings: bool = False  # the next report is to bring weights,
+    brings_optimizer: bool = False  # and one that does what the optimizer remembers
 
 
 @dataclass(slots=True)

@@ -292,6 +292,7 @@ class Run:
                 self.rhythm.committed()
             elif isinstance(effect, effects.Answer) and effect.group[:1] == (effect.rank,):
                 effect.brings |= self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
+                effect.brings_optimizer = self.rhythm.is_kept
             elif isinstance(effect, effects.End):  # nothing comes after it
                 found += self._close(effect.error or _stopping(), at)
                 break

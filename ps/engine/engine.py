@@ -26,6 +26,7 @@ from ..core.replication import Sequencer
 from ..core.run import Options, Run
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
+from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
@@ -70,6 +71,7 @@ class Engine:
             policy.outer,
             policy.has_rounds,
             policy.compensation,
+            policy.contribution == "report",
         )
         self.folding = Folding(
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found)),
@@ -233,12 +235,18 @@ class Engine:
         self.notify()
 
     def contributed(
-        self, event: events.Contributed, body: torch.Tensor | None, without: frozenset[str], rows: Sequence[Rows] = ()
+        self,
+        event: events.Contributed,
+        body: torch.Tensor | None,
+        without: frozenset[str],
+        rows: Sequence[Rows] = (),
+        brought: OptimizerState | None = None,
     ) -> None:
         """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
-        parameters `without` a gradient are zeros in it. None: it is a report without one."""
+        parameters `without` a gradient are zeros in it. None: it is a report without one. `brought`:
+        what its worker's optimizer remembers."""
         if body is not None:
-            self.folding.stage(event.identity, body, without, rows, event.base_version)
+            self.folding.stage(event.identity, body, without, rows, event.base_version, brought)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ...common.reporting.log import get_logger
 from ..core import effects
 from ..core.events import Identity
 from ..tensors.codec_memory import CodecMemory
+from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
@@ -31,6 +32,7 @@ class _Staged(NamedTuple):
     without: frozenset[str]  # names of parameters that got no gradient
     rows: Sequence[Rows]
     base_version: int  # of the weights that it was computed on
+    brought: OptimizerState | None  # what its worker's optimizer remembers, where it steps itself
 
 
 # Encoded bodies that are kept idle: as many as are staged by default, whatever the number of workers.
@@ -99,12 +101,13 @@ class Folding:
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
         base_version: int = 0,
+        brought: OptimizerState | None = None,
     ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
             self._model.staging.give_back(body)  # it has been let go, or said this before
         else:
-            self._staged[identity] = _Staged(body, without, rows, base_version)
+            self._staged[identity] = _Staged(body, without, rows, base_version, brought)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
@@ -132,13 +135,15 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without, rows, base_version = self._kept.pop(fold.identity)
+        body, without, rows, base_version, brought = self._kept.pop(fold.identity)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
 
         def work() -> list[torch.Tensor]:
             taken = body.clone() if is_copied else body
+            if self._is_brought:
+                store.bring(brought)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
             if (delivered := self._model.delivered) is not None:

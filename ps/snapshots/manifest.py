@@ -129,12 +129,22 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
-        state = files.get(OPTIMIZER, {})
-        members = members_of(layout, optimizer)
-        _check_state(members, manifest.scalars, state)
-        _try_out(optimizer, hyperparameters, members, manifest.scalars, state)
+        check_state(layout, optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
+
+
+def check_state(
+    layout: Layout,
+    optimizer: OptimizerSpec,
+    hyperparameters: tuple[Hyperparameters, ...],
+    scalars: tuple[str, ...],
+    state: Tensors,
+) -> None:
+    """Raises CheckpointError unless the optimizer can go on from `state`."""
+    members = members_of(layout, optimizer)
+    _check_state(members, scalars, state)
+    _try_out(optimizer, hyperparameters, members, scalars, state)
 
 
 def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:

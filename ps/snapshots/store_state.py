@@ -6,19 +6,34 @@ returns. State is kept per tensor of the model, so a store that cuts the model i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
-from ...common.tensors.optimizers import OptimizerSpec
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
 from ..tensors.model import Model
 from ..tensors.store import Store
 from .checkpoint import Loaded
-from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Files, Manifest, Tensors, keys_by_name, members_of
+from .manifest import (
+    AVERAGED,
+    OPTIMIZER,
+    TABLES,
+    WEIGHTS,
+    FileName,
+    Files,
+    Manifest,
+    Tensors,
+    check_state,
+    keys_by_name,
+    members_of,
+)
 
 
 @dataclass
@@ -102,6 +117,27 @@ def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
     return store.version, _state_tensors(layout, optimizer, store.optimizer.state())
 
 
+def read_optimizer(model: Model, body: bytes) -> OptimizerState | None:
+    """What a worker's optimizer remembers, from such tensors in a safetensors file; None where it cannot be kept
+    here. CheckpointError for what is no state of it."""
+    layout, optimizer = model.layout, model.running
+    if layout is None or optimizer is None:
+        return None
+    try:
+        tensors = load(body)
+    except SafetensorError as error:
+        raise CheckpointError(f"no safetensors file: {error}") from None
+    hyperparameters = tuple(group.hyperparameters for group in optimizer.groups)
+    of_one: dict[str, bool] = {}  # by key: whether it is one value of every parameter
+    for full, tensor in tensors.items():
+        key, _, _ = full.partition("/")
+        of_one[key] = of_one.get(key, True) and tensor.dim() == 0
+    are_all_one = not any(entry.spec.shape for group in members_of(layout, optimizer) for entry in group)
+    scalars = tuple(sorted(key for key, is_one in of_one.items() if is_one and (key == "step" or not are_all_one)))
+    check_state(layout, optimizer, hyperparameters, scalars, tensors)
+    return _state_from(tensors, scalars, layout, optimizer, [{} for _ in hyperparameters])  # those are told beside
+
+
 def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
     """Make `store`, built from the layout and the optimizer that were loaded, what it was when it was captured.
 
@@ -142,10 +178,20 @@ def _fill(layout: Layout, body: torch.Tensor, tensors: Tensors) -> None:
 
 
 def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
-    """The optimizer's state as bodies again."""
-    scalars, tensors = set(loaded.manifest.scalars), loaded.state
-    state = OptimizerState()
-    groups = zip(members_of(loaded.layout, spec), loaded.manifest.hyperparameters or (), strict=True)
+    manifest = loaded.manifest
+    return _state_from(loaded.state, manifest.scalars, loaded.layout, spec, manifest.hyperparameters or ())
+
+
+def _state_from(
+    tensors: Tensors,
+    of_one: Sequence[str],
+    layout: Layout,
+    spec: OptimizerSpec,
+    hyperparameters_now: Sequence[Hyperparameters],
+) -> OptimizerState:
+    """The optimizer's state as bodies again; `of_one`: keys with one value for a parameter."""
+    scalars, state = set(of_one), OptimizerState()
+    groups = zip(members_of(layout, spec), hyperparameters_now, strict=True)
     keys = keys_by_name(tensors)
     for members, hyperparameters in groups:
         group = GroupState(dict(hyperparameters), {})
@@ -155,5 +201,5 @@ def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
             values = {key: tensors[f"{key}/{name}"] for key in found & scalars}
             group.tensors[name] = TensorState(found - scalars, values)
             for key in found - scalars:
-                entry.view(state.body(key, loaded.layout)).copy_(tensors[f"{key}/{name}"])
+                entry.view(state.body(key, layout)).copy_(tensors[f"{key}/{name}"])
     return state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...common.config.schema import Config
-from ...common.errors import Reason, refusal
+from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import FlatRun, Kind, Layout, as_bytes
@@ -44,7 +44,7 @@ class Model:
     """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
 
     `has_optimizer`: workers contribute gradients, and their optimizer runs here; or `outer` does, along their deltas.
-    `has_rounds`: every version is for all of them.
+    `has_rounds`: every version is for all of them. `is_brought`: workers step, and may say what theirs remembers.
     """
 
     store: Store
@@ -61,13 +61,14 @@ class Model:
         outer: Outer | None = None,
         has_rounds: bool = False,
         compensation: Compensation | None = None,
+        is_brought: bool = False,
     ) -> None:
         self._config = config
         self._compensation = compensation
         self.delivered: Delivered | None = None  # where late gradients are compensated
         self._has_rounds = has_rounds
         self._tensors = tensors
-        self._has_optimizer = has_optimizer
+        self._has_optimizer, self._is_brought = has_optimizer, is_brought
         self._outer = outer
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
@@ -97,8 +98,20 @@ class Model:
 
     @property
     def running(self) -> OptimizerSpec | None:
-        """The optimizer that runs here."""
-        return self.outer or (self.optimizer if self._has_optimizer else None)
+        """The optimizer that runs here, or of which is kept what the workers' remembers."""
+        return self.outer or (self.optimizer if self._has_optimizer or self._can_be_kept() else None)
+
+    def _can_be_kept(self) -> bool:
+        """Of what workers run: by names that torch has, element by element."""
+        if not self._is_brought or self.optimizer is None or self.optimizer.tables:
+            return False
+        try:
+            for name, group in zip(self.optimizer.classes, self.optimizer.groups, strict=True):
+                find_optimizer(name)
+                check_hyperparameters(name, group.hyperparameters)
+        except ParamServerError:
+            return False
+        return True
 
     # ---- what all workers agree on --------------------------------------------------------
 
@@ -274,6 +287,7 @@ class Model:
             clip_norm=store.clip_norm,
             tables=self._tables,
             follows=self._outer is not None,
+            steps=not self._is_brought,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes

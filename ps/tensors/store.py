@@ -24,7 +24,7 @@ from ..core.judgement import Limits, factor_to
 from .aggregation.base import Aggregator, Buffers
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean
-from .flat_optimizer import FlatOptimizer
+from .flat_optimizer import FlatOptimizer, OptimizerState
 from .sanity import Sanity
 from .tables import Rows, Tables
 from .thread import INLINE_BYTES
@@ -37,6 +37,7 @@ class Store:
     `optimizer` is None when workers contribute weights: a commit then takes the mean as the
     new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded,
     `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters and rows).
+    Without `steps` it is only what `bring` says that the workers' remember.
     `follows`: it is measured whether means go the way of those before (`direction`).
     """
 
@@ -55,16 +56,18 @@ class Store:
         clip_norm: float | None = None,
         tables: Tables | None = None,
         follows: bool = False,
+        steps: bool = True,
     ) -> None:
         self.layout = layout
         self.weights = weights
         self.version = 0
+        self._steps = steps and optimizer is not None
         self.windows = windows_of(layout)
         self.order = Order(self.windows, [layout.first_sent])
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
-        self.sanity = Sanity(limits or Limits(), self.windows, self._view, optimizer is not None, is_part)
+        self.sanity = Sanity(limits or Limits(), self.windows, self._view, self._steps, is_part)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if follows else None
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
@@ -94,6 +97,13 @@ class Store:
             self.tables.fold(rows, weight)
         self._without = without & self._without if self.aggregator.num_folded else without
         return self.aggregator.fold(body, weight, rank, may_keep)
+
+    def bring(self, state: OptimizerState | None) -> None:
+        """What the workers' optimizer remembers with the weights that are folded next; None: nobody says it."""
+        if state is None:
+            self.optimizer = None
+        elif self.optimizer is not None:
+            self.optimizer.set_state(state)
 
     def commit(
         self,
@@ -173,7 +183,7 @@ class Store:
         """Weights and Polyak average of one window, from its old weights and the mean."""
         if self.direction is not None:
             self.direction.see(index, mean, self._without)
-        if self.optimizer is not None:
+        if self.optimizer is not None and self._steps:
             self.optimizer.step(index, mean, self._view, self._without)
         view = self._view
         for piece in self.windows[index].pieces:
@@ -184,7 +194,7 @@ class Store:
                     target.lerp_(source, share)
                 elif takes_integers:
                     target.copy_(source)
-            elif not is_buffer and self.optimizer is None:
+            elif not is_buffer and not self._steps:
                 view(piece, weights).copy_(view(piece, mean))
             if self.averaged is not None and self._polyak is not None:
                 average = view(piece, self.averaged)

@@ -176,7 +176,7 @@ def answer_message(
     if segment is not None:
         answer.segment.CopyFrom(segment)
     if said.epoch:
-        answer.bring = said.brings
+        answer.bring, answer.bring_optimizer = said.brings, said.brings_optimizer
         answer.group.epoch, answer.group.meeting, answer.group.held = said.epoch, said.meeting, said.is_held
         answer.group.members.extend(said.group)
     return message

@@ -12,7 +12,7 @@ import math
 from functools import partial
 
 from ...common.codecs.base import Codec, body_bytes
-from ...common.errors import ParamServerError, Reason, refusal
+from ...common.errors import CheckpointError, ParamServerError, Reason, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
@@ -24,6 +24,8 @@ from ..core import events
 from ..core.judgement import SOUND, Judgement
 from ..engine.engine import Engine
 from ..engine.peers import Peer
+from ..snapshots.store_state import read_optimizer
+from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Body
 from ..tensors.store import Store
 from ..tensors.tables import Rows
@@ -36,9 +38,10 @@ log = get_logger()
 _LEAST_KEPT = CHUNK_BYTES  # of a body: what is not larger is sent again faster than it is asked about
 _MAX_SAMPLES = 2**40
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
+_MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
 _MAX_FIGURES = 64  # of an evaluation
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "figures", "taken", "state", "")
+_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "figures", "taken", "state", "optimizer", "")
 _PIECE = ("taken", "")
 
 
@@ -54,6 +57,8 @@ class Intake:
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
         self._rows: list[Rows] = []  # of it
+        self._optimizer: tuple[int, bytearray] = (0, bytearray())  # as `_state`
+        self._brought: OptimizerState | None = None
         self._halves = engine.folding.halves
         self._position = partial(engine.run.policy.upload_position, peer.rank)
 
@@ -76,6 +81,9 @@ class Intake:
                     continue
                 if received.kind == "state":
                     self._take_state(received.of(pb.State))
+                    continue
+                if received.kind == "optimizer":
+                    await self._take_optimizer(received.of(pb.State))
                     continue
                 if received.kind == "rows":
                     self._take_rows(received)
@@ -159,12 +167,25 @@ class Intake:
                 f"this server takes {limit:,} (limits.state_bytes)",
                 fix="give session.state() less, or start ps-server with --set limits.state_bytes=...",
             )
-        if not piece.offset:
-            self._state = (piece.num_bytes, bytearray())
-        num_bytes, come = self._state
-        if piece.num_bytes != num_bytes or piece.offset != len(come) or len(come) + len(piece.piece) > num_bytes:
-            raise refusal(Reason.BAD_REQUEST, f"a piece of a State at {piece.offset} that does not follow {len(come)}")
-        come += piece.piece
+        self._state = _joined(self._state, piece)
+
+    async def _take_optimizer(self, piece: pb.State) -> None:
+        model, rank = self._engine.model, self._peer.rank
+        if (
+            not model.has_weights
+            or model.layout is None
+            or piece.num_bytes > _MAX_KEYS * model.layout.parameter_bytes + _MORE_BYTES
+        ):
+            raise refusal(Reason.BAD_REQUEST, f"rank {rank}: {piece.num_bytes:,} bytes of an optimizer of this model")
+        self._optimizer = num_bytes, come = _joined(self._optimizer, piece)
+        if len(come) == num_bytes:
+            self._optimizer = (0, bytearray())
+            try:
+                self._brought = await asyncio.to_thread(read_optimizer, model, bytes(come))
+            except CheckpointError as error:
+                raise refusal(
+                    Reason.BAD_REQUEST, f"what the optimizer of rank {rank} remembers: {error.message}"
+                ) from None
 
     def _told_state(self) -> bytes | None:
         """All of what came before the contribution."""
@@ -288,6 +309,7 @@ class Intake:
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
         rows, self._rows = self._rows, []
+        brought, self._brought = self._brought, None
         try:
             event = self._event(header, judgement, rows, looked_s)
         except BaseException:
@@ -297,7 +319,7 @@ class Intake:
         event.has_body = body is not None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
-        self._engine.contributed(event, body, self._without, rows)
+        self._engine.contributed(event, body, self._without, rows, brought)
         self._peer.state = "waiting"
 
     def _event(
@@ -350,6 +372,15 @@ class Intake:
             if not borrowing.cancel() and not borrowing.cancelled():
                 staging.give_back(borrowing.result())  # it came in the moment the call was cancelled
             raise
+
+
+def _joined(held: tuple[int, bytearray], piece: pb.State) -> tuple[int, bytearray]:
+    """With another piece of it."""
+    num_bytes, come = held if piece.offset else (piece.num_bytes, bytearray())
+    if piece.num_bytes != num_bytes or piece.offset != len(come) or len(come) + len(piece.piece) > num_bytes:
+        raise refusal(Reason.BAD_REQUEST, f"a piece of a State at {piece.offset} that does not follow {len(come)}")
+    come += piece.piece
+    return num_bytes, come
 
 
 def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:

@@ -21,7 +21,7 @@ model, inner = make(name)
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, inner)
     while not session.is_done:
-        number = optimizer.progress.num_counted + 1
+        number = session.step + 1
         at = {11: "one", 21: "two"}.get(number) if leaves else None
         if at == "one" and session.rank == 2 or at == "two" and session.rank != 2:
             print("at the gate", at, flush=True)
@@ -107,6 +107,37 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
     assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
     assert difference(cluster, "adam", versions) <= 1e-9
+
+
+def test_the_job_survives_the_death_of_all_and_a_snapshot_of_sync_goes_on_in_allreduce_and_back(cluster):
+    (cluster.folder / "script.py").write_text(SCRIPT)
+
+    def begin(mode, steps, *arguments):
+        server = cluster.server(
+            "--mode", mode, "--workers", "2", "--steps", str(steps), "--save", "w.safetensors",
+            "--checkpoint-dir", "kept", "--checkpoint-every", "5",
+        )  # fmt: skip
+        script = cluster.folder / "script.py"
+        workers = [cluster.script(rank, script, str(cluster.folder), "adam", *arguments) for rank in range(2)]
+        return [*workers, server]
+
+    def through(mode, steps):
+        processes = begin(mode, steps)
+        assert [one.wait() for one in processes] == [0, 0, 0], "".join(one.output for one in processes)
+        assert "optimizer_state_anew" not in "".join(one.output for one in processes)
+        versions = [[(rank, number) for rank in range(2)] for number in range(1, steps + 1)]
+        assert difference(cluster, "adam", versions) <= 1e-9
+
+    through("sync", 8)
+    processes = begin("allreduce", 40, "leaves")  # all but rank 2 wait in step 21 for what does not come
+    for one in processes[:2]:
+        one.until(lambda one=one: "at the gate two" in one.output, "the step in which all are killed")
+    processes[2].until(lambda: processes[2].events("snapshot")[-1:] != [], "a snapshot")
+    for one in processes:
+        one.signal(signal.SIGKILL)
+        one.wait()
+    through("allreduce", 30)
+    through("sync", 40)
 
 
 OTHERS = """

@@ -86,7 +86,7 @@ class Exchange:
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.meeting = ""  # where members of a group may meet, of workers that average among themselves
         self.group = Group()  # with whom, from here on;
-        self.brings = False  # whether the next report is to have the weights
+        self.brings = self.brings_optimizer = False  # whether the next report is to have the weights, and what it says
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
@@ -262,7 +262,7 @@ class Exchange:
     def _exchange(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
         def exchange(shard: Shard) -> Answer:
             began = time.perf_counter()
-            shard.contribute(source, work)
+            shard.contribute(source, self._part_of(work, shard))
             if self.auto is None:
                 return shard.take(shard.receive(), may_be_late)
             received = shard.receive()
@@ -277,6 +277,17 @@ class Exchange:
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
         return self._took(self._crew.all(self._shards, exchange))
+
+    def _part_of(self, work: Work, shard: Shard) -> Work:
+        if work.optimizer is None:
+            return work
+        parts = self._shares[shard.number].parts
+        found = {
+            f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
+            for part in parts
+            for key, value in work.optimizer.get(part.spec.name, {}).items()
+        }
+        return work._replace(optimizer=found)
 
     def _contribute_again(self, lost: Lost, source: Source, work: Work) -> Answer:
         """The same contribution on new connections, until it is answered or the run has gone on without it."""
@@ -392,7 +403,7 @@ class Exchange:
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, brings_weights(answer))
         self.progress.total_steps = answer.steps or self.progress.total_steps
         self.progress.has_spare = answer.spare
-        self.group, self.brings = answer.group, answer.bring
+        self.group, self.brings, self.brings_optimizer = answer.group, answer.bring, answer.bring_optimizer
         self.measured.clear()
         self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
         if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is

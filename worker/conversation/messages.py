@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -94,6 +94,8 @@ class Work(NamedTuple):
     residual: float = 0.0  # norm of what the codec has kept back
     epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
     is_broken: bool = False
+    # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
+    optimizer: Mapping[str, Any] | None = None
 
 
 class Goodbye(NamedTuple):
@@ -207,10 +209,10 @@ def contribution(
     return message
 
 
-def state_frames(body: bytes) -> Iterator[bytes]:
+def state_frames(body: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
     for offset in range(0, len(body), CHUNK_BYTES):
-        piece = body[offset : offset + CHUNK_BYTES]
-        yield frame(pb.WorkerMessage(state=pb.State(num_bytes=len(body), offset=offset, piece=piece)))
+        piece = pb.State(num_bytes=len(body), offset=offset, piece=body[offset : offset + CHUNK_BYTES])
+        yield frame(pb.WorkerMessage(state=piece) if kind == "state" else pb.WorkerMessage(optimizer=piece))
 
 
 def read_began(answer: pb.Answer, body: bytes) -> Begun | None:

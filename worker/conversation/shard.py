@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
 from ...common.config.addresses import split_address
 from ...common.config.schema import WorkerConfig
@@ -162,6 +163,8 @@ class Shard:
         elif work.began is not None and work.began.body != self._sent_state:
             self._sent_state = work.began.body
             self.client.send(state_frames(work.began.body))
+        if work.optimizer is not None:
+            self.client.send(state_frames(save(dict(work.optimizer)), "optimizer"))
         if work.rows:
             self.client.send(rows_frames(self.tables, work.rows))
         self.up.contribute(partial(contribution, self._progress, work, reference=self.down.reference), source)

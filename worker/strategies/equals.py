@@ -54,7 +54,9 @@ class Equals(Direct):
         self._meeting = Meeting(own_address(exchange.server))
         exchange.meeting = "{}:{}".format(*self._meeting.address)
         self._group: Group | None = None
-        self._held_version = _NOBODY  # that the model and the optimizer here are at
+        self._held_version = _NOBODY  # that the model here is at,
+        self._has_state = False  # and the optimizer, as far as anybody's is
+        self._has_stepped = False
         self._over = ""  # epoch that did not come together
         self._num_failed = 0  # groups in a row that did not come together, of the same members:
         self._failing: tuple[int, ...] = ()
@@ -67,10 +69,8 @@ class Equals(Direct):
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
         self.own = own, step
-        self._weights = Watch(self._model)
+        self._weights, self._initial = Watch(self._model), copy.deepcopy(own.state_dict()["state"])
         self._enter()
-        if self._exchange.group.held and self.progress.version and not (own.state or self.progress.is_done):
-            log.warning("optimizer_state_anew", meaning="the run goes on from a snapshot: moments begin anew")
 
     # ---- the group --------------------------------------------------------------------------
 
@@ -79,6 +79,8 @@ class Equals(Direct):
         while True:
             group = self._exchange.group
             self._held_version = self.progress.version if group.held else _NOBODY
+            if group.held:
+                self._remember()
             if self.progress.is_done or self._may_meet():  # done: there is no step to come
                 return
             self._report_broken()
@@ -126,21 +128,22 @@ class Equals(Direct):
 
     def _level(self, group: Group) -> None:
         """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
-        held = self._here(lambda: group.told(self._held_version))
-        newest = self.progress.version
-        if all(version == newest for version in held):
+        mine = 2 * self._held_version + self._has_state
+        held = self._here(lambda: group.told(mine))
+        newest, best = self.progress.version, max(held)
+        if all(one == best for one in held) and best // 2 == newest:
             return
-        if newest not in held:
+        if best // 2 != newest:
             raise UnreachableError(
                 f"nobody has the weights of version {newest} any more: all workers that had them are gone",
                 fix="keep snapshots (--checkpoint-dir), which a run goes on from",
             )
-        giver = held.index(newest)
+        giver = held.index(best)
         body = self._pack() if giver == group.index else None
         body = self._here(lambda: group.give(body, giver))
-        if self._held_version != newest:
+        if mine != best:
             self._unpack(body)
-            self._held_version = newest
+            self._held_version, self._has_state = newest, bool(best % 2)
             log.info("taught", rank=self.progress.rank, by=group.epoch.members[giver], version=newest, bytes=len(body))
 
     def _pack(self) -> bytes:
@@ -153,6 +156,31 @@ class Equals(Direct):
             assert mine is not None
             mine.data.copy_(theirs)
         self.own[0].load_state_dict(found["optimizer"])
+
+    def _remember(self) -> None:
+        """With weights that came of the server: what its snapshot has of the optimizer. It may be the one of sync."""
+        own, version = self.own[0], self.progress.version
+        self._has_state = True
+        if not (version or self._has_stepped):
+            return
+        parameters = [one for group in own.param_groups for one in group["params"]]
+        found = self.optimizer_state(parameters) if version else {}
+        own.load_state_dict({"state": found or self._initial, "param_groups": own.state_dict()["param_groups"]})
+        if version and not found and _remembers(own):
+            self._has_state = False
+            if not self.progress.is_done:
+                log.warning("optimizer_state_anew", meaning="the server has none of this version: moments begin anew")
+
+    def _remembered(self) -> dict[str, dict[str, torch.Tensor]] | None:
+        """What the server keeps with the weights; None where it is not of a form that it can keep."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for one, state in self.own[0].state.items():
+            held = {key: torch.as_tensor(value).detach().cpu() for key, value in state.items() if value is not None}
+            if any(value.dim() and (value.shape, value.dtype) != (one.shape, one.dtype) for value in held.values()):
+                return None
+            if one.numel():
+                found[self._model.names[id(one)]] = held
+        return found
 
     def _close_group(self) -> None:
         if self._group is not None:
@@ -203,6 +231,8 @@ class Equals(Direct):
             return answer
         undo = self._copy()
         self._step(mean)
+        if self._exchange.brings_optimizer:
+            work = work._replace(optimizer=self._remembered())
         answer = self._exchange.contribute("weights", work)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
             undo()
@@ -263,6 +293,7 @@ class Equals(Direct):
                 tensor.grad.copy_(one)
         self.own[1]()
         self._held_version += 1
+        self._has_stepped = self._has_state = True
 
     def _copy(self) -> Callable[[], None]:
         """What undoes a step."""
@@ -293,6 +324,10 @@ class Equals(Direct):
         self._close_group()
         super().drop()
         self._helper.end()
+
+
+def _remembers(own: torch.optim.Optimizer) -> bool:
+    return not (isinstance(own, torch.optim.SGD) and not any(group["momentum"] for group in own.param_groups))
 
 
 def _bits(number: float) -> int:
