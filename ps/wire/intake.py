@@ -181,7 +181,7 @@ class Intake:
         if len(come) == num_bytes:
             self._optimizer = (0, bytearray())
             try:
-                self._brought = await asyncio.to_thread(read_optimizer, model, bytes(come))
+                self._brought = await self._engine.tensors.run(partial(read_optimizer, model, bytes(come)))
             except CheckpointError as error:
                 raise refusal(
                     Reason.BAD_REQUEST, f"what the optimizer of rank {rank} remembers: {error.message}"

@@ -87,6 +87,7 @@ class Worker:
             optimizer=optimizer_to_proto(spec),
             segment=offered,
             answer_codec=answer_codec,
+            meeting="127.0.0.1:1",  # of workers that average among themselves
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()

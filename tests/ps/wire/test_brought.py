@@ -1,0 +1,65 @@
+"""What workers' own optimizers remember comes with the weights that a report brings, and is kept with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.snapshots.store_state import optimizer_tensors
+
+from ..streams import LARGE, SMALL, Server, Worker, served
+
+
+def tell(worker: Worker, body: bytes, size: int, **fields: int) -> None:
+    for offset in range(0, len(body), size):
+        told = {"num_bytes": len(body), "offset": offset, "piece": body[offset : offset + size], **fields}
+        worker.send(optimizer=pb.State(**told))
+
+
+@pytest.mark.parametrize("layout", [LARGE, SMALL])
+def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(layout):
+    @served(workers=1, layout=layout, mode="allreduce")
+    async def bring(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        momentum = torch.arange(layout.exchange_bytes // 4, dtype=torch.float32)
+        tell(worker, save({"momentum_buffer/w": momentum}), 1 << 18)
+        worker.contribute(1, 2.0, epoch=1)
+        await server.settle()
+        store = server.engine.model.store
+        assert bool((store.weights.view(torch.float32) == 2.0).all())
+        version, found = optimizer_tensors(server.engine.model)
+        assert version == 1
+        assert found.keys() == {"momentum_buffer/w"}
+        assert torch.equal(found["momentum_buffer/w"], momentum)
+        worker.contribute(2, 3.0, base_version=1, epoch=1)
+        await server.settle()
+        assert bool((store.weights.view(torch.float32) == 3.0).all())
+        assert optimizer_tensors(server.engine.model) == (2, {})
+        server.check_no_memory_is_kept()
+
+    bring()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"no safetensors file", {}),
+        (save({"momentum_buffer/w": torch.zeros(7)}), {}),
+        (save({"momentum_buffer/v": torch.zeros(8)}), {}),
+        (save({"momentum_buffer/w": torch.zeros(8, dtype=torch.float64)}), {}),
+        (save({"momentum_buffer/w": torch.zeros(8)}), {"offset": 8}),
+        (save({"momentum_buffer/w": torch.zeros(8)}), {"num_bytes": 1 << 40}),
+    ],
+)
+def test_what_is_none_of_this_model_is_refused(body, told):
+    @served(workers=1, layout=SMALL, mode="allreduce")
+    async def refuse(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        tell(worker, body, 1 << 18, **told)
+        worker.contribute(1, epoch=1)
+        await server.settle()
+        assert await worker.end() == "BAD_REQUEST"
+
+    refuse()
