@@ -36,6 +36,7 @@ def have_gone_on(folder, dead_at: float, victim: int) -> bool:
     return all(one and one[0][0] > dead_at for one in last)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "num_kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.campaign)]
 )

@@ -104,6 +104,7 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     assert difference(cluster, versions) <= 1e-9
 
 
+@pytest.mark.timeout(300)
 def test_the_job_survives_the_death_of_all_and_a_snapshot_of_sync_goes_on_in_allreduce_and_back(cluster):
     (cluster.folder / "script.py").write_text(SCRIPT)
 
