@@ -37,9 +37,8 @@ def have_gone_on(folder, dead_at: float, victim: int) -> bool:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "num_kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("num_kills", [2, 50])
 def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing_else(cluster, figure, num_kills):
     chance, folder = random.Random(SEED), cluster.folder
     server = cluster.server(

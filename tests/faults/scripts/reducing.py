@@ -43,21 +43,25 @@ def die(folder: Path, number: int, after_s: float) -> None:
 def main(folder: Path) -> None:
     took: list[float] = []  # reductions, s
     armed: list[tuple[int, float]] = []  # number of the kill, share of a reduction
-    reduce = Group._sum
+    began: list[float] = []
+    begin, end = Group._begin_sum, Group._end_sums
 
-    def timed(group: Group, tensor: torch.Tensor) -> None:
-        if tensor.numel() < SIZE:
-            return reduce(group, tensor)
-        if armed:
-            number, share = armed.pop()
-            after_s = share * median(took[-20:] or [0.005])
-            threading.Thread(target=die, args=(folder, number, after_s), daemon=True).start()
-        began = time.perf_counter()
-        reduce(group, tensor)
-        took.append(time.perf_counter() - began)
-        return None
+    def begin_sum(group: Group, tensor: torch.Tensor) -> None:
+        if tensor.numel() >= SIZE:
+            if armed:
+                number, share = armed.pop()
+                after_s = share * median(took[-20:] or [0.005])
+                threading.Thread(target=die, args=(folder, number, after_s), daemon=True).start()
+            began.append(time.perf_counter())
+        begin(group, tensor)
 
-    Group._sum = timed  # type: ignore[method-assign]
+    def end_sums(group: Group) -> None:
+        end(group)
+        if began:
+            took.append(time.perf_counter() - began.pop())
+            began.clear()
+
+    Group._begin_sum, Group._end_sums = begin_sum, end_sums  # type: ignore[method-assign]
     model = torch.nn.ParameterList([torch.zeros(SIZE, dtype=torch.float64)])
     (parameter,) = model.parameters()
     number = 0
@@ -76,9 +80,9 @@ def main(folder: Path) -> None:
             found, weight = slope(session.rank, optimizer.progress.num_counted + 1)
             parameter.grad = direction() * found
             session.record(num_samples=weight, loss=0.0)
-            began = time.time()
+            at = time.time()
             optimizer.step()
-            steps.write(f"{began} {time.time()}\n")
+            steps.write(f"{at} {time.time()}\n")
             steps.flush()
             time.sleep(0.005)  # what a step computes
 
