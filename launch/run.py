@@ -23,6 +23,8 @@ from ..common.registry import (
     check_pipelined,
     mode_label,
 )
+from ..common.reporting.compared import prepare_report, write_report
+from ..common.reporting.findings import findings
 from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.report import comparison_table, report_console, summary_table
 from ..common.user_code import is_in_file
@@ -135,6 +137,8 @@ def show(plans: list[Plan], site: Site) -> None:
 
 def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, then show and write what came of them; the exit code."""
+    if (report := site.config.output.report) is not None:
+        prepare_report(report)
     outcomes = asyncio.run(run_all(plans, _backend(site.config), site))
     code = outcomes[-1].finish.exit_code
     try:
@@ -148,15 +152,25 @@ def run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries, {"runs": [...]}."""
-    console = report_console()
-    finished = [outcome.summary for outcome in outcomes if outcome.summary is not None]
+    console, report = report_console(), plans[0].config.output.report
+    ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
+    finished = [summary for _, summary in ended]
+    if report is not None and finished:
+        write_report(report, plans[0].work, [(mode_label(summary.mode), summary) for summary in finished])
+        console.print(f"the report is {report}/report.html", style="dim")
     if len(plans) > 1:
         if finished:
-            console.print(comparison_table([(mode_label(summary.mode), summary) for summary in finished]))
+            console.print(comparison_table([(_name(plan), summary) for plan, summary in ended]))
+            for one in findings([(mode_label(summary.mode), summary) for summary in finished]):
+                console.print(one, style="dim", highlight=False)
         _write(plans[0].config.output.summary, {"runs": [summary.model_dump() for summary in finished]})
     elif finished:
         console.print(summary_table(finished[0]))
         _write(plans[0].summary, finished[0].model_dump())
+
+
+def _name(plan: Plan) -> str:
+    return mode_label(plan.mode) + (f", seed {plan.seed}" if plan.seed is not None else "")
 
 
 def _write(path: str | None, summary: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 # Files and directories of which each mode has its own where several run.
 _OWN_PATHS = ("output.save", "output.history", "output.curve", "output.best_weights", "checkpoint.dir")
+_EVALUATED = 20  # times, for a report
 # Beside the launcher's own, what a script is told with its place or decides itself.
 _NOT_FOR_SCRIPTS = ("optimizer.", "train.", "loader.", "output.", "worker.rank", "worker.server", "run.workers")
 
@@ -83,6 +84,7 @@ class Plan:
     """One run: the server's processes and what its workers have in common."""
 
     mode: str
+    seed: int | None  # where others of the same mode have others
     config: Config
     num_workers: int
     num_shards: int
@@ -184,9 +186,14 @@ class Plan:
         spec = dataclasses.replace(spec, needs=needs)
         return _placed(spec, self.places.get(child), self.config)
 
+    @property
+    def work(self) -> str:
+        """What workers do."""
+        return f"script {self.config.launch.script}" if self.is_script else f"task {self.config.task.name}"
+
     def headline(self) -> str:
         """What is started, as a phrase: `ssp (staleness 3): a server and 4 workers, 300 steps each, ...`."""
-        run, what = self.config.run, self.config.launch.script or self.config.task.name
+        run = self.config.run
         told = MODES.load(self.mode).told(self.config.policy.options(self.mode)) if self.server is not None else ""
         servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
         num_hosts = len(set(self.hosts().values()))
@@ -199,24 +206,29 @@ class Plan:
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
         pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
         length = f"{run.task_steps:,} steps" if run.task_steps else f"{run.epochs} epochs"
-        work = f"script {what}" if self.is_script else f"{length}, batch {batch}, task {what}"
+        work = self.work if self.is_script else f"{length}, batch {batch}, {self.work}"
         there = f" on {self.server.host}" if self.server is not None and self.server.host else ""
         kept = f", weights to {self.save}{there}" if self.save else ""
         kept += f", snapshots in {self.checkpoint_dir}{there}" if self.checkpoint_dir else ""
-        return f"{self.mode}{f' ({told})' if told else ''}{pipelined}: {who} {work}{kept}"
+        seed = f", seed {self.seed}" if self.seed is not None else ""
+        return f"{self.mode}{f' ({told})' if told else ''}{pipelined}{seed}: {who} {work}{kept}"
 
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
-    """One plan per mode asked for. The configuration must name `run.workers`. Raises UsageError."""
+    """One plan per mode asked for, and seed. The configuration must name `run.workers`. Raises UsageError."""
     check_together(resolved, request.modes, request.script_args)
-    return [_plan(resolved, request, machine, mode) for mode in request.modes]
+    run, num_seeds = resolved.config.run, resolved.config.launch.seeds
+    seeds = [run.seed + index for index in range(num_seeds)] if num_seeds > 1 else [None]
+    return [_plan(resolved, request, machine, mode, seed) for mode in request.modes for seed in seeds]
 
 
-def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> Plan:
+def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, seed: int | None) -> Plan:
+    """`seed`: None where there is one run of the mode, with that of the configuration."""
     config = resolved.config
     num_workers = config.run.workers or DEFAULT_NUM_WORKERS
-    several = len(request.modes) > 1
-    own = {key: own_path(value_of(config, key), mode, len(request.modes)) for key in _OWN_PATHS}
+    num_runs = len(request.modes) * config.launch.seeds
+    several, label = num_runs > 1, mode if seed is None else f"{mode}-seed{seed}"
+    own = {key: own_path(value_of(config, key), label, num_runs) for key in _OWN_PATHS}
     settings = told_settings(resolved, with_files=machine.spans_hosts)
     num_shards = sum(child.role == SERVER.role for child in machine.places) or config.server.shards
     settings["run.workers"] = num_workers
@@ -225,7 +237,11 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
     if config.output.summary and (several or machine.spans_hosts):
         settings["output.summary"] = None  # the launcher writes it: one for all runs, or here
     if several and own["output.best_weights"] is None:  # beside the weights, of each mode its own
-        own["output.best_weights"] = own_path(config.output.best, mode, len(request.modes))
+        own["output.best_weights"] = own_path(config.output.best, label, num_runs)
+    if seed is not None:
+        settings["run.seed"] = seed
+    if config.output.report is not None and config.run.eval_every is None and config.launch.script is None:
+        settings["run.eval_every"] = max(1, config.run.task_steps // _EVALUATED) if config.run.task_steps else "1epoch"
     if several:  # what else a run leaves goes to its own place
         settings |= {key: path for key, path in own.items() if path}
     if mode == SINGLE:
@@ -246,6 +262,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str) -> 
         worker_env = {**_script_env(resolved, own["output.history"]), **env}
     return Plan(
         mode=mode,
+        seed=seed,
         config=config,
         num_workers=num_workers,
         num_shards=num_shards,

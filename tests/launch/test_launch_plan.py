@@ -119,6 +119,20 @@ def test_several_modes_save_to_their_own_files_and_leave_the_summary_to_the_laun
         assert (child.run.mode, child.output.save, child.output.summary) == (plan.mode, plan.save, None)
 
 
+def test_seeds_have_their_own_places_too_and_a_report_is_made_of_twenty_evaluations() -> None:
+    resolved = resolve(launch__seeds=2, run__seed=3, run__steps=100, output__save="w.safetensors", output__report="out")
+    plans = plan_runs(resolved, Request(modes=("sync", "single")), MACHINE)
+    assert [(plan.mode, plan.seed) for plan in plans] == [("sync", 3), ("sync", 4), ("single", 3), ("single", 4)]
+    assert [plan.save for plan in plans] == [
+        *("w-sync-seed3.safetensors", "w-sync-seed4.safetensors", "w-single-seed3.safetensors"),
+        "w-single-seed4.safetensors",
+    ]
+    for plan in plans:
+        argv = plan.server.argv if plan.server is not None else plan.worker_argv
+        child = load_config(None, {}, sets_of(argv), {}).config
+        assert (child.run.seed, child.run.eval_every) == (plan.seed, "5")
+
+
 @pytest.mark.parametrize(
     ("path", "num_modes", "own"),
     [

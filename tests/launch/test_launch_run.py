@@ -164,14 +164,48 @@ def test_several_modes_are_compared(marked) -> None:
     run = marked.run(*argv)
     assert run.returncode == 0
     rows = [line.split() for line in run.stdout.splitlines()]
-    assert [row[:3] for row in rows] == [
+    assert [row[:3] for row in rows[:4]] == [
         *(["mode", "loss", "wall"], ["single", "0.250", "2.5"], ["sync", "0.125", "1.2"], ["ssp", "0.125", "1.2"])
     ]
+    assert (
+        "Loss at the end: sync is best (not beyond the spread of ssp) with 0.125; ssp 0.125, single 0.250."
+        in run.stdout
+    )
     heads = [line for line in run.stderr.splitlines() if line.startswith("ps-launch: ")]
     assert "single: one worker alone, no server, 500 steps, batch 64" in heads[0]
     assert "weights to w-sync.safetensors" in heads[1]
     runs = json.loads((marked.folder / "all.json").read_text())["runs"]
     assert [Summary.model_validate(summary).mode for summary in runs] == ["single", "sync", "ssp"]
+
+
+def test_each_mode_runs_with_each_seed_and_a_report_is_written(marked) -> None:
+    run = marked.run("-n", "2", "--mode", "single,sync", "--seeds", "2", "--set", "run.seed=5", "--report", "out/put")
+    assert run.returncode == 0, run.stderr
+    rows = [line.split("  ")[0] for line in run.stdout.splitlines()]
+    assert rows[:6] == [
+        *(
+            "the report is out/put/report.html",
+            "mode",
+            "single, seed 5",
+            "single, seed 6",
+            "sync, seed 5",
+            "sync, seed 6",
+        )
+    ]
+    heads = [line for line in run.stderr.splitlines() if line.startswith("ps-launch: ")]
+    assert "sync, seed 6: a server and 2 workers" in heads[3]
+    html = (marked.folder / "out/put/report.html").read_text()
+    assert "<h1>task digits</h1>" in html and "Seconds in all: sync is best with 1.2 s; single 2.5 s." in html
+
+
+def test_a_report_that_cannot_be_written_is_said_first(marked) -> None:
+    (marked.folder / "file").write_text("")
+    run = marked.run("-n", "2", "--mode", "sync,async", "--report", "file/there")
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == [
+        "ps-launch: the report cannot be written to file/there: Not a directory",
+        "  fix: name a directory that you may write to (--report DIR)",
+    ]
 
 
 def test_a_failing_mode_ends_the_comparison_and_keeps_what_there_is(marked) -> None:

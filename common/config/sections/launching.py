@@ -52,6 +52,13 @@ class OutputConfig(Section):
         "of several modes FILE-MODE.jsonl each",
     )
 
+    report: Annotated[str | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="DIR")] = Field(
+        None,
+        min_length=1,
+        description="how runs compare, as report.html and report.md there; without run.eval_every they are evaluated "
+        "twenty times",
+    )
+
     track: Annotated[str | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
         None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
@@ -127,6 +134,9 @@ class LaunchConfig(Section):
     torch_variables: Annotated[bool, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
         False,
         description="a script is given RANK and WORLD_SIZE too; trainers take them for a process group of their own",
+    )
+    seeds: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="N")] = Field(
+        1, ge=1, le=100, description="runs of each mode, with so many seeds from run.seed on, compared"
     )
     port: Annotated[int | None, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
         None, ge=0, le=65535, description="server port; none: a free one"
