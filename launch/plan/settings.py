@@ -65,10 +65,12 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
             f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
             fix="give the script: --script FILE.py -- ARGS",
         )
-    if resume not in (None, "latest", "never") and len(modes) > 1:
+    num_seeds = resolved.config.launch.seeds
+    if resume not in (None, "latest", "never") and len(modes) * num_seeds > 1:
+        many = f"of one mode, and {len(modes)}" if len(modes) > 1 else f"of one seed, and {num_seeds}"
         raise UsageError(
-            f"{resolved.origins['checkpoint.resume']}: {resume} is a snapshot of one mode, and {len(modes)} are to run",
-            fix="run one mode, or let each go on from its own newest: --resume latest",
+            f"{resolved.origins['checkpoint.resume']}: {resume} is a snapshot {many} are to run",
+            fix="run one, or let each go on from its own newest: --resume latest",
         )
 
 

@@ -182,6 +182,9 @@ def test_one_snapshot_is_not_for_several_modes() -> None:
     resolved = resolve(checkpoint__resume="old/snapshot", run__mode="ssp")
     with pytest.raises(UsageError, match=r"flag --resume: old/snapshot is a snapshot of one mode, and 2 are to run"):
         plan_runs(resolved, Request(modes=("sync", "ssp")), MACHINE)
+    resolved = resolve(checkpoint__resume="old/snapshot", run__mode="ssp", launch__seeds=3)
+    with pytest.raises(UsageError, match=r"old/snapshot is a snapshot of one seed, and 3 are to run"):
+        plan_runs(resolved, Request(modes=("ssp",)), MACHINE)
 
 
 def test_a_worker_alone_takes_no_snapshots(tmp_path: Path) -> None:
