@@ -81,7 +81,7 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
             server.wait()
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="1,10,100,1000,shared", help="Mbit/s; `shared` is shared memory")
     parser.add_argument("--ways", default="raw,int8,q4,diloco,auto")
@@ -91,7 +91,11 @@ def main() -> None:
     parser.add_argument("--near", default="", help="what the server is started with")
     parser.add_argument("--far", default="", help="what the worker is started with")
     parser.add_argument("--host", default="", help="the server's address there")
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    asked = arguments().parse_args()
     for rate in asked.rates.split(","):
         for way in asked.ways.split(","):
             if rate == "shared" and way not in ("raw", "auto"):
