@@ -48,12 +48,16 @@ class _Connection:
         if self.is_reset.is_set():
             return False
         self.is_reset.set()
+        self.wake()
+        return True
+
+    def wake(self) -> None:
+        """The threads that read; nothing is sent for it. An end that is closed while a thread reads it stays open."""
         for end in (self.client, self.server):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads; nothing is sent for it
-        return True
+                end.shutdown(socket.SHUT_RD)
 
 
 class Proxy:
@@ -160,6 +164,7 @@ class Proxy:
     def _close(self, connection: _Connection, source: socket.socket, sink: socket.socket) -> None:
         """The source has ended: the sink is told the same way. The second of the two threads closes."""
         if connection.is_reset.is_set():
+            connection.wake()  # whoever resets may have got to one end so far
             for end in (source, sink):
                 end.close()  # with lingering of 0 s: RST
             return
