@@ -37,6 +37,7 @@ class Direct:
         self._late = LateWeights(exchange)
         self._fragments: Fragments | None = None  # where one is exchanged at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
+        self._given: dict[int, torch.Tensor] = {}  # the same, as they came when the run went back: until the replay
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         """Offer the model; it has the run's weights when this returns. `is_parted`: it has several optimizers, and a
@@ -75,13 +76,17 @@ class Direct:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
         self._late.settle()
         self._late.forget()
-        kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
-        entries = enumerate(self._model.layout.entries)
-        changing = [index for index, entry in entries if entry.spec.kind in kinds]
-        self._undone = {index: self._model.tensors[index].detach().clone() for index in changing}
+        self._undone, self._given = self._given or self._changing(), {}
         if self._early is not None:
             self._early.is_paused = True
         self.progress.replay(place)
+
+    def _changing(self) -> dict[int, torch.Tensor]:
+        """Copies of what a loop changes, by index."""
+        kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
+        entries = enumerate(self._model.layout.entries)
+        changing = [index for index, entry in entries if entry.spec.kind in kinds]
+        return {index: self._model.tensors[index].detach().clone() for index in changing}
 
     def replayed(self) -> int:
         """The contribution has been computed once more. Returns training steps that the run took without this rank."""
@@ -107,7 +112,10 @@ class Direct:
         self._look()
         if parameters is not None:
             self._model.step_only(parameters)
+        num_starts = self.progress.num_starts
         self._contribute(self._described(work))
+        if self.progress.num_starts != num_starts:  # the loop's rest of an epoch comes before the replay
+            self._given = self._changing()
         if not self._late.is_coming:
             self._note()
 
