@@ -155,9 +155,6 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     console, report = report_console(), plans[0].config.output.report
     ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
     finished = [summary for _, summary in ended]
-    if report is not None and finished:
-        write_report(report, plans[0].work, [(mode_label(summary.mode), summary) for summary in finished])
-        console.print(f"the report is {report}/report.html", style="dim")
     if len(plans) > 1:
         if finished:
             console.print(comparison_table([(_name(plan), summary) for plan, summary in ended]))
@@ -167,6 +164,9 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     elif finished:
         console.print(summary_table(finished[0]))
         _write(plans[0].summary, finished[0].model_dump())
+    if report is not None and finished:  # after all that does not hang on its disk
+        write_report(report, plans[0].work, [(mode_label(summary.mode), summary) for summary in finished])
+        console.print(f"the report is {report}/report.html", style="dim")
 
 
 def _name(plan: Plan) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import OutputError
 from .findings import findings, points_of, target_of
+from .output import check_writable, write_whole
 from .report import comparison_cells
 from .summary import Summary
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 720, 320, 70, 30
+_FILES = ("report.html", "report.md")
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 _STYLE = (
     "body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:right}td:first-child{text-align:left}"
@@ -22,7 +24,7 @@ _STYLE = (
 def write_report(directory: str, title: str, runs: Sequence[tuple[str, Summary]], notes: Sequence[str] = ()) -> None:
     """`report.html` and `report.md` in a directory, which is made: what the runs say in sentences, a table of all, and
     of those that were evaluated on their way the curves over seconds and over steps. Runs of one name are the same with
-    several seeds. UsageError where it cannot be written."""
+    several seeds. OutputError where it cannot be written."""
     head, rows = comparison_cells(runs)
     said, target = findings(runs), target_of(runs)
     names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.figures))
@@ -66,20 +68,24 @@ def write_report(directory: str, title: str, runs: Sequence[tuple[str, Summary]]
 
 
 def prepare_report(directory: str) -> None:
-    """The directory, with a report that says that there is none yet. UsageError where it cannot be written: now, and
-    not after hours of training."""
-    told = "The runs that are compared here have not ended.\n"
-    _write(directory, f'<!doctype html><meta charset="utf-8"><p>{told}', told)
-
-
-def _write(directory: str, html: str, text: str) -> None:
+    """The directory, in which nothing is changed yet. OutputError where a report cannot be written: now, and not after
+    hours of training."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / "report.html").write_text(html)
-        (Path(directory) / "report.md").write_text(text)
     except OSError as error:
         told = f"the report cannot be written to {directory}: {error.strerror}"
-        raise UsageError(told, fix="name a directory that you may write to (--report DIR)") from None
+        raise OutputError(told, fix="name a directory that you may write to (--report DIR)") from None
+    for name in _FILES:
+        check_writable(str(Path(directory) / name))
+
+
+def _write(directory: str, *texts: str) -> None:
+    prepare_report(directory)
+    for name, text in zip(_FILES, texts, strict=True):
+        try:
+            write_whole(Path(directory) / name, text.encode(), is_synced=False)
+        except OSError as error:
+            raise OutputError(f"{directory}/{name} cannot be written: {error.strerror}") from None
 
 
 def _row(cells: Sequence[str]) -> str:

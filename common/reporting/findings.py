@@ -6,6 +6,7 @@ Where two ranges overlap nothing is said to be better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -68,7 +69,7 @@ def target_of(runs: Runs) -> Target | None:
     """None where a run was not evaluated on its way."""
     decides, bests = deciding_figure(runs), []
     for _, run in runs:
-        values = [point.figures[decides] for point in run.curve if decides in point.figures]
+        values = [value for _, _, value in points_of(run, decides) if math.isfinite(value)]
         if len(values) < 2:
             return None
         bests.append(max(values) if is_up(decides) else min(values))
@@ -84,9 +85,13 @@ def findings(runs: Runs) -> list[str]:
         return []
     told = []
     if decides := deciding_figure(runs):
-        told.append(
-            _best(f"{decides} at the end", spreads(runs, lambda run: run.final[decides]), is_up(decides), figure)
-        )
+        ended = spreads(runs, lambda run: run.final[decides])
+        lost = [name for name, spread in ended.items() if not math.isfinite(spread.mean)]
+        sound = {name: spread for name, spread in ended.items() if name not in lost}
+        if len(sound) > 1:
+            told.append(_best(f"{decides} at the end", sound, is_up(decides), figure))
+        if lost:
+            told.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
     if (target := target_of(runs)) is not None:
         what = f"seconds to {target.figure} {figure(target.value)}, which every run reached"
         told.append(_best(what, spreads(runs, lambda run: target.reached(run)[0]), False, _seconds))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from paramserver.common.errors import UsageError
+from paramserver.common.errors import OutputError
 from paramserver.common.reporting.compared import prepare_report, write_report
 from paramserver.common.reporting.curve import Point
-from paramserver.common.reporting.findings import findings
+from paramserver.common.reporting.findings import findings, target_of
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 
 CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, figures={"loss": 2.0 / at}) for at in (1, 2, 4)]
@@ -31,7 +32,7 @@ def test_a_report_says_all_and_refers_to_nothing_outside(tmp_path: Path) -> None
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(OutputError, match="cannot be written"):
         write_report(str(tmp_path / "file"), "Two runs", RUNS)
 
 
@@ -75,6 +76,23 @@ def test_who_has_no_figures_is_compared_by_time() -> None:
     assert told == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
 
 
-def test_a_report_is_tried_before_anything_is_trained(tmp_path: Path) -> None:
+def test_who_diverged_is_named_and_not_ranked() -> None:
+    """Its value is no number, and the best that it had on its way counts."""
+    curve = {10: 0.5, 20: 0.7, 30: math.nan}
+    told = findings([("a", run(0.8, 1.0, {10: 0.6, 20: 0.8})), ("b", run(0.9, 1.0)), ("c", run(math.nan, 1.0, curve))])
+    assert told[:2] == [
+        "Accuracy at the end: b is best with 0.900; a 0.800.",
+        "c diverged: accuracy at the end is not finite.",
+    ]
+    both = [("a", run(0.8, 1.0, {10: 0.6, 20: 0.8})), ("c", run(math.nan, 1.0, curve))]
+    assert target_of(both) == ("accuracy", 0.7)
+    assert findings(both)[0] == "c diverged: accuracy at the end is not finite."
+
+
+def test_a_report_is_tried_before_anything_is_trained_and_the_old_one_stays(tmp_path: Path) -> None:
+    write_report(str(tmp_path / "new"), "Before", RUNS)
+    before = {path: path.read_text() for path in (tmp_path / "new").iterdir()}
     prepare_report(str(tmp_path / "new"))
-    assert "have not ended" in (tmp_path / "new" / "report.md").read_text()
+    assert {path: path.read_text() for path in (tmp_path / "new").iterdir()} == before
+    prepare_report(str(tmp_path / "other" / "place"))
+    assert list((tmp_path / "other" / "place").iterdir()) == []

@@ -182,16 +182,8 @@ def test_each_mode_runs_with_each_seed_and_a_report_is_written(marked) -> None:
     run = marked.run("-n", "2", "--mode", "single,sync", "--seeds", "2", "--set", "run.seed=5", "--report", "out/put")
     assert run.returncode == 0, run.stderr
     rows = [line.split("  ")[0] for line in run.stdout.splitlines()]
-    assert rows[:6] == [
-        *(
-            "the report is out/put/report.html",
-            "mode",
-            "single, seed 5",
-            "single, seed 6",
-            "sync, seed 5",
-            "sync, seed 6",
-        )
-    ]
+    assert rows[:5] == ["mode", "single, seed 5", "single, seed 6", "sync, seed 5", "sync, seed 6"]
+    assert rows[-1] == "the report is out/put/report.html"
     heads = [line for line in run.stderr.splitlines() if line.startswith("ps-launch: ")]
     assert "sync, seed 6: a server and 2 workers" in heads[3]
     html = (marked.folder / "out/put/report.html").read_text()
@@ -201,7 +193,7 @@ def test_each_mode_runs_with_each_seed_and_a_report_is_written(marked) -> None:
 def test_a_report_that_cannot_be_written_is_said_first(marked) -> None:
     (marked.folder / "file").write_text("")
     run = marked.run("-n", "2", "--mode", "sync,async", "--report", "file/there")
-    assert run.returncode == 2
+    assert run.returncode == 14
     assert run.stderr.splitlines() == [
         "ps-launch: the report cannot be written to file/there: Not a directory",
         "  fix: name a directory that you may write to (--report DIR)",

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.worker.strategies.equals import Equals
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, OutOfReach
 
 from .group_member import OPTIMIZERS, batch, model
@@ -100,3 +103,16 @@ def test_a_torch_without_the_backend_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     with pytest.raises(UsageError, match=r"its torch .* is without Gloo"):
         Meeting("127.0.0.1")
+
+
+def test_a_gradient_that_a_member_lacked_does_not_lie_where_the_next_mean_will():
+    """It is averaged from there, and once more where that came to nothing."""
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
+    weights, flat = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
+    model = SimpleNamespace(tensors=[weights], layout=layout)
+    here = SimpleNamespace(
+        _model=model, own=(None, lambda: None), _held_version=0, _has_stepped=False, _has_state=False
+    )
+    Equals._step(here, [flat])
+    flat.fill_(7.0)
+    assert torch.equal(weights.grad, torch.ones(3))

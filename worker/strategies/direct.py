@@ -37,7 +37,7 @@ class Direct:
         self._late = LateWeights(exchange)
         self._fragments: Fragments | None = None  # where one is exchanged at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
-        self._given: dict[int, torch.Tensor] = {}  # the same, as they came when the run went back: until the replay
+        self._given: tuple[int, dict[int, torch.Tensor]] = (0, {})  # the same, as they came with that START
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         """Offer the model; it has the run's weights when this returns. `is_parted`: it has several optimizers, and a
@@ -76,7 +76,8 @@ class Direct:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
         self._late.settle()
         self._late.forget()
-        self._undone, self._given = self._given or self._changing(), {}
+        (number, given), self._given = self._given, (0, {})
+        self._undone = given if number == self.progress.num_starts else self._changing()
         if self._early is not None:
             self._early.is_paused = True
         self.progress.replay(place)
@@ -115,7 +116,7 @@ class Direct:
         num_starts = self.progress.num_starts
         self._contribute(self._described(work))
         if self.progress.num_starts != num_starts:  # the loop's rest of an epoch comes before the replay
-            self._given = self._changing()
+            self._given = self.progress.num_starts, self._changing()
         if not self._late.is_coming:
             self._note()
 

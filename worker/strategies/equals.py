@@ -288,7 +288,7 @@ class Equals(Direct):
             if self._model.layout.entries[index].spec.kind is Kind.BUFFER:
                 tensor.data.copy_(one)
             elif tensor.grad is None or tensor.grad.is_sparse:
-                tensor.grad = one.to(tensor.device)
+                tensor.grad = one.to(tensor.device, copy=True)  # a mean lies where the next one will
             else:
                 tensor.grad.copy_(one)
         self.own[1]()

@@ -119,6 +119,8 @@ class Group:
         """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
         for who has none while others do. Integers are those of the lowest rank. The tensors given stay as they are.
 
+        What is returned lies in memory that the next call writes.
+
         All members give tensors of the same shapes and dtypes, in the same order. Each says as many `words`, and
         `self.words` has everyone's afterwards, [word][index]. Broken when the group is over.
         """
