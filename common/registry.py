@@ -161,8 +161,8 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None, cli
 
 
 def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
-    """Whether the mode's local steps can be divided among its fragments, if it has any; UsageError, the server's and
-    the launcher's."""
+    """Whether the mode's local steps can be divided among its fragments, if it has any, and so many go on during an
+    exchange; UsageError, the server's and the launcher's."""
     num = getattr(options, "fragments", 1)
     if num > 1 and options.local_steps % num:
         raise UsageError(
@@ -170,10 +170,30 @@ def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
             "one is exchanged every local_steps / fragments steps",
             fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments",
         )
-    if num > 1 and pipelined:
+    if hasattr(options, "overlap_steps"):
+        _check_overlap(mode, options, pipelined)
+
+
+def _check_overlap(mode: str, options: Any, pipelined: bool) -> None:
+    """Options of what goes on during an exchange."""
+    told = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
+    if told and not pipelined:
         raise UsageError(
-            f"--pipelined (policy.pipelined) with mode {mode} and {num} fragments: a round of fragments is waited for",
-            fix="leave out one of the two",
+            f"policy.{told[0]} is {getattr(options, told[0])}, and workers of mode {mode} wait for every exchange: it "
+            "would change nothing",
+            fix="--pipelined, with which they go on meanwhile; or leave it out",
+        )
+    if "merge_alpha" in told and options.merge != "blend":
+        raise UsageError(
+            f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none",
+            fix="--merge blend, or leave it out",
+        )
+    most = options.local_steps // options.fragments
+    if (options.overlap_steps or 0) > most:
+        raise UsageError(
+            f"policy.overlap_steps is {options.overlap_steps}, and the next exchange begins {most} local steps after "
+            f"this one (policy.local_steps is {options.local_steps}, policy.fragments {options.fragments})",
+            fix=f"--overlap-steps {most} or fewer, or more --local-steps",
         )
 
 

@@ -502,7 +502,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -511,12 +511,14 @@ class RunSettings(_message.Message):
         DELTA: _ClassVar[RunSettings.ContributionKind]
         REPORT: _ClassVar[RunSettings.ContributionKind]
         DELTA_OF_FRAGMENT: _ClassVar[RunSettings.ContributionKind]
+        DELTA_OVERLAPPED: _ClassVar[RunSettings.ContributionKind]
     CONTRIBUTION_KIND_UNSPECIFIED: RunSettings.ContributionKind
     GRADIENT: RunSettings.ContributionKind
     WEIGHTS: RunSettings.ContributionKind
     DELTA: RunSettings.ContributionKind
     REPORT: RunSettings.ContributionKind
     DELTA_OF_FRAGMENT: RunSettings.ContributionKind
+    DELTA_OVERLAPPED: RunSettings.ContributionKind
     MODE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -533,6 +535,9 @@ class RunSettings(_message.Message):
     EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
     ENDS_BY_FIGURES_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_ALPHA_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     mode: str
     contribution: RunSettings.ContributionKind
@@ -550,8 +555,11 @@ class RunSettings(_message.Message):
     eval_every: str
     ends_by_figures: bool
     fragments: int
+    overlap_steps: int
+    merge: str
+    merge_alpha: float
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()

@@ -90,6 +90,12 @@ def _check_possible(config: Config) -> None:
             "run.stop_when and run.patience end a run by its loss, and no loss is simulated",
             fix="leave them out, and say how many training steps: --steps 500",
         )
+    if steps := config.policy.option("overlap_steps"):
+        raise UsageError(
+            f"policy.overlap_steps is {steps}: answers in the middle of local steps are not simulated, only those that "
+            "may take as long as these",
+            fix="leave it out",
+        )
     if config.server.shards > 1:
         raise UsageError(
             f"server.shards is {config.server.shards}: a simulation has one server",

@@ -90,7 +90,7 @@ class Worker:
         self.net = _net(task)
         self._task, self._num_steps = task, num_steps
         self.tensors = ModelTensors(self.net)
-        num = asked.options.get("fragments", 1)
+        self._num_fragments = num = asked.options.get("fragments", 1)
         self._fragments = Fragments(self.tensors, num) if num > 1 else None
         self.transfer, self._anchor = DirectTransfer(self.tensors), self._fragments or Anchor(self.tensors)
         self.without: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ class Worker:
 
     def measure(self) -> None:
         if self._fragments is not None:
-            chosen = None if self.taken == self._num_steps else self.version % self._fragments.num
+            chosen = None if self.taken == self._num_steps else self.version % self._num_fragments
             specs = self.tensors.layout.specs
             self.without = frozenset(specs[place].name for place in self._fragments.choose(chosen))
         self._anchor.measure()

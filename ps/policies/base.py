@@ -37,15 +37,15 @@ from typing import Any, ClassVar, Literal
 
 from ...common.config.option import Section
 from .rules import Rule
-from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Outcome, Outer, Refuse
+from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse
 from .shared.late import Compensation
 from .shared.members import Common, Member, canonical, names
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
 
 __all__ = [
-    "Answer", "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome",
-    "Outer", "Policy", "Refuse", "names",
+    "Answer", "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Merge",
+    "Outcome", "Outer", "Policy", "Refuse", "names",
 ]  # fmt: skip
 
 ROUNDS = -1  # in the place of a rank, where all are counted together
@@ -315,6 +315,11 @@ class Policy(ABC):
     def fragments(self) -> int:
         """Of the parameters, of which each contribution has one, by turns; 1: it has all."""
         return 1
+
+    @property
+    def merge(self) -> Merge:
+        """What workers do with deltas that are exchanged while they go on (policy.pipelined)."""
+        return Merge()
 
     @property
     def staleness_bound(self) -> int | None:

@@ -171,7 +171,7 @@ class Joining:
             return None
         offered = second.of(pb.Model)
         kind = _kind_of(engine.run.policy)
-        if kind in (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT) and kind != offered.contribution:
+        if kind in _OF_DELTAS and kind != offered.contribution:
             told = pb.RunSettings.ContributionKind.Name(kind)
             sends = f"deltas (RunSettings.{told}), which this worker does not say that it sends"
             fix = "install the same version of paramserver on both"
@@ -204,7 +204,12 @@ class Joining:
         return lane
 
 
+_OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED)
+
+
 def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
+    if policy.contribution == "delta" and policy.common.pipelined:
+        return pb.RunSettings.DELTA_OVERLAPPED
     return pb.RunSettings.DELTA_OF_FRAGMENT if policy.fragments > 1 else _KINDS[policy.contribution]
 
 
@@ -222,6 +227,9 @@ def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
         seed=config.run.seed,
         pull_every=policy.pull_every,
         fragments=policy.fragments if policy.fragments > 1 else 0,
+        overlap_steps=policy.merge.after_steps,
+        merge=policy.merge.rule,
+        merge_alpha=policy.merge.alpha,
         task=config.task.name if ".py:" not in config.task.name else "",
         task_args=struct(config.task.args),
         optimizer=pb.Optimizer(

@@ -170,8 +170,6 @@ def test_local_steps_that_do_not_divide_name_both_values():
     with pytest.raises(UsageError, match=r"policy\.fragments is 4, and policy\.local_steps is 25") as refused:
         check_fragments("diloco", options, False)
     assert "--local-steps 28" in str(refused.value.fix)
-    with pytest.raises(UsageError, match=r"pipelined.*5 fragments"):
-        check_fragments("diloco", policy(2, 25, fragments=5).options, True)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from paramserver.worker.strategies import pipelined as pipeline
 from paramserver.worker.strategies.direct import Direct
 from paramserver.worker.strategies.pipelined import Pipelined, make_strategy
 from paramserver.worker.strategies.shadow import Shadow
+from paramserver.worker.tensors.overlap import Merge
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
@@ -46,14 +47,16 @@ class Net(nn.Module):
 class FakeExchange:
     """An exchange whose flights land when the test lets them, each with weights of a version, or an error."""
 
-    def __init__(self, source: str, steps: int = 100, local_steps: int = 1) -> None:
-        self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True, fragments=1)
+    def __init__(self, source: str, steps: int = 100, local_steps: int = 1, merge: Merge | None = None) -> None:
+        self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True, fragments=1, merge=merge or Merge())
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
+        self.cut: list[int | None] = []  # local steps of each, where they are fewer than the server expects
         self.threads: set[str] = set()
         self.may_land = threading.Semaphore(0)
         self.landings: list[Any] = []  # of each flight: outcome, or an exception
         self.left: list[str] = []
+        self.measured: list[dict[str, Any]] = []
         self._local_steps = local_steps
         self._applied = 0
 
@@ -66,6 +69,7 @@ class FakeExchange:
         while not self.may_land.acquire(timeout=0.01):
             with interrupts.uninterrupted:
                 pass  # what a waiting worker hears from its server
+        self.cut.append(self.progress.local_steps if self.progress.is_cut_short else None)
         w, _, seen = self.model.sources(source)
         self.sent.append((w.item(), seen.item(), self.progress.version))
         landing = self.landings.pop(0) if self.landings else "APPLIED"
@@ -100,7 +104,7 @@ class Bench:
     def __init__(self, source: str = "gradient", **options: Any) -> None:
         self.net = Net()
         self.exchange = FakeExchange(source, **options)
-        self.pipelined = Pipelined(self.exchange)
+        self.pipelined: Any = make_strategy(self.exchange, may_send_early=False)
         self.pipelined.start(ModelTensors(self.net), None)
 
     def step(self, gradient: float = 0.0) -> None:
@@ -234,6 +238,34 @@ def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights()
     assert bench.exchange.sent == [(-1.0, 301.0, 0), (-5.0, 302.0, 1), (2.0, 303.0, 2)]
 
 
+def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing() -> None:
+    bench = Bench("delta", local_steps=3, merge=Merge("blend", 0.25, after_steps=2))
+    bench.net.w.data += 1.0
+    for _ in range(2):
+        bench.pipelined.progress.took_step()
+    bench.step()
+    bench.land()
+    assert bench.pipelined.settle() == 1
+    assert (bench.net.w.item(), bench.net.seen.item()) == (101.0, 301.0), "the server's"
+    bench.pipelined.measured(1, {"loss": 0.5})
+    assert bench.exchange.measured[0]["version"] == 1
+    assert bench.net.w.item() == 101.0
+    bench.net.w.data += 4.0
+    for wanted in (105.0, 0.25 * 105.0 + 0.75 * 101.0):
+        bench.pipelined.progress.took_step()
+        bench.pipelined.went_on()
+        assert bench.net.w.item() == wanted
+    bench.net.w.data += 2.0
+    bench.step()
+    bench.land()
+    assert bench.exchange.sent == [(-1.0, 301.0, 0), (101.0 - (102.0 + 2.0), 302.0, 1)]
+    bench.net.w.data += 8.0
+    assert bench.pipelined.settle() == 2
+    assert bench.net.w.item() == 102.0
+    bench.pipelined.measured(2, {})
+    assert bench.net.w.item() == 104.0 + 8.0
+
+
 @pytest.mark.parametrize("source", ["weights", "delta"])
 @pytest.mark.parametrize("outcome", ["START", "REJECTED"])
 def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, source: str) -> None:
@@ -245,6 +277,23 @@ def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, so
     bench.step()
     assert bench.net.w.item() == 100.0
     assert bench.pipelined._flight is None
+
+
+@pytest.mark.parametrize("source", ["weights", "delta"])
+def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(source: str) -> None:
+    bench = Bench(source, local_steps=5)
+    for _ in range(2):
+        for _ in range(4):
+            bench.pipelined.progress.took_step()
+        bench.step()
+        bench.land()
+    for _ in range(3):
+        bench.pipelined.progress.took_step()
+    assert bench.pipelined.progress.cut_short()
+    bench.pipelined.contribute(WORK)
+    bench.land()
+    assert bench.exchange.cut == [None, None, 3]
+    assert bench.pipelined.progress.position == 13
 
 
 @pytest.mark.parametrize("source", ["weights", "delta"])

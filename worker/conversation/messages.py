@@ -19,6 +19,7 @@ from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_p
 from ...proto import parameter_server_pb2 as pb
 from ..lanes.reference import News
 from ..session import Place, Progress
+from ..tensors.overlap import RULES, Merge
 from ..tensors.transfer import Source
 
 # What the server says, as the proto has it.
@@ -50,6 +51,7 @@ class Settings:
     polyak: float = 0.0
     pipelined: bool = False
     fragments: int = 1  # of the parameters, of which one is exchanged at a time
+    merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `pipelined`
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
     eval_every: str | None = None
@@ -248,6 +250,7 @@ _SOURCES: dict[int, Source] = {
     pb.RunSettings.DELTA: "delta",
     pb.RunSettings.REPORT: "report",
     pb.RunSettings.DELTA_OF_FRAGMENT: "delta",
+    pb.RunSettings.DELTA_OVERLAPPED: "delta",
 }
 
 
@@ -256,6 +259,11 @@ def read_settings(message: pb.RunSettings) -> Settings:
     if message.contribution not in _SOURCES:
         raise UsageError(
             f"mode {message.mode} wants contributions of kind {message.contribution}, which this worker does not know",
+            fix="install the same version of paramserver on both",
+        )
+    if message.merge and message.merge not in RULES:
+        raise UsageError(
+            f"policy.merge is {message.merge}, a rule that this worker does not know",
             fix="install the same version of paramserver on both",
         )
     arguments = from_struct(message.optimizer.groups[0].hyperparameters) if message.optimizer.groups else {}
@@ -276,6 +284,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         polyak=message.polyak,
         pipelined=message.pipelined,
         fragments=max(1, message.fragments),
+        merge=Merge(message.merge or "shift", message.merge_alpha, message.overlap_steps),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )
 

@@ -35,7 +35,8 @@ class Direct:
         self._may_come_late = may_come_late and self.source == "gradient"
         self._early: EarlySender | None = None
         self._late = LateWeights(exchange)
-        self._fragments: Fragments | None = None  # where one is exchanged at a time
+        self._anchor: Anchor | None = None  # where differences are exchanged,
+        self._fragments: Fragments | None = None  # of one fragment at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
         self._given: tuple[int, dict[int, torch.Tensor]] = (0, {})  # the same, as they came with that START
 
@@ -48,15 +49,20 @@ class Direct:
             self._late.meet(model)
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
-        self._anchor = Anchor(model) if self.source == "delta" else None
-        if (num := self.settings.fragments) > 1:
-            self._anchor = self._fragments = Fragments(model, num)
+        if self.source == "delta":
+            self._watch_steps(model)
         self._late.started(self._watch)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
         if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._early = EarlySender(self._exchange, model)
+
+    def _watch_steps(self, model: ModelTensors) -> None:
+        """From here on it is known how far local steps go."""
+        self._anchor = Anchor(model)
+        if (num := self.settings.fragments) > 1:
+            self._anchor = self._fragments = Fragments(model, num)
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The worker's own optimizer is here, and what steps it."""
@@ -120,6 +126,9 @@ class Direct:
         if not self._late.is_coming:
             self._note()
 
+    def went_on(self) -> None:
+        """A training step is taken that no contribution follows yet."""
+
     def _note(self) -> None:
         """The model holds weights that came."""
         if self._watch is not None:
@@ -159,14 +168,16 @@ class Direct:
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
         if self._fragments is not None:
-            progress = self.progress
-            taken, of = progress.training_steps + progress.local_steps, progress.total_steps
-            is_last = of is not None and taken >= of  # nobody comes back for what would be left
-            without = self._fragments.choose(None if is_last else progress.version % self._fragments.num)
-            return work._replace(without_gradient=without, has_base=True)
+            return work._replace(without_gradient=self._fragments.choose(self._next_fragment()), has_base=True)
         if self.source != "gradient":
             return work
         return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)
+
+    def _next_fragment(self) -> int | None:
+        """To be exchanged; None: all, for nobody comes back for what would be left."""
+        progress, num = self.progress, self.settings.fragments
+        taken, of = progress.training_steps + progress.local_steps, progress.total_steps
+        return None if num == 1 or (of is not None and taken >= of) else progress.version % num
 
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has

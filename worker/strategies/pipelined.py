@@ -13,7 +13,7 @@ Gradients: contribution k + 1 is computed on the weights that came with the answ
 Weights (localsgd): after the average of the snapshot has come, the model is average + (weights now - snapshot), which
 is also what is contributed next, on the average's version: the local steps taken meanwhile are kept (CoCoD-SGD, Shen
 et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends: a difference of
-variances may be negative. Deltas (diloco): the same, and snapshot - weights now is what is contributed.
+variances may be negative. Deltas (diloco) are another file's (`overlapped.py`).
 
 A flight whose connection was lost is flown again, by the exchange. Only a worker that is told where to
 start (its lease had ended, or the server went back to a snapshot) throws away what it computed meanwhile.
@@ -51,8 +51,6 @@ class Pipelined(Direct):
         self._held_version = 0  # of those in the model
         # As if the contribution in flight had been applied; the exchange's own says what is known.
         self.progress: Progress = copy.copy(exchange.progress)
-        turns = {"gradient": self._turn_gradient, "weights": self._turn_weights, "delta": self._turn_delta}
-        self._turn = turns[self.source]
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
         self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source != "gradient" else set())
 
@@ -68,10 +66,13 @@ class Pipelined(Direct):
     def _contribute(self, work: Work) -> None:
         landed = self._land()
         if landed is not None:
-            if landed.outcome in self._ends_a_line or self._exchange.progress.is_done:
+            if not self._goes_on(landed):
                 self._begin()
                 return
+            cut = self.progress.local_steps if self.progress.is_cut_short else None
             self.progress.become(self._exchange.progress)
+            if cut is not None:  # the loop has ended since
+                self.progress.local_steps, self.progress.is_cut_short = cut, True
         base_version = self._turn(landed is not None and brings_weights(landed))
         self._hand_over(base_version, work)
         if self.progress.assume_counted():
@@ -79,11 +80,19 @@ class Pipelined(Direct):
             self._land()
             self._begin()
 
+    def _goes_on(self, landed: Answer) -> bool:
+        """What was computed meanwhile is of use."""
+        return landed.outcome not in self._ends_a_line and not self._exchange.progress.is_done
+
     def _begin(self) -> None:
         """Go on from what the server said last, and nothing else."""
         self.progress.become(self._exchange.progress)
         self._shadow.take_all()
         self._held_version = self._received_version
+
+    def _turn(self, has_weights: bool) -> int:
+        """Snapshot what is to be contributed, and take what has come. Returns the version that it stands on."""
+        return self._turn_gradient(has_weights) if self.source == "gradient" else self._turn_weights(has_weights)
 
     def _turn_gradient(self, has_weights: bool) -> int:
         """Snapshot the gradients, then take weights that have come. Returns the version these were computed on."""
@@ -102,21 +111,10 @@ class Pipelined(Direct):
         self._shadow.snapshot("weights")
         return self._held_version
 
-    def _turn_delta(self, has_weights: bool) -> int:
-        """Snapshot what the steps since the last turn came to, then put new weights under them. Returns the version of
-        these."""
-        assert self._anchor is not None
-        self._anchor.measure()
-        self._shadow.snapshot("delta")
-        if has_weights:
-            self._shadow.take_trained()
-            self._anchor.put_on()
-            self._held_version = self._received_version
-        return self._held_version
-
     def _hand_over(self, base_version: int, work: Work) -> None:
         exchange, shadow, source = self._exchange, self._shadow, self.source
-        exchange.progress.version = base_version
+        said, own = exchange.progress, self.progress
+        said.version, said.local_steps, said.is_cut_short = base_version, own.local_steps, own.is_cut_short
 
         def exchange_it() -> Answer:
             shadow.settle()
@@ -172,4 +170,10 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
         from .equals import Equals  # loads torch.distributed
 
         return Equals(exchange)
-    return Pipelined(exchange) if exchange.settings.pipelined else Direct(exchange, may_send_early, may_come_late)
+    if not exchange.settings.pipelined:
+        return Direct(exchange, may_send_early, may_come_late)
+    if exchange.settings.source == "delta":
+        from .overlapped import Overlapped
+
+        return Overlapped(exchange)
+    return Pipelined(exchange)

@@ -51,10 +51,6 @@ class Shadow(ModelTensors):
         """Received parameters and buffers into the model."""
         self._take(self.num_exchanged)
 
-    def take_trained(self) -> None:
-        """Received parameters alone."""
-        self._take(self._num_trained)
-
     def take_all(self) -> None:
         """Frozen tensors too, as they come with a start."""
         self._take(len(self.tensors))

@@ -32,11 +32,6 @@ class Anchor:
                 held.data = held.to(now.device)
             held.sub_(now)
 
-    def put_on(self) -> None:
-        """Other weights have come meanwhile: the model goes as far from these."""
-        for held, now in zip(self._held, self._trained, strict=True):
-            now.sub_(held)
-
     def note(self) -> None:
         """Weights have come: the next steps begin from these."""
         for held, now in zip(self._held, self._trained, strict=True):

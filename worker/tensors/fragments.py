@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...common.errors import UsageError
-from ...common.tensors.layout import Entry, Kind
+from ...common.tensors.layout import Entry, Kind, Layout
 from .anchor import Anchor
 from .transfer import ModelTensors
 
@@ -40,34 +40,43 @@ def divided(parameters: Sequence[Entry], num: int) -> list[int]:
     return [of_key[key] for key in keys]
 
 
+class Division:
+    """Which fragment each parameter is in, and which is exchanged next."""
+
+    def __init__(self, layout: Layout, num: int) -> None:
+        entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self.num = num
+        self._of = divided(entries, num)
+        places = {spec.name: place for place, spec in enumerate(layout.specs)}
+        self._places = [places[entry.spec.name] for entry in entries]
+        self._chosen: int | None = None
+
+    def choose(self, fragment: int | None) -> tuple[int, ...]:
+        """What is measured next: one of them, or all. Returns the positions in the layout's specs of what is not."""
+        self._chosen = fragment
+        return tuple(place for at, place in enumerate(self._places) if not self.has(at))
+
+    def has(self, at: int) -> bool:
+        """Whether this parameter is in what was chosen."""
+        return self._chosen is None or self._of[at] == self._chosen
+
+
 class Fragments(Anchor):
     """An anchor of which one fragment is measured and contributed at a time. The others' local steps go on: while an
     exchange lasts their weights lie aside, and the model holds what the server has, as far as it is known."""
 
     def __init__(self, model: ModelTensors, num: int) -> None:
         super().__init__(model)
-        entries = [entry for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
-        self.num = num
-        self._of = divided(entries, num)
-        places = {spec.name: place for place, spec in enumerate(model.layout.specs)}
-        self._places = [places[entry.spec.name] for entry in entries]
+        self._division = Division(model.layout, num)
+        self.choose = self._division.choose
         self._indices = [index for index, is_trained in enumerate(self._is_trained) if is_trained]
         self._aside = [torch.empty_like(held) for held in self._held]  # differences, or weights that stay
-        self._chosen: int | None = None
         self._keeps = self._is_shown = False
-
-    def choose(self, fragment: int | None) -> tuple[int, ...]:
-        """What is measured next: one of them, or all. Returns the positions in the layout's specs of what is not."""
-        self._chosen = fragment
-        return tuple(place for place, here in zip(self._places, self._of, strict=True) if not self._is_in(here))
-
-    def _is_in(self, fragment: int) -> bool:
-        return self._chosen is None or fragment == self._chosen
 
     def measure(self) -> None:
         deltas = {}
         for at, (held, now) in enumerate(self._pairs()):
-            if self._is_in(self._of[at]):
+            if self._division.has(at):
                 torch.sub(held, now, out=self._aside[at])
                 deltas[self._indices[at]] = self._aside[at]
             else:
@@ -82,7 +91,7 @@ class Fragments(Anchor):
     def note(self) -> None:
         keeps, self._keeps, self._is_shown = self._keeps, False, False
         for at, (held, now) in enumerate(self._pairs()):
-            if not keeps or self._is_in(self._of[at]):
+            if not keeps or self._division.has(at):
                 held.copy_(now)
             elif torch.equal(held, now):
                 now.copy_(self._aside[at])
@@ -90,7 +99,7 @@ class Fragments(Anchor):
                 self._aside[at].sub_(held)
                 held.copy_(now)
                 now.add_(self._aside[at])
-        self._chosen = None
+        self.choose(None)
 
     def show(self, is_shown: bool = True) -> None:
         """The model has the server's weights, as they came, until it is hidden again."""

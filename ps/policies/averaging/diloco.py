@@ -14,14 +14,25 @@ With lr 1 and mu 0 it is localsgd, also where it is pipelined. A persistent dire
 In P fragments (Streaming DiLoCo, arXiv:2501.18512) a round is H / P steps and exchanges one P-th of the parameters,
 that of number version mod P; the others go on locally. Each still is exchanged every H steps, and has its own buf. The
 last round of a run exchanges all.
+
+Pipelined, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
+together:
+
+    shift   weights <- new + (weights now - weights at sending)
+    blend   weights <- alpha weights now + (1 - alpha) new
+
+and in both the next difference is to the new ones. shift keeps the tau steps as they are (as LOSCAR-SGD does); blend is
+the paper's: what it leaves of the worker's own is sent again.
 """
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from ....common.config.option import Section
-from ..shared.decisions import Outer
+from ..shared.decisions import Merge, Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
 _MANY_ROUNDS = 500
@@ -47,9 +58,32 @@ class OuterOptions(Section):
         return Outer("SGD", {"lr": self.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
 
 
+def _alpha(value: float) -> float:
+    if value == 1:
+        raise ValueError("with 1 a worker never takes anything of the others' weights; 0 to less than 1")
+    return value
+
+
 class DilocoOptions(OuterOptions, RoundOptions):
     fragments: int = Field(
         1, ge=1, description="diloco: parts of the model, of which one is exchanged every local_steps / fragments steps"
+    )
+    overlap_steps: int | None = Field(
+        None,
+        ge=1,
+        description="diloco, pipelined: local steps during an exchange, after which its weights are taken, at most "
+        "local_steps / fragments; none: as many",
+    )
+    merge: Literal["shift", "blend"] = Field(
+        "shift",
+        description="diloco, pipelined: weights after those steps: new + own steps meanwhile, or merge_alpha own + the "
+        "rest new",
+    )
+    merge_alpha: Annotated[float, AfterValidator(_alpha)] = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="diloco, merge blend: part of the weights that is own; 0 drops the steps meanwhile",
     )
 
 
@@ -63,7 +97,9 @@ class DilocoPolicy(RoundPolicy):
     @classmethod
     def told(cls, options: DilocoOptions) -> str:
         parts = f", {options.fragments} fragments" if options.fragments > 1 else ""
-        return f"{options.local_steps} local steps{parts}"
+        taken = f", taken after {options.overlap_steps}" if options.overlap_steps else ""
+        blended = f", blend {options.merge_alpha:g}" if options.merge == "blend" else ""
+        return f"{options.local_steps} local steps{parts}{taken}{blended}"
 
     @property
     def local_steps(self) -> int:
@@ -72,6 +108,10 @@ class DilocoPolicy(RoundPolicy):
     @property
     def fragments(self) -> int:
         return self.options.fragments
+
+    @property
+    def merge(self) -> Merge:
+        return Merge(self.options.merge, self.options.merge_alpha, self.options.overlap_steps or 0)
 
     @property
     def outer(self) -> Outer:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class Outcome(Enum):
@@ -48,6 +48,14 @@ class Outer:
     name: str  # in torch.optim
     arguments: Mapping[str, float | bool]
     reason: str  # why these, as a phrase
+
+
+class Merge(NamedTuple):
+    """How local steps that go on during an exchange of deltas are put together with what comes of it."""
+
+    rule: str = "shift"
+    alpha: float = 0.0  # of the rule blend: the part that stays the worker's own
+    after_steps: int = 0  # local steps after those that were measured; 0: all up to the next contribution
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
 """A small network in float64, on batches that (rank, step) say, 3 + 2 * rank samples each: a worker, and what a test
-makes the reference of. argv: sgd|adamw [WAIT_FILE STEP], as in onehot.py.
+makes the reference of. argv: sgd|adamw|sgd-deep|adamw-deep [WAIT_FILE STEP], as in onehot.py.
 """
 
 import sys
@@ -12,8 +12,11 @@ from torch import nn
 
 def make(inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    if inner == "sgd":
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    if inner.endswith("-deep"):
+        layers += [nn.Tanh(), nn.Linear(3, 3)]
+    model = nn.Sequential(*layers).double()
+    if inner.startswith("sgd"):
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
     return model, torch.optim.AdamW(model.parameters(), lr=0.02)
 

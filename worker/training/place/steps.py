@@ -139,6 +139,8 @@ class Steps:
                     self.memory.replayed()
                     self._evaluation.is_due(self.progress, self.taken)  # what was due then is over
                 self._begin_anew()
+        elif self._begins:
+            self.strategy.went_on()
         self._resumed_at = time.perf_counter()
 
     def _is_due(self) -> bool:
