@@ -22,8 +22,9 @@ from paramserver.worker.conversation.crew import Helper, Stopped
 from paramserver.worker.conversation.messages import Answer, Final, Work
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import pipelined as pipeline
+from paramserver.worker.strategies.choice import make_strategy
 from paramserver.worker.strategies.direct import Direct
-from paramserver.worker.strategies.pipelined import Pipelined, make_strategy
+from paramserver.worker.strategies.pipelined import Pipelined
 from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.overlap import Merge
 from paramserver.worker.tensors.staged import make_transfer

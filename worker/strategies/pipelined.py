@@ -162,18 +162,3 @@ class Pipelined(Direct):
         self._helper.stop()
         self._exchange.drop()
         self._helper.end()
-
-
-def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> Direct:
-    """The one the run's settings ask for; for the others see Direct."""
-    if exchange.settings.source == "report":
-        from .equals import Equals  # loads torch.distributed
-
-        return Equals(exchange)
-    if not exchange.settings.pipelined:
-        return Direct(exchange, may_send_early, may_come_late)
-    if exchange.settings.source == "delta":
-        from .overlapped import Overlapped
-
-        return Overlapped(exchange)
-    return Pipelined(exchange)

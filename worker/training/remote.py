@@ -24,7 +24,7 @@ from ..conversation.security import worker_credentials
 from ..lanes.auto.measuring import suits
 from ..lanes.auto.rule import ORDER
 from ..session import Length, Progress
-from ..strategies.pipelined import make_strategy
+from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
