@@ -63,7 +63,7 @@ def simulate(
 ) -> int:
     from ..common.registry import mode_label
     from .plan import Told, alone, resolve, worlds
-    from .traces import read_trace
+    from .recorded.traces import read_trace
 
     flags = {"run.steps": steps, "run.seed": seed}
     told = Told(
@@ -95,7 +95,7 @@ def simulate(
 
 def _decides_the_same(lines: list[Any], config: Any) -> bool:
     """Replay a recorded run, and say what came of it."""
-    from .replay import replay
+    from .recorded.replay import replay
 
     common = {"training_steps": config.run.steps, **config.policy.model_dump()}
     verdict = replay(lines, common, [mode for mode in config.run.modes if is_in_file(mode)])
@@ -113,8 +113,8 @@ def _decides_the_same(lines: list[Any], config: Any) -> bool:
 def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) -> list[Any]:
     """Say how well the second half of the recorded run is foreseen from its first; the runs with what was fitted."""
     from ..common.reporting.report import share
-    from .fit import calibrate, fitted
-    from .traces import config_of
+    from .recorded.fit import calibrate, fitted
+    from .recorded.traces import config_of
 
     try:
         found = calibrate(lines, config_of(lines, runs[0][0]))
@@ -141,8 +141,8 @@ def _compare(
 ) -> int:
     from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
-    from .results import as_text, summary, time_table
-    from .run import Simulation
+    from .results.summary import as_text, summary, time_table
+    from .run.simulation import Simulation
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)
     gc.disable()  # a simulation makes millions of small things and no circles
@@ -150,7 +150,7 @@ def _compare(
     for (config, world), label in zip(runs, labels, strict=True):
         learner = None
         if learns:
-            from .learning import Learner
+            from .learning.learner import Learner
 
             learner = Learner(config, world.num_workers)
         simulation = Simulation(config, world, time.perf_counter, learner=learner)
@@ -161,7 +161,7 @@ def _compare(
     if report is not None:
         from ..common.reporting.compared import write_report
 
-        write_report(report, "Simulated runs", found, [f"{label}: events {one.digest}" for label, one in done])
+        write_report(report, "Simulated runs", found, [f"{label}: events {one.tally.digest}" for label, one in done])
     if as_json:
         print(as_text(done, first))
         return 0
@@ -170,7 +170,7 @@ def _compare(
     console.print()
     console.print(time_table(done))
     for label, one in done:
-        print(f"{label}: events {one.digest}")
+        print(f"{label}: events {one.tally.digest}")
     if learns:
         for label, told in found:
             print(f"\n{label}: loss over virtual time")

@@ -12,8 +12,9 @@ from ..common.config.sources import load_config
 from ..common.errors import UsageError
 from ..common.registry import MODES, canonical_mode
 from ..common.user_code import is_in_file
+from .machines.units import bandwidth, named, number, seconds
+from .machines.world import World
 from .sizes import body_sizes
-from .world import World, bandwidth, named, number, seconds
 
 DEFAULT_NUM_WORKERS = 4
 _MOST_CONFIGURED = 4096  # run.workers; a simulation may have more

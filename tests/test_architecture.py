@@ -40,7 +40,7 @@ PURE = [
     "launch/plan/*",
     "launch/supervise/*",
     "ps/snapshots/common.py",
-    "simulate/links.py",
+    "simulate/machines/links.py",
 ]
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
@@ -243,7 +243,7 @@ def test_the_launcher_starts_without_torch_and_grpc() -> None:
 def test_a_simulation_needs_no_torch_and_no_network() -> None:
     """The run's rules and the modes do without, so that it starts at once."""
     heavy = ("torch", "numpy", "grpc", "google.protobuf", "asyncio")
-    imports = "paramserver.simulate.main, paramserver.simulate.plan, paramserver.simulate.results"
+    imports = "paramserver.simulate.main, paramserver.simulate.plan, paramserver.simulate.results.summary"
     code = f"import sys, {imports}; print([name for name in {heavy} if name in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == "[]\n"

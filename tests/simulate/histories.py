@@ -9,7 +9,7 @@ from typing import Any
 from paramserver.drills.history_lines import Line, read_lines
 from paramserver.ps.core import effects
 from paramserver.ps.observe.history import line_of
-from paramserver.simulate.run import Simulation
+from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import config_of, world_of
 
 

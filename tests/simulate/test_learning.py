@@ -12,10 +12,10 @@ import torch
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.optimizers import plain_step, without_compiler
-from paramserver.simulate.learning import Learner
+from paramserver.simulate.learning.learner import Learner
 from paramserver.simulate.plan import alone
-from paramserver.simulate.results import as_text
-from paramserver.simulate.run import Simulation
+from paramserver.simulate.results.summary import as_text
+from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import world_of
 from paramserver.worker.training.data import Shares
 from paramserver.worker.training.tasks.loading import load_task
@@ -49,7 +49,7 @@ def test_a_run_that_learns_decides_as_one_that_does_not(mode: str) -> None:
     told = learned(config, **UNEQUAL)
     bare = Simulation(config, world_of(3, **UNEQUAL))
     bare.go()
-    assert told.digest == bare.digest
+    assert told.tally.digest == bare.tally.digest
     assert told.learner is not None
     assert told.learner.model.store.version == told.policy.version
 
@@ -60,7 +60,7 @@ def test_workers_that_fail_and_bodies_on_their_way_change_no_decision(pipelined:
     world = {**UNEQUAL, "mtbf_s": 9.0, "back_s": 2.0}
     bare = Simulation(config, world_of(3, **world))
     bare.go()
-    assert bare.num_failures and learned(config, **world).digest == bare.digest
+    assert bare.tally.num_failures and learned(config, **world).tally.digest == bare.tally.digest
 
 
 def test_sync_is_one_plain_process_on_the_union_batch() -> None:

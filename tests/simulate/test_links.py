@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.simulate.links import Link
+from paramserver.simulate.machines.links import Link
 
 
 def all_ends(link: Link[int], begins: list[tuple[float, float, float]]) -> dict[int, float]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.simulate.fit import calibrate
-from paramserver.simulate.replay import replay
-from paramserver.simulate.traces import config_of, read_trace
+from paramserver.simulate.recorded.fit import calibrate
+from paramserver.simulate.recorded.replay import replay
+from paramserver.simulate.recorded.traces import config_of, read_trace
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
 SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.lanes=grpc")

@@ -11,7 +11,7 @@ import pytest
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.drills.history_lines import Line
-from paramserver.simulate.replay import replay
+from paramserver.simulate.recorded.replay import replay
 from paramserver.tests.drills.simulation import simulate
 from paramserver.tests.simulate.histories import recorded
 

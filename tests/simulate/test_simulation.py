@@ -13,8 +13,8 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Told, worlds
-from paramserver.simulate.results import figures, ideal_rate, percentile, summary
-from paramserver.simulate.run import Simulation
+from paramserver.simulate.results.summary import figures, ideal_rate, percentile, summary
+from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 
 EVERY_MODE = pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_straggler_holds_who_may_not_go_on_without_it() -> None:
     slow = {"speeds": (1.0, 1.0, 0.25), "up": float("inf"), "down": float("inf"), "latency_s": 0.0}
     assert simulated("sync", 3, 10, **slow).now == pytest.approx(40.0)
     freely = simulated("async", 3, 10, **slow)
-    assert freely.seconds["mode"] == 0.0
+    assert freely.tally.seconds["mode"] == 0.0
     held = simulated("ssp", 3, 10, {"staleness": 1}, **slow)
-    assert held.seconds["mode"] > 0.0 and figures(held)["lead max"] == 2
+    assert held.tally.seconds["mode"] > 0.0 and figures(held)["lead max"] == 2
 
 
 def test_pipelined_hides_the_exchange_behind_computing() -> None:
@@ -72,7 +72,7 @@ def test_pipelined_hides_the_exchange_behind_computing() -> None:
     hidden = simulated("async", 2, 20, {"pipelined": True}, **links)
     assert plain.now == pytest.approx(20 * 1.5)
     assert hidden.now == pytest.approx(20 * 1.0 + 0.5)
-    assert hidden.num_steps == plain.num_steps == 40
+    assert hidden.tally.num_steps == plain.tally.num_steps == 40
 
 
 # ---- what holds in every mode ------------------------------------------------------------------------
@@ -95,20 +95,20 @@ def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing
     assert times == sorted(times)
     taken = [fact for _, fact in told if isinstance(fact, effects.ContributionTaken)]
     assert all(fact.version >= fact.base_version for fact in taken)
-    assert min(simulation.staleness) >= 0
+    assert min(simulation.tally.staleness) >= 0
     accepted = sum(fact.outcome == "accepted" for fact in taken)
     found = summary(simulation)
     assert sum(worker.steps for worker in found.workers) == accepted
-    assert (simulation.num_failures > 0) == is_failing
+    assert (simulation.tally.num_failures > 0) == is_failing
     if not is_failing:
-        assert simulation.num_steps == 6 * 24
+        assert simulation.tally.num_steps == 6 * 24
         assert sum(worker.bytes_sent for worker in found.workers) == accepted * MB
         assert 0 < figures(simulation)["of ideal"] < 1
 
 
 @EVERY_MODE
 def test_the_same_seed_gives_the_same_events_and_another_one_others(mode: str) -> None:
-    digests = [simulated(mode, 5, 16, jitter=0.2, seed=seed).digest for seed in (1, 1, 2)]
+    digests = [simulated(mode, 5, 16, jitter=0.2, seed=seed).tally.digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paramserver.common.config.schema import Config
-from paramserver.simulate.run import Simulation
-from paramserver.simulate.world import World
+from paramserver.simulate.machines.world import World
+from paramserver.simulate.run.simulation import Simulation
 
 MB = 1_000_000
 

@@ -20,15 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.errors import UsageError
-from ..common.registry import MODES, mode_anywhere
-from ..drills.history_lines import Line, Problem
-from ..ps.core import effects, events
-from ..ps.core.judgement import SOUND, Judgement
-from ..ps.core.run import Options, Run
-from ..ps.engine.modes import policy_of
-from ..ps.observe.history import line_of
-from ..ps.policies.base import Policy
+from ...common.errors import UsageError
+from ...common.registry import MODES, mode_anywhere
+from ...drills.history_lines import Line, Problem
+from ...ps.core import effects, events
+from ...ps.core.judgement import SOUND, Judgement
+from ...ps.core.run import Options, Run
+from ...ps.engine.modes import policy_of
+from ...ps.observe.history import line_of
+from ...ps.policies.base import Policy
 
 # What is compared of a line.
 _DECIDED = {

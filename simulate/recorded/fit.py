@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..common.config.schema import Config
-from ..common.errors import UsageError
-from ..drills.history_lines import Line
-from ..ps.core import effects
-from ..ps.observe.history import line_of
-from .run import Simulation
-from .world import World
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...drills.history_lines import Line
+from ...ps.core import effects
+from ...ps.observe.history import line_of
+from ..machines.world import World
+from ..run.simulation import Simulation
 
 _FEWEST = 4  # contributions of a rank in the first half
 _COUNTING = ("accepted", "skipped")

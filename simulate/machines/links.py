@@ -32,14 +32,16 @@ class Link(Generic[Key]):
 
     def __init__(self, capacity: float = math.inf) -> None:
         self.capacity = capacity
+        self._only: _Class[Key] | None = None  # where all have one limit
         self.next_end = math.inf  # when the next transfer ends, as things are
         self._classes: dict[float, _Class[Key]] = {}
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 
-    def is_free(self, limit: float) -> bool:
-        """Nothing here takes time."""
-        return math.isinf(limit) and math.isinf(self.capacity)
+    @property
+    def is_unlimited(self) -> bool:
+        """Nobody who sends here makes others slower."""
+        return math.isinf(self.capacity)
 
     def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
         """A transfer that is not free begins; it goes no faster than `limit`."""
@@ -47,6 +49,7 @@ class Link(Generic[Key]):
         found = self._classes.get(limit)
         if found is None:
             found = self._classes[limit] = _Class(limit)
+            self._only = found if len(self._classes) == 1 else None
         elif not found.heap:
             found.given = 0.0  # keep the sums small, and exact
         self._num_begun += 1
@@ -56,7 +59,7 @@ class Link(Generic[Key]):
 
     def end(self) -> Key:
         """The transfer that ends at `next_end`."""
-        first = min((one for one in self._classes.values() if one.heap), key=self._end_of)
+        first = self._only or min((one for one in self._classes.values() if one.heap), key=self._end_of)
         self._advance(self.next_end)
         first.given, _, key = heapq.heappop(first.heap)
         self._num -= 1
@@ -65,7 +68,10 @@ class Link(Generic[Key]):
 
     def _advance(self, now: float) -> None:
         elapsed_s, self._at = now - self._at, now
-        if elapsed_s:
+        if (only := self._only) is not None:
+            if only.heap:
+                only.given += only.rate * elapsed_s
+        elif elapsed_s:
             for one in self._classes.values():
                 if one.heap:
                     one.given += one.rate * elapsed_s
@@ -76,6 +82,12 @@ class Link(Generic[Key]):
 
     def _share(self) -> None:
         """Who cannot use an equal part leaves the rest to the others."""
+        if (only := self._only) is not None:
+            if self._num:
+                part = self.capacity / self._num
+                only.rate = only.limit if only.limit < part else part
+            self.next_end = self._end_of(only) if self._num else math.inf
+            return
         busy = [one for one in self._classes.values() if one.heap]
         if len(busy) > 1:
             busy.sort(key=lambda one: one.limit)

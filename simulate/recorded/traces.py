@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..common.config.schema import Config, PolicyConfig
-from ..common.errors import UsageError
-from ..common.registry import mode_anywhere
-from ..drills.history_lines import Line, read_lines
+from ...common.config.schema import Config, PolicyConfig
+from ...common.errors import UsageError
+from ...common.registry import mode_anywhere
+from ...drills.history_lines import Line, read_lines
 
 
 def read_trace(path: str) -> list[Line]:

@@ -7,9 +7,10 @@ from collections import Counter
 
 from rich.table import Column, Table
 
-from ..common.reporting.report import share, size
-from ..common.reporting.summary import Summary, WorkerSummary
-from .run import CAUSES, Simulation
+from ...common.reporting.report import share, size
+from ...common.reporting.summary import Summary, WorkerSummary
+from ..run.simulation import Simulation
+from ..run.tally import CAUSES
 
 
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
@@ -39,9 +40,9 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
     found = {
         name: {
             "summary": summary(one, baseline).model_dump(),
-            "seconds": one.seconds,
-            "staleness": dict(sorted(one.staleness.items())),
-            "events": one.digest,
+            "seconds": one.tally.seconds,
+            "staleness": dict(sorted(one.tally.staleness.items())),
+            "events": one.tally.digest,
         }
         for name, one in runs
     }
@@ -51,10 +52,10 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
 def figures(simulation: Simulation) -> dict[str, float]:
     """Training steps of all workers a second; as a part of what they would take if nothing but computing took time;
     staleness in versions, leads in contributions; microseconds that the run's rules took for a contribution."""
-    stats, staleness = simulation.run.roster.stats.values(), simulation.staleness
+    stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
     elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
-    rate = simulation.num_steps / elapsed_s if elapsed_s else 0.0
-    spent = simulation.decision_s
+    rate = simulation.tally.num_steps / elapsed_s if elapsed_s else 0.0
+    spent = simulation.tally.decision_s
     return {
         "steps/s": rate,
         "of ideal": rate / ideal if (ideal := ideal_rate(simulation)) else 0.0,
@@ -89,9 +90,9 @@ def time_table(runs: list[tuple[str, Simulation]]) -> Table:
     columns = (Column(name, justify="right") for name in names)
     table = Table(Column("mode", style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
     for mode, run in runs:
-        total = sum(run.seconds.values()) or 1.0
+        total = sum(run.tally.seconds.values()) or 1.0
         sent, received = (sum(getattr(one, name) for one in run.workers) for name in ("num_sent", "num_received"))
-        table.add_row(mode, *(share(run.seconds[cause] / total) for cause in CAUSES), size(sent), size(received))
+        table.add_row(mode, *(share(run.tally.seconds[cause] / total) for cause in CAUSES), size(sent), size(received))
     return table
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..common.config.schema import Config
-from ..common.errors import DivergedError, UsageError
-from ..common.reporting.curve import Point
-from ..common.tensors.layout import copy_of
-from ..common.tensors.optimizers import (
+from ...common.config.schema import Config
+from ...common.errors import DivergedError, UsageError
+from ...common.reporting.curve import Point
+from ...common.tensors.layout import copy_of
+from ...common.tensors.optimizers import (
     Hyperparameters,
     build_optimizer,
     current_hyperparameters,
@@ -26,19 +26,19 @@ from ..common.tensors.optimizers import (
     plain_step,
     without_compiler,
 )
-from ..common.user_code import user_code
-from ..common.wire.segments import private_segment
-from ..ps.core import effects, events
-from ..ps.engine.folding import Folding
-from ..ps.engine.modes import make_policy
-from ..ps.tensors.model import Model
-from ..ps.tensors.thread import TensorThread
-from ..worker.tasks.base import Task
-from ..worker.tensors.anchor import Anchor
-from ..worker.tensors.transfer import DirectTransfer, ModelTensors
-from ..worker.training.data import Shares, seed_everything, sharded_batches, step_seed
-from ..worker.training.tasks.loading import load_task
-from ..worker.training.tasks.schedule import rate_at
+from ...common.user_code import user_code
+from ...common.wire.segments import private_segment
+from ...ps.core import effects, events
+from ...ps.engine.folding import Folding
+from ...ps.engine.modes import make_policy
+from ...ps.tensors.model import Model
+from ...ps.tensors.thread import TensorThread
+from ...worker.tasks.base import Task
+from ...worker.tensors.anchor import Anchor
+from ...worker.tensors.transfer import DirectTransfer, ModelTensors
+from ...worker.training.data import Shares, seed_everything, sharded_batches, step_seed
+from ...worker.training.tasks.loading import load_task
+from ...worker.training.tasks.schedule import rate_at
 
 _MOST_BYTES = 4 << 30  # of all workers together
 _NUM_POINTS = 20  # of a curve

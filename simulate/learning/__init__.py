@@ -1,0 +1,1 @@
+"""Simulated runs that train for real."""

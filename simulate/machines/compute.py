@@ -1,0 +1,56 @@
+"""How long the training steps of one simulated rank take."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from ...common.config.schema import SlowdownConfig
+from ...worker.training.slowdown import Slowdown
+from .world import World
+
+
+class Compute:
+    """Seconds that one rank's training steps take: the same for the same seed, whatever else happens in the run."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._mean_s = world.compute_s / world.speeds[rank % len(world.speeds)]
+        variance = math.log(1 + world.jitter**2)
+        self._sigma, self._shift = math.sqrt(variance), variance / 2
+        self._random = random.Random(world.seed * 1_000_003 + rank + 0.5)
+        self._slowdown = None if world.slowdown == SlowdownConfig() else Slowdown(world.slowdown, rank, world.seed)
+        self._num_steps = 0
+
+    def exchange_s(self) -> float:
+        """Seconds of the exchange on the way to the server, beyond what links and latency take."""
+        return 0.0
+
+    def take(self, num_steps: int) -> float:
+        """Seconds of the next so many training steps."""
+        if not self._sigma and self._slowdown is None:
+            return self._mean_s * num_steps
+        return sum(self._step() for _ in range(num_steps))
+
+    def _step(self) -> float:
+        self._num_steps += 1
+        step_s = self._mean_s
+        if self._sigma:
+            step_s *= math.exp(self._sigma * self._random.gauss(0.0, 1.0) - self._shift)
+        return step_s if self._slowdown is None else step_s + self._slowdown.delay_s(self._num_steps, step_s)
+
+
+class Recorded(Compute):
+    """What one rank's contributions took, again and again in the order in which they did."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._pairs = world.recorded[rank % len(world.recorded)]
+        self._num = 0
+        self._most = 1
+
+    def exchange_s(self) -> float:
+        return self._pairs[(self._num - 1) % len(self._pairs)][1]
+
+    def take(self, num_steps: int) -> float:
+        """A last contribution has fewer steps than the others, and takes less."""
+        self._num, self._most = self._num + 1, max(self._most, num_steps)
+        return self._pairs[(self._num - 1) % len(self._pairs)][0] * num_steps / self._most

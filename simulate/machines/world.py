@@ -1,0 +1,35 @@
+"""What a simulated run is told of its machines and links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ...common.config.schema import SlowdownConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """Bytes per second, seconds, bytes. A bandwidth of infinity costs no time."""
+
+    num_workers: int = 2
+    seed: int = 0
+    compute_s: float = 0.1  # of a training step, mean
+    jitter: float = 0.0  # its standard deviation, as a part of the mean (log-normal)
+    speeds: tuple[float, ...] = (1.0,)  # rank r takes compute_s / speeds[r mod their number]
+    slowdown: SlowdownConfig = field(default_factory=SlowdownConfig)
+    down: float = math.inf  # of each worker's link
+    up: float = math.inf
+    latency_s: float = 0.0  # there and back
+    server_down: float = math.inf  # of the server's own link, for what leaves it
+    server_up: float = math.inf
+    fold_s: float = 0.0  # to add one contribution to a mean
+    step_s: float = 0.0  # from a mean to a version
+    up_bytes: int = 0  # of a contribution
+    down_bytes: int = 0  # of an answer with weights
+    start_bytes: int = 0  # of the weights that a worker starts from
+    max_staged: int = 4  # uploads that the server holds at once
+    mtbf_s: float = math.inf  # mean time of a worker between two failures
+    back_s: float = 30.0  # from a failure until its next process joins
+    # Instead of all that: of each rank in turn, what its contributions took, computing and exchange (`fit.py`).
+    recorded: tuple[tuple[tuple[float, float], ...], ...] = ()

@@ -1,0 +1,1 @@
+"""Recorded runs: the same decisions again, and what is foreseen from them."""

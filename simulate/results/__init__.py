@@ -1,0 +1,1 @@
+"""What simulated runs came to, for people and programs."""

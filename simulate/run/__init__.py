@@ -1,0 +1,1 @@
+"""The run itself under a virtual clock."""

@@ -1,0 +1,122 @@
+"""The simulated server as something that takes time: places for uploads, its links, and its tensor work."""
+
+from __future__ import annotations
+
+import heapq
+
+from ...ps.core import effects
+from ...ps.policies.base import Policy
+from ..machines.links import Link
+from ..machines.world import World
+from .agenda import Agenda, Handler, Transfers
+from .worker import Worker
+
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller body needs no place among those staged
+
+
+class Server:
+    """Of one run. `arrived` is told of each contribution that is here, `delivered` of each answer at its worker."""
+
+    def __init__(self, world: World, policy: Policy, arrived: Handler, delivered: Handler) -> None:
+        self._world, self._policy = world, policy
+        self._arrived, self._delivered = arrived, delivered
+        self._up: Transfers = Link(world.server_up)
+        self._down: Transfers = Link(world.server_down)
+        self.agenda = Agenda((self._up, self._down))
+        self._busy_until = 0.0  # with tensor work
+        self._num_staged = self._num_folds = self._num_asked = 0
+        self._waiting: list[tuple[int, int, Worker, int]] = []  # for a place among those staged
+
+    # ---- up ------------------------------------------------------------------------------------
+
+    def take(self, worker: Worker) -> None:
+        """This worker's contribution begins to leave, or waits for its turn."""
+        if self._world.up_bytes <= INLINE_BYTES:
+            self._upload(worker)
+            return
+        self._num_asked += 1
+        place = self._policy.upload_position(worker.rank) + self._num_folds
+        heapq.heappush(self._waiting, (place, self._num_asked, worker, worker.life))
+        self.look_again()
+
+    def look_again(self) -> None:
+        """As `ps/tensors/staging.py`: the next to be folded first, and nobody whose turn is too far away."""
+        waiting, most = self._waiting, self._world.max_staged
+        while waiting and self._num_staged < most:
+            _, _, worker, life = waiting[0]
+            if worker.life == life:
+                if self._policy.upload_position(worker.rank) >= most:
+                    return
+                self._num_staged += 1
+                worker.is_staged = True
+                heapq.heappop(waiting)
+                self._upload(worker)
+            else:
+                heapq.heappop(waiting)
+
+    def release(self, worker: Worker, _: object = None) -> None:
+        """The worker's contribution takes no place any more."""
+        if worker.is_staged:
+            worker.is_staged = False
+            self._num_staged -= 1
+            self.look_again()
+
+    def _upload(self, worker: Worker) -> None:
+        world, link, agenda = self._world, self._up, self.agenda
+        worker.begun_at = agenda.now
+        if link.is_unlimited or not world.up_bytes:  # nobody else makes it slower
+            own_s = world.up_bytes / world.up + world.latency_s / 2 + worker.compute.exchange_s()
+            agenda.push(agenda.now + own_s, self._here, worker)
+        else:
+            link.begin(agenda.now, (worker, worker.life, self._uploaded, None), world.up_bytes, world.up)
+
+    def _uploaded(self, worker: Worker, _: object) -> None:
+        at = self.agenda.now + self._world.latency_s / 2 + worker.compute.exchange_s()
+        self.agenda.push(at, self._here, worker)
+
+    def _here(self, worker: Worker, _: object) -> None:
+        worker.num_sent += self._world.up_bytes
+        self._arrived(worker, None)
+
+    # ---- what the run decides takes time --------------------------------------------------------
+
+    def fold(self, worker: Worker) -> None:
+        """Its contribution is added to a mean."""
+        self._num_folds += 1
+        self._work(self._world.fold_s)
+        if worker.is_staged:
+            self.agenda.push(self._busy_until, self.release, worker)
+
+    def commit(self) -> None:
+        """A version is made."""
+        self._work(self._world.step_s)
+
+    def _work(self, work_s: float) -> None:
+        now = self.agenda.now
+        self._busy_until = (now if now > self._busy_until else self._busy_until) + work_s
+
+    # ---- down ----------------------------------------------------------------------------------
+
+    def answer(self, worker: Worker, answer: effects.Answer) -> None:
+        """It leaves when what it waits for in the server is done."""
+        agenda = self.agenda
+        worker.decided_at = agenda.now
+        if self._busy_until > agenda.now:
+            agenda.push(self._busy_until, self._leaves, worker, answer)
+        else:
+            self._leaves(worker, answer)
+
+    def _leaves(self, worker: Worker, answer: effects.Answer) -> None:
+        world, link, agenda = self._world, self._down, self.agenda
+        worker.left_at = now = agenda.now
+        num_bytes = 0
+        if answer.has_weights:
+            num_bytes = world.start_bytes if answer.outcome == "START" else world.down_bytes
+        worker.num_received += num_bytes
+        if link.is_unlimited or not num_bytes:
+            agenda.push(now + num_bytes / world.down + world.latency_s / 2, self._delivered, worker, answer)
+        else:
+            link.begin(now, (worker, worker.life, self._downloaded, answer), num_bytes, world.down)
+
+    def _downloaded(self, worker: Worker, answer: effects.Answer) -> None:
+        self.agenda.push(self.agenda.now + self._world.latency_s / 2, self._delivered, worker, answer)

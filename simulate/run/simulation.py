@@ -1,0 +1,277 @@
+"""The run itself, `ps/core`, under a virtual clock: workers, links and the server's tensor work say when things happen.
+
+    compute -> (a place among max_staged) -> upload -> Run.apply(Contributed) -> fold, step -> download -> compute
+
+Everything that decides is the real run's: nothing here knows a mode, only what any worker knows of it (what it sends,
+how many local steps, how often it fetches weights). The same world and configuration give the same events, and the
+tally's `digest` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...ps.core import effects, events
+from ...ps.core.run import Run
+from ...ps.engine.modes import make_policy, options_of
+from ..machines.compute import Compute, Recorded
+from ..machines.world import World
+from .server import Server
+from .tally import Tally
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from ..learning.learner import Learner
+
+TICK_S = 0.2  # as in a server
+_MOST_IDLE_TICKS = 100_000
+
+
+class Simulation:
+    """One run of one mode; `go`, then look at it and its `tally`. `tell` is told facts as a server's observers are;
+    `clock` measures what the run's decisions cost; a `learner` trains."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        clock: Callable[[], float] = lambda: 0.0,
+        tell: Callable[[float, effects.Fact], None] | None = None,
+        learner: Learner | None = None,
+    ) -> None:
+        self.config, self.world, self.learner = config, world, learner
+        self.policy = policy = make_policy(config)
+        if policy.contribution == "report":
+            told = f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
+            raise UsageError(told, fix="take a mode whose workers exchange with the server")
+        plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
+        options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
+        self.run = Run(options, policy, "simulated")
+        self.tally = Tally()
+        self.is_over = False
+        self._clock, self._tell = clock, tell
+        self._server = Server(world, policy, self._arrived, self._delivered)
+        self._agenda = self._server.agenda
+        self._is_mean = policy.contribution == "weights"  # what is sent stands on the average that it contains
+        self._rest_cause = "own link" if world.recorded else "its link"
+        compute = Recorded if world.recorded else Compute
+        self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
+        self._chance = random.Random(world.seed + 0.25)
+        self._looks_at_time = any(
+            name.endswith("_s") and value is not None for name, value in policy.options.model_dump().items()
+        )
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            effects.Fold: self._fold,
+            effects.Discard: self._discard,
+            effects.Commit: self._commit,
+            effects.Answer: self._answer,
+            effects.ContributionTaken: self._taken,
+            effects.TellDone: self._done,
+            effects.End: self._end,
+            effects.Seated: self._seated,
+            effects.NotSeated: self._end,
+            effects.Refuse: self._refused,
+        }
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._agenda.now
+
+    def go(self) -> None:
+        """To the end. UsageError where it would never come."""
+        self._start()
+        self._go_on()
+        if self.learner is not None:
+            self.learner.measure(self.now, self.tally.num_steps)
+
+    def _go_on(self) -> None:
+        never, num_idle, agenda = math.inf, 0, self._agenda
+        tick_at = TICK_S if self._looks_at_time else never
+        while not self.is_over:
+            at = agenda.next_at
+            if at == never:
+                tick_at, num_idle = agenda.now + TICK_S, num_idle + 1
+                if num_idle > _MOST_IDLE_TICKS:
+                    why = self.policy.waiting_reason(agenda.now)
+                    raise UsageError(f"nothing happens any more after {agenda.now:,.1f} s: {why or 'nobody is here'}")
+            if tick_at <= at:
+                agenda.now, tick_at = tick_at, tick_at + TICK_S if self._looks_at_time else never
+                self._happens(events.Ticked())
+            else:
+                agenda.step()
+
+    # ---- how it begins, who fails ------------------------------------------------------------
+
+    def _start(self) -> None:
+        policy, run = self.policy, self.run
+        if self._tell is not None:
+            self._tell(
+                0.0,
+                effects.RunStarted(
+                    run.name, run.incarnation, self.config.run.mode, 0, {}, self.world.num_workers,
+                    policy.staleness_bound, None, (), policy.options.model_dump(mode="json"), asdict(policy.common),
+                ),
+            )  # fmt: skip
+        for worker in self.workers:
+            self._join(worker, None)
+        if not run.has_weights:
+            self._happens(events.Brought(0, self.workers[0].incarnation))
+
+    def _join(self, worker: Worker, _: object) -> None:
+        self._happens(events.Joined(worker.rank, worker.rank))
+        self._happens(events.Offered(worker.rank, worker.incarnation, model="model", optimizer="optimizer"))
+        if not math.isinf(self.world.mtbf_s):
+            self._agenda.push(self.now + self._chance.expovariate(1 / self.world.mtbf_s), self._fail, worker)
+
+    def _seated(self, seated: effects.Seated) -> None:
+        self.workers[seated.rank].incarnation = seated.incarnation
+
+    def _fail(self, worker: Worker, _: object) -> None:
+        """The process dies, and another one takes its place."""
+        if worker.is_finished:
+            return
+        self.tally.num_failures += 1
+        worker.life += 1
+        worker.is_computing = worker.is_ready = worker.is_in_flight = False
+        self._server.release(worker)
+        self._happens(events.Disconnected(worker.rank, worker.incarnation))
+        self._agenda.push(self.now + self.world.back_s, self._join, worker)
+
+    # ---- a worker ----------------------------------------------------------------------------
+
+    def _compute(self, worker: Worker, num_steps: int) -> None:
+        worker.is_computing, worker.steps, worker.base = True, num_steps, worker.version
+        worker.computed_s = worker.compute.take(num_steps)
+        if self.learner is not None:
+            self.learner.compute(worker.rank, num_steps, worker.done_steps)
+        self._agenda.push(self._agenda.now + worker.computed_s, self._computed, worker)
+
+    def _computed(self, worker: Worker, _: object) -> None:
+        self.tally.seconds["compute"] += worker.computed_s
+        worker.is_computing = False
+        if worker.is_in_flight:
+            worker.is_ready = True
+        else:
+            self._hand_over(worker)
+
+    def _hand_over(self, worker: Worker) -> None:
+        """The contribution leaves; who is pipelined goes on with the next, unless it was the last."""
+        number, pull_every = worker.counted + 1, self.policy.pull_every
+        worker.event = events.Contributed(
+            worker.rank, worker.incarnation, number, worker.version if self._is_mean else worker.base,
+            num_samples=self.config.run.batch_size * worker.steps,
+            wants_weights=pull_every == 1 or number % pull_every == 0,
+            compute_s=worker.computed_s, transfer_s=worker.transfer_s,
+        )  # fmt: skip
+        if self.learner is not None:
+            self.learner.send(worker.event)
+        worker.sent_steps = worker.steps
+        worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
+        worker.done_steps += worker.steps
+        self._server.take(worker)
+        if self.config.policy.pipelined and (left := self._steps_left(worker)) > 0:
+            self._compute(worker, min(worker.told_steps, left))
+
+    def _steps_left(self, worker: Worker) -> int:
+        total = self.policy.training_steps
+        return worker.told_steps if total is None else total - worker.done_steps
+
+    def _delivered(self, worker: Worker, answer: effects.Answer) -> None:
+        """The worker has its answer, and the weights in it."""
+        worker.counted, worker.done_steps = answer.number, answer.training_steps
+        worker.told_steps = answer.next_local_steps
+        if answer.has_weights:
+            worker.version = answer.version
+        if self.learner is not None:
+            self.learner.received(answer)
+        if worker.is_in_flight:
+            worker.is_in_flight = False
+            self._account(worker, answer)
+        if not answer.next_local_steps:
+            worker.life += 1  # what it still computes is nobody's
+            worker.is_finished = True
+            self._happens(events.Finished(worker.rank, worker.incarnation, worker.transfer_s))
+        elif worker.is_ready:
+            self._hand_over(worker)
+        elif not worker.is_computing:
+            self._compute(worker, answer.next_local_steps)
+
+    def _account(self, worker: Worker, answer: effects.Answer) -> None:
+        """Where the time of this exchange went."""
+        world = self.world
+        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - answer.held_s)
+        own_s = world.up_bytes / world.up + world.latency_s
+        if answer.has_weights:
+            own_s += world.down_bytes / world.down
+        self.tally.exchanged(worker, answer.held_s, own_s, self._rest_cause)
+
+    def _arrived(self, worker: Worker, _: object) -> None:
+        """Its contribution is here, whole: the run decides."""
+        assert worker.event is not None
+        if self.learner is not None:
+            self.learner.arrived(worker.event)
+        self._happens(worker.event)
+
+    # ---- what the run decides ----------------------------------------------------------------
+
+    def _happens(self, event: events.Event) -> None:
+        event.at = now = self._agenda.now
+        if type(event) is events.Contributed:
+            begun_s = self._clock()
+            found = self.run.apply(event)
+            self.tally.decision_s.append(self._clock() - begun_s)
+        else:
+            found = self.run.apply(event)
+        handlers, is_watched = self._handlers, self.learner is not None or self._tell is not None
+        for effect in found:
+            if is_watched:
+                self._watch(effect, now)
+            if (handler := handlers.get(type(effect))) is not None:
+                handler(effect)
+        self._server.look_again()
+
+    def _watch(self, effect: effects.Effect, now: float) -> None:
+        if self.learner is not None:
+            self.learner.carry_out(effect, now, self.tally.num_steps)
+        if self._tell is not None and isinstance(effect, effects.Fact):
+            self._tell(now, effect)
+
+    def _fold(self, fold: effects.Fold) -> None:
+        self._server.fold(self.workers[fold.identity.rank])
+
+    def _discard(self, discard: effects.Discard) -> None:
+        self._server.release(self.workers[discard.identity.rank])
+
+    def _commit(self, commit: effects.Commit) -> None:
+        self._server.commit()
+        self.tally.note(self.now, commit.version)
+
+    def _answer(self, answer: effects.Answer) -> None:
+        self.tally.answered(answer)
+        self.tally.note(self._agenda.now, answer.outcome, answer.rank, answer.number, answer.version)
+        self._server.answer(self.workers[answer.rank], answer)
+
+    def _taken(self, taken: effects.ContributionTaken) -> None:
+        rank, _, number = taken.identity
+        if taken.outcome == "accepted":
+            self.tally.num_steps += self.workers[rank].sent_steps
+        self.tally.note(self._agenda.now, taken.outcome, rank, number, taken.base_version)
+
+    def _done(self, done: effects.TellDone) -> None:
+        self.is_over = True
+
+    def _end(self, end: effects.End | effects.NotSeated) -> None:
+        self.is_over = True
+        if end.error is not None:
+            raise end.error
+
+    def _refused(self, refused: effects.Refuse) -> None:
+        if self.workers[refused.rank].incarnation == refused.incarnation:
+            raise refused.error
