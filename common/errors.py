@@ -107,6 +107,7 @@ class Reason(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED", NotAdmittedError
     TOO_SLOW = "TOO_SLOW", "ABORTED", UnreachableError
     INTERNAL = "INTERNAL", "INTERNAL", ParamServerError
+    EVICTED = "EVICTED", "ABORTED", NotAdmittedError
     SHARD_MISMATCH = "SHARD_MISMATCH", "FAILED_PRECONDITION", MismatchError
 
 

@@ -27,6 +27,7 @@ _FIELDS: dict[str, dict[str, dict[str, str]]] = {
         "commit": {"version": _NUMBER, "contributions": _TRIPLES, "members": _RANKS},
         "answer": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
         "snapshot": {"version": _NUMBER, "steps": _STEPS},
+        "control": {"do": _TEXT},
         "end": {"version": _NUMBER, "steps": _STEPS},
     },
     "worker": {

@@ -180,6 +180,11 @@ class Replay:
             self._say(f"the snapshot of version {version} has {difference}")
         self._durable = max(version, self._durable or 0)
 
+    def _on_control(self, line: Line) -> None:
+        if line["do"] == "set" and line.fields.get("done"):
+            for rule in self._rules:
+                rule.changed(line.fields.get("name", ""), line.fields.get("value"))
+
     def _on_end(self, line: Line) -> None:
         # A server that was stopped may have answered what no version holds yet, where its mode does that.
         self._is_cut = self._may_be_open and bool(self._open)

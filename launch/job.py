@@ -51,6 +51,7 @@ class Job:
         self._reached: dict[Child, str] = {}  # and where others reach them
         self._checking: asyncio.Future[None] | None = None
         self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
+        self._page = ""  # where the coordinator shows the run
         self._summary: Summary | None = None
         self._blame = Blame()
         self._supervisor = Supervisor(
@@ -153,6 +154,10 @@ class Job:
             self._has_snapshot.add(child)
         elif event.name == "admitted":
             self._supervisor.admitted(Child("worker", event.fields.get("rank", 0)))
+        elif event.name == "evicted":
+            self._supervisor.evicted(Child("worker", event.fields.get("rank", 0)))
+        elif event.name == "page":
+            self._page = str(event.fields.get("address", ""))
         elif event.name == "already_done":
             done = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(event.fields)
             self._carry_out(self._supervisor.already_done(done, self._loop.time()))
@@ -215,7 +220,8 @@ class Job:
         spec = self._plan.process(child, self._reached.get(SERVER))
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
-            return self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
+            page = self._page if child == SERVER else ""
+            return self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot, page=page)
         return spec
 
     def _say_why(self, decisions: list[Decision]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,8 @@ def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, then show and write what came of them; the exit code."""
     if (report := site.config.output.report) is not None:
         prepare_report(report)
+    if site.config.launch.web:  # a server that is started again keeps it, and so does the page that is open
+        os.environ.setdefault("PS_WEB_TOKEN", secrets.token_urlsafe(16))
     outcomes = asyncio.run(run_all(plans, _backend(site.config), site))
     code = outcomes[-1].finish.exit_code
     try:

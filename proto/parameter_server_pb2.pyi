@@ -30,6 +30,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_TOO_SLOW: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
     REASON_SHARD_MISMATCH: _ClassVar[Reason]
+    REASON_EVICTED: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_BAD_REQUEST: Reason
 REASON_RANK_OUT_OF_RANGE: Reason
@@ -50,6 +51,7 @@ REASON_LIMIT_EXCEEDED: Reason
 REASON_TOO_SLOW: Reason
 REASON_INTERNAL: Reason
 REASON_SHARD_MISMATCH: Reason
+REASON_EVICTED: Reason
 
 class WorkerMessage(_message.Message):
     __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "optimizer", "placed", "offset", "data", "left_out")

@@ -17,7 +17,7 @@ import pytest
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks")
+PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks", "web")
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
 FILES = [
@@ -230,6 +230,17 @@ def test_drills_know_the_launcher_and_the_rules_of_a_mode(name: str) -> None:
     assert forbidden_in(name, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == []
     ours = forbidden_in(name, {"paramserver.ps"})
     assert [imported for imported in ours if not imported.startswith("paramserver.ps.policies")] == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("web/")])
+def test_only_the_page_knows_its_server(name: str) -> None:
+    assert forbidden_in(name, {"starlette", "uvicorn", "websockets"}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("web/")])
+def test_the_page_knows_no_server_and_no_worker(name: str) -> None:
+    """It shows what it is told, of types that belong to nobody."""
+    assert forbidden_in(name, WIRE | {"torch", "numpy", "paramserver.ps", "paramserver.worker", *OUTSIDE}) == []
 
 
 def test_the_launcher_starts_without_torch_and_grpc() -> None:

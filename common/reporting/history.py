@@ -17,6 +17,7 @@ killed may leave out its last few. `drills/check.py` reads it.
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
             answer    rank, incarnation, step, version, outcome
             snapshot  version, steps {rank: step}, path, sha256 (of the weights)
+            control   do, rank, name, value: what somebody asked for; told: what became of it, done: whether it was done
             end       version, steps {rank: step}
     worker  start     run, rank, incarnation, server_incarnation, step, version
             send      rank, incarnation, step, base_version

@@ -135,14 +135,16 @@ class Plan:
         """The servers beside the coordinator."""
         return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
 
-    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
-        """A server after a failure: at the address it had, since others look for it there.
+    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool, page: str = "") -> ProcessSpec:
+        """A server after a failure: at the addresses it had, since others look for it there.
 
         Once this run has a snapshot it goes on from that, whatever it was to begin with.
         """
         again: dict[str, Any] = {"server.listen": address}
         if has_snapshot:
             again["checkpoint.resume"] = None
+        if page:
+            again["server.web"] = page
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
@@ -150,6 +152,8 @@ class Plan:
         own: dict[str, Any] = {"server.listen": self.listen}
         if self.num_shards > 1:
             own["server.shards"] = self.num_shards
+        if self.config.launch.web and self.config.server.web is None and child == SERVER:
+            own["server.web"] = f"{DEFAULT_HOST}:0"
         if child != SERVER:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = place.listen if place is not None and host not in WILDCARDS else host

@@ -132,6 +132,7 @@ class Supervisor:
         self._states = dict.fromkeys(children, State.PLANNED)
         self._restarts = Restarts(max_restarts, backoff_s)
         self._pending: dict[Child, _Pending] = {}
+        self._evicted: set[Child] = set()
         self._is_out: dict[Child, Finish] = {}  # who failed and has not been let in again: the end if it never is
         self._patience: float | None = None  # when those that were told to end, or should end, are late
         self._write_until = 0.0  # when those are that write results
@@ -176,6 +177,10 @@ class Supervisor:
         """The server has let a worker into the run: what had ended it before is mended."""
         self._is_out.pop(worker, None)
 
+    def evicted(self, worker: Child) -> None:
+        """Somebody has put it out of the run: its end is no failure, and it is not started again."""
+        self._evicted.add(worker)
+
     def already_done(self, reason: str, now: float) -> list[Decision]:
         """The server has gone on from a snapshot of the run's end: nobody is needed but for its results."""
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
@@ -206,6 +211,8 @@ class Supervisor:
             return self._finish_when_empty()
         if was is State.STOPPING and code in (0, 143, -15):
             code = 0  # told to end after its workers, and it did
+        if child in self._evicted:
+            code = 0
         was_late = child in self._servers or self._restarts.has_restarted(child)
         if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
             code = 0  # it came back too late: the others did without it

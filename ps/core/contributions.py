@@ -58,6 +58,7 @@ class Contributions:
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._outer: Outer | None = None  # that the newest commit was made with
+        self.lr_scale = 1.0  # of every commit, as somebody set it
         self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
@@ -238,7 +239,7 @@ class Contributions:
             tuple([held.identity for held in in_mean if held.is_taken]),
             policy.committed_by or (),
             hyperparameters,
-            decision.lr_scale(weights) if decision.scales else 1.0,
+            self.lr_scale * (decision.lr_scale(weights) if decision.scales else 1.0),
             decision.reason, decision.momentum_among,
         ))  # fmt: skip
 

@@ -209,6 +209,19 @@ class Evaluated(Fact):
     is_best: bool  # so far
 
 
+@dataclass(slots=True)
+class ControlTaken(Fact):
+    """Somebody asked the run for something (`controls.py`); `told` is what became of it, or why nothing did."""
+
+    number: int  # of the asking, where it came in
+    do: str
+    rank: int | None
+    name: str
+    value: Any
+    told: str
+    is_done: bool
+
+
 # ---- snapshots, and the end -------------------------------------------------------------------------
 
 

@@ -221,6 +221,17 @@ class Stored(Event):
     durable: int
 
 
+@dataclass(slots=True)
+class Controlled(Event):
+    """Somebody asks the run for something (`controls.py`); `number` is theirs, to know the answer by."""
+
+    do: str
+    rank: int | None = None
+    name: str = ""
+    value: bool | int | float | str | None = None
+    number: int = 0
+
+
 # ---- time, and the end --------------------------------------------------------------------------------
 
 
@@ -245,7 +256,8 @@ class Failed(Event):
 
 KINDS: tuple[type[Event], ...] = (
     Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartBegan, HeartStopped, Heard,
-    Offered, Brought, Contributed, Repeated, Measured, Stored, Ticked, Stopped, Failed,
+    Offered, Brought, Contributed, Repeated, Measured, Stored, Controlled, Ticked, Stopped,
+    Failed,
 )  # fmt: skip
 
 

@@ -86,6 +86,7 @@ class Roster:
         self.hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._looked_at: float | None = None
         self.was_anyone_here = False
+        self.evicted: set[int] = set()  # ranks that may not come back
 
     def restore(self, num_joins: Mapping[int, int]) -> None:
         """Go on from a snapshot: what joined after it was taken is known to the workers alone."""
@@ -113,6 +114,8 @@ class Roster:
                 f"no rank {rank}: the run has {self.num_workers} workers, ranks 0 to {self.num_workers - 1}",
                 fix=f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more",
             )
+        if rank in self.evicted:
+            raise evicted(rank)
         newest, previous = self.num_joins.get(rank, 0), asked.incarnation
         if newest < previous <= newest + self._unknown_joins:
             newest = previous
@@ -224,3 +227,9 @@ def replaced(rank: int, incarnation: int) -> ParamServerError:
         f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
         fix="give every worker its own --rank",
     )
+
+
+def evicted(rank: int) -> ParamServerError:
+    """The refusal of a worker that somebody has put out."""
+    fix = "a server that is started again lets it in"
+    return refusal(Reason.EVICTED, f"rank {rank} was evicted from this run", fix=fix)

@@ -15,7 +15,7 @@ from typing import Any
 from ...common.errors import ParamServerError, Reason, UsageError, refusal
 from ...common.reporting.curve import Curve, Point
 from ..policies.base import Decision, Policy
-from . import effects, events, saving
+from . import controls, effects, events, saving
 from .contributions import Contributions
 from .counting.length import Length
 from .effects import Effect, Log
@@ -69,6 +69,7 @@ class Run:
         self.final: dict[str, float] = {}
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self.length = Length(policy, options.epochs)
+        self.changed: dict[str, Any] = {}  # options that were set while it ran: what the configuration says
         self.lost_at: dict[int, float] = {}  # by rank, before its last training step
         self._happens = self._handlers()
 
@@ -102,6 +103,7 @@ class Run:
             events.CopyAsked: self._copy_asked,
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
             events.Stored: self._stored,
+            events.Controlled: partial(controls.follow, self),
             events.Ticked: self._ticked,
             events.Stopped: lambda event: self._close(_stopping(), event.at),
             events.Failed: self._failed,
@@ -122,7 +124,7 @@ class Run:
         yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
 
     def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
-        return self._expel(worker, refusal(Reason[event.reason], event.message), event.at)
+        return self.expel(worker, refusal(Reason[event.reason], event.message), event.at)
 
     def _heart_began(self, event: events.HeartBegan) -> Iterator[Effect]:
         self.roster.hearts[event.process] += 1
@@ -195,7 +197,7 @@ class Run:
         yield Log("warning", "replaced", {"rank": old.rank, "incarnation": old.incarnation, "by": new.incarnation})
         if not self.has_weights:
             yield from self._pass_on(old)
-        yield from self._perform(self.policy.left(old.rank, at), at)
+        yield from self.performed(self.policy.left(old.rank, at), at)
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
         """Every shard knows what it trains. The first one's model and optimizer are the run's."""
@@ -205,7 +207,7 @@ class Run:
                 what = "model" if self.model[0] != event.model else "optimizer"
                 reason = Reason.MODEL_MISMATCH if what == "model" else Reason.OPTIMIZER_MISMATCH
                 told = f"the {what} of rank {worker.rank} differs from the run's, which is that of its first worker"
-                yield from self._expel(worker, refusal(reason, told), event.at)
+                yield from self.expel(worker, refusal(reason, told), event.at)
                 return
             self.model = worker.model
             yield effects.Adopt(worker.rank, worker.incarnation)
@@ -226,7 +228,7 @@ class Run:
     def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
         if worker is not self.bringer or self.has_weights:
             error = refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
-            yield from self._expel(worker, error, event.at)
+            yield from self.expel(worker, error, event.at)
             return
         self.has_weights, self.bringer = True, None
         yield effects.Begin(worker.rank, worker.incarnation)
@@ -245,7 +247,7 @@ class Run:
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Let a worker in; its answer comes when the mode allows it to start."""
         if self.policy.is_stopping:
-            yield from self._expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
+            yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
             yield from self._fail(self._without_weights("all workers that had the newest are gone"))
@@ -253,7 +255,7 @@ class Run:
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
         yield Log("info", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
-        yield from self._perform(decisions, at)
+        yield from self.performed(decisions, at)
 
     def _without_weights(self, what: str) -> ParamServerError:
         return ParamServerError(
@@ -270,7 +272,7 @@ class Run:
         self.roster.spoke(worker, event.at)
         if worker.rank not in self.policy.members:
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
-            return [*self.contributions.refuse(event), *self._expel(worker, error, event.at)]
+            return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]
         told = list(self.length.told(worker.rank, event.steps)) if event.steps else []
         found = self._after(self.contributions.taken(worker, event), event.at)
         return told + found if told else found
@@ -279,10 +281,10 @@ class Run:
         number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
         if worker.rank not in self.policy.members or number != counted:
             what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
-            return self._expel(worker, refusal(Reason.STEP_GAP, what), event.at)
+            return self.expel(worker, refusal(Reason.STEP_GAP, what), event.at)
         return self._after(self.contributions.repeated(worker, number, event.at), event.at)
 
-    def _perform(self, decisions: list[Decision], at: float) -> list[Effect]:
+    def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)
 
     def _after(self, found: list[Effect], at: float) -> list[Effect]:
@@ -341,7 +343,7 @@ class Run:
         yield effects.Withdraw(worker.rank, worker.incarnation)
         yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
 
-    def _expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
+    def expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
         yield effects.Refuse(worker.rank, worker.incarnation, error)
         yield from self._leave(worker, "closed", error.message, at)
 
@@ -361,7 +363,7 @@ class Run:
         if self.is_closed:
             return
         was_member = rank in self.policy.members
-        yield from self._perform(self.policy.left(rank, at), at)
+        yield from self.performed(self.policy.left(rank, at), at)
         if was_member and not is_goodbye and not self.policy.is_through(rank):
             self.lost_at[rank] = at
         yield from self._end_if_over(at)
@@ -391,7 +393,7 @@ class Run:
         yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
-            yield from self._perform(policy.finished(rank, event.at), event.at)
+            yield from self.performed(policy.finished(rank, event.at), event.at)
         if self.is_done:  # it lost its connection when it was told
             yield effects.TellDone(((rank, worker.incarnation),), self.evaluator, policy.version)
         yield from self._end_if_over(event.at)
@@ -401,11 +403,11 @@ class Run:
         if self.policy.is_stopping or self.is_done:
             return
         yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
-        yield from self._stop(f"stopped by rank {worker.rank}: {event.reason}", event.at)
+        yield from self.stop(f"stopped by rank {worker.rank}: {event.reason}", event.at)
 
-    def _stop(self, ended_by: str, at: float) -> Iterator[Effect]:
+    def stop(self, ended_by: str, at: float) -> Iterator[Effect]:
         self.ended_by = ended_by
-        yield from self._perform(self.policy.stopped(at), at)
+        yield from self.performed(self.policy.stopped(at), at)
 
     def _told_figures(self, event: events.FiguresTold) -> Iterator[Effect]:
         """An evaluation during the run: its figures may be enough, and one that fails is the end."""
@@ -418,7 +420,7 @@ class Run:
             why = self.curve.why_enough
             if why and not self.policy.is_stopping:
                 yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
-                yield from self._stop(f"stopped: {why}", event.at)
+                yield from self.stop(f"stopped: {why}", event.at)
 
     def _evaluated(
         self, step: int, figures: dict[str, float], at: float, version: int | None = None
@@ -443,7 +445,7 @@ class Run:
         self.failure.exit_code = event.exit_code
         told = {"rank": event.rank, "reason": self.failure.message, "exit_code": event.exit_code}
         yield Log("error", "run_failed", told)
-        yield from self._stop(self.failure.message, event.at)
+        yield from self.stop(self.failure.message, event.at)
 
     def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
         """The run has its weights and not what was to come of them."""
@@ -526,7 +528,7 @@ class Run:
             yield effects.Refuse(worker.rank, worker.incarnation, error)
             yield from self._leave(worker, "lease", reason, at)
         if self.has_weights:
-            yield from self._perform(self.policy.tick(at), at)
+            yield from self.performed(self.policy.tick(at), at)
         yield from self._end_if_over(at)
 
     # ---- what survives, and what must be the same everywhere: saving.py ---------------------

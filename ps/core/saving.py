@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
+from . import controls
 
 if TYPE_CHECKING:
     from .run import Run
@@ -30,6 +31,7 @@ def saved(run: Run, at: float) -> dict[str, Any]:
             "out": sorted(run.policy.out),
             **run.length.saved(),
             "curve": run.curve.saved(),
+            "controls": controls.saved(run),
             "batches": run.contributions.drawn.saved(),
             "in_step": {str(rank): number for rank, number in run.policy.in_step.items()},
             "steps_done": {str(rank): steps for rank, steps in run.policy.committed_steps().items()},
@@ -58,6 +60,7 @@ def restore(run: Run, version: int, model: tuple[str, str], saved: dict[str, Any
     run.length.restore(saved["training"])
     run.contributions.restore(saved["training"])
     run.curve.restore(saved["training"].get("curve"))
+    controls.restore(run, saved["training"].get("controls"))
     run.rhythm.restore(version, run.policy.min_steps_done)
     run.has_weights = run.may_change_optimizer = True
 
@@ -69,9 +72,10 @@ def digest(run: Run) -> str:
         for rank, worker in run.roster.workers.items()
     }
     bringer = run.bringer and [run.bringer.rank, run.bringer.incarnation]
+    set_ = [run.policy.options.model_dump(), run.contributions.lr_scale, sorted(run.roster.evicted)]
     flags = [run.has_weights, run.is_holding, run.is_closed, run.is_done, run.model, bringer, run.lost_at]
     end = [run.has_finished, run.evaluator, run.ended_by, run.length.by, len(run.curve.points)]
-    state = [run.policy.full_state(), seats, run.roster.num_joins, flags, end, run.rhythm.state()]
+    state = [run.policy.full_state(), seats, set_, run.roster.num_joins, flags, end, run.rhythm.state()]
     text = json.dumps(state, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@ class Rhythm:
     def __init__(self, is_kept: bool, every_steps: int | None = None, every_s: float | None = None) -> None:
         self.is_kept = is_kept
         self.is_writing = False
+        self.is_asked = False  # somebody wants one with the next commit
         self.durable_version = 0
         self._every_steps = every_steps
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
@@ -36,6 +37,8 @@ class Rhythm:
         """Whether one is to be taken of the newest version."""
         if not self.is_kept or self.is_writing or not self._has_committed:
             return False
+        if self.is_asked:
+            return True
         if self._last_at is None:  # the time since the start of this process counts from its first commit
             self._last_at = at
         if self._every_steps is not None and min_training_steps() - self._last_steps >= self._every_steps:
@@ -46,7 +49,7 @@ class Rhythm:
         """One is taken; its number."""
         self._attempt += 1
         self._attempted_version, self._last_steps, self._last_at = version, min_training_steps, at
-        self.is_writing, self._has_committed = True, False
+        self.is_writing, self._has_committed, self.is_asked = True, False, False
         return self._attempt
 
     def ended(self, attempt: int, durable: int) -> bool:

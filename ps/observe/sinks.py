@@ -31,12 +31,14 @@ class StatusSink(Sink):
 
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
+        self._said_at = -_LINE_INTERVAL_S
 
     def take(self, at: float, fact: Fact) -> None:
         assert isinstance(fact, StatusTaken)
         if self._is_json:
             log.info("status", **fact.status.fields())
-        elif fact.status.workers or fact.status.waiting:
+        elif (fact.status.workers or fact.status.waiting) and at - self._said_at >= 0.9 * _LINE_INTERVAL_S:
+            self._said_at = at
             print(status_line(fact.status), file=sys.stderr)
 
 
@@ -90,7 +92,7 @@ class LiveSink(Sink):
 
 def status_interval_s(config: Config) -> float:
     """Seconds between two statuses: often for programs and for a table, seldom where each is a line to read."""
-    is_seldom = config.log.format == "text" and not TerminalConsole().can_redraw
+    is_seldom = config.log.format == "text" and not TerminalConsole().can_redraw and config.server.web is None
     return _LINE_INTERVAL_S if is_seldom else config.server.status_interval_s
 
 
@@ -116,4 +118,8 @@ def make_bus(config: Config) -> Bus:
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client
 
         sinks.append(MetricsSink(config.server.metrics))
+    if config.server.web is not None and config.server.shard == 0:
+        from .page import PageSink
+
+        sinks.append(PageSink(config))
     return Bus(sinks)

@@ -77,6 +77,8 @@ class Policy(ABC):
     answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: bool = False
+    # Options that may be changed while the run goes on (`change`).
+    changeable: ClassVar[tuple[str, ...]] = ()
     # What is done to a gradient that comes late before it is folded.
     compensation: Compensation | None = None
 
@@ -104,6 +106,7 @@ class Policy(ABC):
         self.in_step: dict[int, int] = {}
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting = Waiting()
+        self.held: set[int] = set()  # live ranks that are not answered until they are released
         self._needed = self._num_needed()
         self.epoch = 0  # of workers that average among themselves: grows with each group,
         self.group: tuple[int, ...] = ()  # whose members these are
@@ -189,6 +192,7 @@ class Policy(ABC):
         self._needed = self._num_needed()
         self._standing.remove(rank, self.num_counted[rank])
         self._waiting.remove(rank)
+        self.held.discard(rank)
         return self._left(rank) + self._settle(now)
 
     def finished(self, rank: int, now: float) -> list[Decision]:
@@ -201,6 +205,7 @@ class Policy(ABC):
         """Whoever is answered from now on has no steps left. A round that is open is closed as any other, so that
         all end at one version; nothing else is waited for."""
         self.is_stopping, self._needed = True, 0
+        self.held.clear()
         self._waiting.ask_all()
         return self._settle(now)
 
@@ -240,6 +245,18 @@ class Policy(ABC):
         if (refusal := self._refusal(rank, self.num_counted.get(rank, 0) + 1)) is not None:
             return [refusal]
         self._owe(self.members[rank], Outcome.REJECTED)
+        return self._settle(now)
+
+    def change(self, options: Any, now: float) -> list[Decision]:
+        """Other values of `changeable` options hold from here on."""
+        self.options = options
+        self._waiting.ask_all()
+        return self._settle(now)
+
+    def release(self, rank: int, now: float) -> list[Decision]:
+        """A rank that was `held` may go on."""
+        self.held.discard(rank)
+        self._waiting.ask_all()
         return self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
@@ -352,6 +369,8 @@ class Policy(ABC):
         return {rank: hold or self._why_shut(rank, now, told) for rank in sorted(asked)}
 
     def _why_shut(self, rank: int, now: float, told: dict[object, str] | None = None) -> str:
+        if rank in self.held:
+            return "its release: somebody holds it"
         gate = self._gate(self.members[rank], now)
         if not isinstance(gate, Closed):
             return gate or ""
@@ -364,6 +383,12 @@ class Policy(ABC):
             return hold
         all_wait = self._ranks and len(self._waiting.ranks) == len(self._ranks)
         return self._why_shut(self._ranks[0], now) if all_wait else ""
+
+    def holders(self) -> tuple[int, ...]:
+        """Live ranks that those who wait are waiting for, ascending: in a round who has not contributed, else the
+        slowest."""
+        ranks = self._ranks if self.has_rounds else self._standing.slowest_ranks
+        return tuple(sorted(rank for rank in ranks if rank not in self._waiting.ranks or rank in self.held))
 
     # ---- what a mode says -----------------------------------------------------------------
 
@@ -482,6 +507,9 @@ class Policy(ABC):
         for rank in waiting.due(self._progress()):
             member = self.members[rank]
             if member.pending is None:
+                continue
+            if rank in self.held:
+                waiting.shut(rank, None)
                 continue
             gate = None if are_open else self._gate(member, now)
             if gate is None:

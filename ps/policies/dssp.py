@@ -33,6 +33,7 @@ class DsspOptions(SspOptions):
 class DsspPolicy(SspPolicy):
     Options = DsspOptions
     options: DsspOptions
+    changeable = ()
 
     def __init__(self, common: Common, options: DsspOptions) -> None:
         super().__init__(common, options)

@@ -20,6 +20,12 @@ class Rule:
         self.start = start
         self.options: Mapping[str, Any] = start.get("options", start)  # older histories have them beside the rest
 
+    def changed(self, name: str, value: Any) -> None:
+        """An option was set while the run went on."""
+        self.options = {**self.options, name: value}
+        if name in self.start:  # `staleness`, as the bound of a lead
+            self.start = {**self.start, name: value}
+
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
         """A contribution, computed on `base_version`, counts while the newest version is `version`."""
         return None

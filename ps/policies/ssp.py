@@ -17,6 +17,8 @@ admitted as one in flight. The difference is 2s.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from .base import Closed, Member, names
@@ -33,6 +35,7 @@ class SspPolicy(SinglePolicy):
     Options = SspOptions
     options: SspOptions
     rules = (SingleRule, CutRule, LeadRule)
+    changeable: ClassVar[tuple[str, ...]] = ("staleness",)
     least_pipelined_staleness = 1  # the contribution in flight is one ahead
 
     @classmethod

@@ -7,6 +7,7 @@ another thread costs more than the work: there everything runs at once, inline.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ class TensorThread:
         self._queue: deque[tuple[Any, Any, Any, bool]] = deque()  # not begun: work, done, failed, whether it holds
         self.is_held = False
         self.is_broken = False
+        self.busy_s = 0.0  # that work has taken
 
     def size_for(self, num_bytes: int) -> None:
         """Choose by the size of a contribution whether work runs inline; call before any work."""
@@ -96,11 +98,14 @@ class TensorThread:
         """On the thread: at the moment of a failure, nothing later may run."""
         if self.is_broken:
             return None, TensorsBroken("earlier work on the weights failed half way: they are in no known state")
+        began = time.perf_counter()
         try:
             return work(), None
         except Exception as error:
             self.is_broken = changes_weights
             return None, error
+        finally:
+            self.busy_s += time.perf_counter() - began
 
     def _finish(self, outcome: tuple[Any, Exception | None], done: Any, failed: Any) -> None:
         self._num_pending -= 1

@@ -170,6 +170,10 @@ class _Replay:
                 self._apply(events.Finished(line["rank"], line["incarnation"]), line)
             case "leave":
                 self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
+            case "control" if line.fields.get("done"):
+                said = line.fields
+                asked = events.Controlled(line["do"], said.get("rank"), said.get("name", ""), said.get("value"))
+                self._apply(asked, line)
             case "accept":
                 self._contributes(line)
             case "answer" if line["outcome"] == "START":

@@ -111,6 +111,9 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
+    web: Annotated[bool, Flag(Panel.OUTPUT, (LAUNCHER,))] = Field(
+        False, description="a page that shows the run, live; at server.web, or a free port of this machine"
+    )
     backend: Annotated[str, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
         "local", description="where processes start: local, slurm, or ssh, which launch.hosts means"
     )

@@ -43,6 +43,9 @@ class ServerConfig(Section):
     metrics: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
         None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere"
     )
+    web: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT of a page that shows the run, live; none: nowhere"
+    )
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")

@@ -41,12 +41,12 @@ class RoundPolicy(Policy):
     Options = RoundOptions
     options: RoundOptions
     rules = (RoundRule,)
+    changeable = ("straggler_timeout_s",)
     has_rounds = True
 
     def __init__(self, common: Common, options: RoundOptions) -> None:
         super().__init__(common, options)
-        deadlines = (options.straggler_timeout_s, options.straggler_mad)
-        self.has_fixed_set = deadlines == (None, None) and options.backup_workers == 0
+        self.has_fixed_set = self._has_fixed_set()
         self._deadline = None if options.straggler_mad is None else Deadline(options.straggler_mad)
         self._order: list[int] = []  # of folding in this round; who joins in the middle comes last
         self._num_sorted = 0  # of those, before who joined in the middle
@@ -55,6 +55,10 @@ class RoundPolicy(Policy):
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
         self._part, self._continues = 0, False  # of the model, that its contributions are of; of a training step
+
+    def _has_fixed_set(self) -> bool:
+        deadlines = (self.options.straggler_timeout_s, self.options.straggler_mad)
+        return deadlines == (None, None) and self.options.backup_workers == 0
 
     def saved_state(self) -> dict[str, Any]:
         return {} if self._deadline is None else {"deadline": self._deadline.saved()}
@@ -68,6 +72,16 @@ class RoundPolicy(Policy):
         if self._deadline is not None:
             self._deadline.began[rank] = now
         return super().joined(rank, now)
+
+    def change(self, options: Any, now: float) -> list[Decision]:
+        """An open round that gets a deadline folds what has come, in order; one that has lost it keeps the order in
+        which it has folded until it closes."""
+        self.options, found = options, list[Decision]()
+        if self.has_fixed_set and not self._has_fixed_set():
+            late = self._order[self._num_folded :]
+            found = [Fold(rank, self._weights[rank]) for rank in late if rank in self._weights]
+        self.has_fixed_set = self._has_fixed_set() and (self.has_fixed_set or not self._weights)
+        return found + super().change(options, now)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if self._deadline is not None:
@@ -157,6 +171,7 @@ class RoundPolicy(Policy):
         if self._deadline is not None:
             self._deadline.begins(self._weights, len(self.members), now)
         self._weights, self._opened_at = {}, None
+        self.has_fixed_set = self._has_fixed_set()
         return [commit]
 
     def _gate(self, member: Member, now: float) -> Closed | None:

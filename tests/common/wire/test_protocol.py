@@ -176,6 +176,7 @@ CLASSES = {
     Reason.LIMIT_EXCEEDED: NotAdmittedError,
     Reason.TOO_SLOW: UnreachableError,
     Reason.INTERNAL: ParamServerError,
+    Reason.EVICTED: NotAdmittedError,
     Reason.SHARD_MISMATCH: MismatchError,
 }
 

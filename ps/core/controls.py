@@ -1,0 +1,171 @@
+"""What somebody asks of a run that goes on, from the page or a program: an event like any other, so that every shard
+does it at the same moment, the history has it and a replay repeats it.
+
+    snapshot            one is taken with the next commit
+    drain               everyone's next answer is the last; final weights are saved
+    evict RANK          its call is refused, and it may not come back in this run
+    hold RANK           it is answered when it is released; whether others wait for it is the mode's to say
+    release RANK
+    set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; or one of
+                        the mode's options that may change (`Policy.changeable`)
+
+What was set is kept in snapshots, and is forgotten by a server whose configuration says something new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from . import effects
+from .effects import Effect, Log
+from .roster import evicted
+
+if TYPE_CHECKING:
+    from .events import Controlled
+    from .run import Run
+
+LR_SCALE = "lr_scale"
+
+
+class CannotError(Exception):
+    """Why it is not done, as a sentence."""
+
+
+def offered(run: Run) -> list[str]:
+    """What may be asked of this run."""
+    settings = [*([LR_SCALE] if _has_rate(run) else []), *run.policy.changeable]
+    kept = ["snapshot"] if run.rhythm.is_kept else []
+    return [*kept, "drain", "hold", "release", "evict", *(f"set {name}" for name in settings)]
+
+
+def follow(run: Run, event: Controlled) -> Iterator[Effect]:
+    """The effects of what was asked, and the fact of what became of it."""
+    what = {"drain": _drain, "evict": _evict, "hold": _hold, "release": _release, "snapshot": _snapshot, "set": _set}
+    found: list[Effect] = []
+    try:
+        if event.do not in what:
+            raise CannotError(f"nothing is called '{event.do[:40]}'; there are: {', '.join(offered(run))}")
+        if run.is_closed or run.is_done or run.policy.is_stopping:
+            raise CannotError("the run is ending")
+        told = what[event.do](run, event, found)
+    except CannotError as why:
+        yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, str(why), False)
+        return
+    yield Log("info", "control", {"asked": told})
+    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, told, True)
+    yield from found
+
+
+def _drain(run: Run, event: Controlled, found: list[Effect]) -> str:
+    found += run.stop("drained: somebody asked for it", event.at)
+    return "everyone's next answer is the last"
+
+
+def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
+    rank = _member(run, event.rank)
+    worker = run.roster.workers[rank]
+    run.roster.evicted.add(rank)
+    found.append(Log("warning", "evicted", {"rank": rank}))
+    found.append(effects.WorkerLeft(rank, worker.incarnation, "finished", ""))
+    found += run.performed(run.policy.finished(rank, event.at), event.at)
+    found += run.expel(worker, evicted(rank), event.at)
+    return f"worker {rank} is evicted"
+
+
+def _hold(run: Run, event: Controlled, found: list[Effect]) -> str:
+    rank = _member(run, event.rank)
+    run.policy.held.add(rank)
+    return f"worker {rank} is held: its next answer waits until it is released"
+
+
+def _release(run: Run, event: Controlled, found: list[Effect]) -> str:
+    if event.rank not in run.policy.held:
+        raise CannotError(f"worker {event.rank} is not held; held: {_ranks(run.policy.held)}")
+    found += run.performed(run.policy.release(event.rank, event.at), event.at)
+    return f"worker {event.rank} is released"
+
+
+def _snapshot(run: Run, event: Controlled, found: list[Effect]) -> str:
+    if not run.rhythm.is_kept:
+        raise CannotError("this server keeps no snapshots; start it with --checkpoint-dir DIR")
+    run.rhythm.is_asked = True
+    return "a snapshot is taken with the next commit"
+
+
+def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
+    policy, name, value = run.policy, event.name, event.value
+    if name == LR_SCALE and _has_rate(run):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise CannotError(f"lr_scale must be a number of 0 or more, got {value!r:.40}")
+        before, run.contributions.lr_scale = run.contributions.lr_scale, float(value)
+    elif name in policy.changeable:
+        before = getattr(policy.options, name)
+        options = _options(run, name, value)
+        run.changed.setdefault(name, before)
+        found += run.performed(policy.change(options, event.at), event.at)
+    else:
+        names = ", ".join(one.removeprefix("set ") for one in offered(run) if one.startswith("set ")) or "nothing"
+        raise CannotError(f"'{name[:40]}' cannot be changed while {run.options.mode} runs; what can: {names}")
+    return f"{name} is {value}, was {before}"
+
+
+def _options(run: Run, name: str, value: Any) -> Any:
+    policy = run.policy
+    try:
+        options = type(policy.options).model_validate({**policy.options.model_dump(), name: value})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise CannotError(f"{name} cannot be {value!r:.40}: it {why}") from None
+    least = policy.least_pipelined_staleness
+    if policy.common.pipelined and getattr(options, "staleness", least) < least:
+        raise CannotError(f"pipelined, {name} must be {least} or more, got {value}: the slowest itself would wait")
+    return options
+
+
+def _member(run: Run, rank: int | None) -> int:
+    if rank is None or rank not in run.policy.members:
+        raise CannotError(f"no worker {rank} is in the run; there are: {_ranks(run.policy.members)}")
+    return rank
+
+
+def _ranks(ranks: Any) -> str:
+    known = sorted(ranks)
+    more = f" and {len(known) - 20} more" if len(known) > 20 else ""
+    return (", ".join(map(str, known[:20])) or "none") + more
+
+
+def _has_rate(run: Run) -> bool:
+    """The server steps with a learning rate."""
+    return run.policy.contribution in ("gradient", "delta")
+
+
+# ---- in snapshots -----------------------------------------------------------------------------------
+
+
+def saved(run: Run) -> dict[str, Any]:
+    """JSON; `changed` by name: what the configuration says, and what holds."""
+    now = run.policy.options.model_dump(mode="json")
+    changed = {name: [before, now[name]] for name, before in run.changed.items()}
+    return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted)}
+
+
+def restore(run: Run, kept: Any) -> None:
+    """What is not there, or not what it should be, holds no more."""
+    if not isinstance(kept, dict):
+        return
+    scale, changed, options = kept.get(LR_SCALE), kept.get("changed"), run.policy.options
+    if isinstance(scale, int | float):
+        run.contributions.lr_scale = float(scale)
+    run.roster.evicted = set()  # who is started with the server again may come
+    now = options.model_dump(mode="json")
+    again = {}
+    for name, pair in changed.items() if isinstance(changed, dict) else ():
+        if name in run.policy.changeable and isinstance(pair, list) and len(pair) == 2 and pair[0] == now.get(name):
+            again[name] = pair[1]
+            run.changed[name] = pair[0]
+    if again:
+        run.policy.change(type(options).model_validate({**now, **again}), 0.0)

@@ -1,0 +1,260 @@
+"""The page with the run (`paramserver/web`), fed from the facts: once a status, whatever the number of contributions.
+
+Here everything happens on the event loop and only counts; what a status comes to goes to the page's thread as a value
+(`common/reporting/watched.py`), so that viewers can slow nothing. The page's packages are an extra, and are loaded
+with `server.web` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...common.reporting.report import figure
+from ...common.reporting.watched import About, Happened, Span, Tick, Totals, Wait
+from ...common.version import PROGRAM_VERSION
+from ..core import controls
+from ..core.effects import (
+    ContributionTaken,
+    ControlTaken,
+    Evaluated,
+    Fact,
+    RunEnded,
+    RunStarted,
+    Seated,
+    SnapshotTaken,
+    StatusTaken,
+    WorkerLeft,
+)
+from ..core.events import Controlled
+from ..engine.engine import Engine
+from . import reports
+from .bus import Sink
+
+if TYPE_CHECKING:
+    from ...web.serve import Page
+
+_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
+_CONTROL_S = 10.0  # within which every shard has done what was asked
+_MOST_SPANS = 4  # of a rank in one tick; more are added up
+
+
+class PageSink(Sink):
+    """Of one server process. UsageError when the page's packages are not installed."""
+
+    name = "page"
+    kinds = (RunStarted, Seated, WorkerLeft, ContributionTaken, SnapshotTaken, Evaluated, ControlTaken,
+             StatusTaken, RunEnded)  # fmt: skip
+
+    def __init__(self, config: Config) -> None:
+        try:
+            from ...web.serve import Page
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"the page needs the package {error.name}, which is not installed",
+                fix="pip install 'paramserver[web]'; or leave --web out",
+            ) from None
+        self._config = config
+        self._page: Page = Page(config)
+        self._staleness: Counter[int] = Counter()
+        self._streams = Streams()
+        self._events: list[Happened] = []
+        self._started: RunStarted | None = None
+        self._busy_s = 0.0
+        self._asked: dict[int, asyncio.Future[str]] = {}  # by number
+        self._num_asked = 0
+
+    def begin(self, engine: Engine) -> None:
+        """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
+        self._engine = engine
+        self._began, self._loop = engine.now(), asyncio.get_running_loop()
+        self._page.start()
+        if self._started is not None:
+            self._show(self._started)
+
+    def take(self, at: float, fact: Fact) -> None:
+        match fact:
+            case ContributionTaken():
+                if fact.outcome == "accepted":
+                    self._staleness[min(_MOST_BINS, max(0, fact.version - fact.base_version))] += 1
+                self._streams.add(at - self._began, fact)
+            case ControlTaken():
+                self._controlled(fact)
+            case StatusTaken():
+                self._page.push(self._tick(fact))
+            case RunEnded():
+                if self._started is not None:
+                    self._happened("ended", self._engine.run.ended_by or "the run is over")
+                    self._page.push(self._tick(StatusTaken(reports.status(self._engine)), is_over=True))
+            case RunStarted():
+                self._started = fact  # of one process before `begin`, of several shards after it
+                self._happened(*_beginning(fact))
+                if self._page.address:
+                    self._show(fact)
+            case _:
+                kind, text, rank = sentence(fact)
+                self._happened(kind, text, rank)
+
+    def close(self) -> None:
+        self._page.close()
+
+    def _show(self, fact: RunStarted) -> None:
+        config = self._config
+        settings = config.model_dump(mode="json", exclude={"security"})
+        about = About(
+            run=fact.run, mode=fact.mode, task=config.task.name or "", started=time.time(), settings=settings,
+            server_incarnation=fact.server_incarnation, version=PROGRAM_VERSION,
+            controls=controls.offered(self._engine.run),
+        )  # fmt: skip
+        self._page.begin(about, self._control)
+
+    # ---- controls --------------------------------------------------------------------------
+
+    async def _control(self, asked: dict[str, Any]) -> str:
+        """In the page's thread: what came of it. ValueError with why nothing did."""
+        event = read_control(asked)
+        answer = asyncio.run_coroutine_threadsafe(self._ask(event), self._loop)
+        return await asyncio.wrap_future(answer)
+
+    async def _ask(self, event: Controlled) -> str:
+        self._num_asked += 1
+        event.number = number = self._num_asked
+        self._asked[number] = told = asyncio.get_running_loop().create_future()
+        self._engine.offer(event)
+        try:
+            return await asyncio.wait_for(told, _CONTROL_S)
+        except TimeoutError:
+            raise ValueError(f"not every shard has heard of it within {_CONTROL_S:g} s; see the events") from None
+        finally:
+            del self._asked[number]
+
+    def _controlled(self, fact: ControlTaken) -> None:
+        told = fact.told if fact.is_done else f"{fact.do} was asked for and not done: {fact.told}"
+        self._happened("control", told, fact.rank)
+        waiting = self._asked.get(fact.number)
+        if waiting is not None and not waiting.done():
+            if fact.is_done:
+                waiting.set_result(fact.told)
+            else:
+                waiting.set_exception(ValueError(fact.told))
+
+    # ---- what is told ----------------------------------------------------------------------
+
+    def _happened(self, kind: str, text: str, rank: int | None = None) -> None:
+        self._events.append(Happened(at=time.time(), kind=kind, text=text, rank=rank))
+
+    def _tick(self, taken: StatusTaken, is_over: bool = False) -> Tick:
+        engine, status = self._engine, taken.status
+        summary = reports.summary(engine)
+        shown = {worker.rank for worker in status.workers}
+        totals = Totals.of(summary)
+        events, self._events = self._events, []
+        clock_s = engine.now() - self._began
+        return Tick(
+            at=time.time(),
+            clock_s=clock_s,
+            status=status,
+            totals=totals,
+            summary=summary.model_copy(update={"workers": [one for one in summary.workers if one.rank in shown]}),
+            staleness=dict(self._staleness),
+            durable_version=engine.durable_version,
+            waits=self._waits(status.workers),
+            spans=[*self._streams.taken(), *self._applied(clock_s)],
+            events=events,
+            is_over=is_over,
+        )
+
+    def _waits(self, workers: list[reports.WorkerStatus]) -> list[Wait]:
+        waiting = [worker for worker in workers if worker.waiting_for]
+        holders = self._engine.run.policy.holders() if waiting else ()
+        return [
+            Wait(rank=one.rank, ranks=[rank for rank in holders if rank != one.rank], why=one.waiting_for)
+            for one in waiting
+        ]
+
+    def _applied(self, clock_s: float) -> list[Span]:
+        busy_s, self._busy_s = self._engine.tensors.busy_s - self._busy_s, self._engine.tensors.busy_s
+        return [Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4))] if busy_s > 0 else []
+
+
+def read_control(asked: dict[str, Any]) -> Controlled:
+    """ValueError for what cannot be meant."""
+    known = ("do", "rank", "name", "value")
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f"'{unknown[0][:40]}' means nothing here; known: {', '.join(known)}")
+    do, rank, name, value = asked.get("do"), asked.get("rank"), asked.get("name", ""), asked.get("value")
+    if not isinstance(do, str) or not isinstance(name, str):
+        raise ValueError("do and name are text")
+    if rank is not None and type(rank) is not int:
+        raise ValueError(f"rank is a whole number, got {rank!r:.40}")
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise ValueError("value is a number, text, true, false or null")
+    return Controlled(do, rank, name, value)
+
+
+class Streams:
+    """What the time of each rank went to, between one contribution and the next; pure."""
+
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}  # by rank
+        self._spans: dict[int, list[Span]] = {}
+
+    def add(self, now_s: float, fact: ContributionTaken) -> None:
+        """Its exchange before and its computing have ended now. Where both went on side by side (pipelined), each has
+        its share of the time between."""
+        rank = fact.identity.rank
+        wait_s = max(0.0, fact.exchange_s - fact.transfer_s)
+        parts = [wait_s, max(0.0, fact.transfer_s), max(0.0, fact.compute_s)]
+        if fact.exchange_s < 0 or rank not in self._until:  # the first of a process
+            parts[:2] = 0.0, 0.0
+            begin_s = now_s - parts[2]
+        else:
+            begin_s = self._until[rank]
+        self._until[rank] = now_s
+        total = sum(parts)
+        scale = min(1.0, (now_s - begin_s) / total) if total > 0 else 0.0
+        wait_s, transfer_s, compute_s = (part * scale for part in parts)
+        span = Span.model_construct(
+            rank=rank, begin_s=begin_s, wait_s=wait_s, transfer_s=transfer_s, compute_s=compute_s, apply_s=0.0
+        )
+        spans = self._spans.setdefault(rank, [])
+        if len(spans) < _MOST_SPANS:
+            spans.append(span)
+        else:
+            last = spans[-1]
+            last.wait_s, last.transfer_s = last.wait_s + wait_s, last.transfer_s + transfer_s
+            last.compute_s += compute_s
+
+    def taken(self) -> list[Span]:
+        """Since it was asked last."""
+        spans, self._spans = self._spans, {}
+        return [
+            Span(**{name: value if name == "rank" else round(value, 4) for name, value in one.model_dump().items()})
+            for of_rank in spans.values()
+            for one in of_rank
+        ]
+
+
+def _beginning(fact: RunStarted) -> tuple[str, str]:
+    return "started", f"goes on from {fact.source}" if fact.source else f"{fact.mode}, from the beginning"
+
+
+def sentence(fact: Fact) -> tuple[str, str, int | None]:
+    """Kind, sentence and rank, for people."""
+    match fact:
+        case Seated():
+            how = "came back where it was" if fact.is_resumed else "joined" if fact.incarnation == 1 else "joined again"
+            return "joined", f"worker {fact.rank} {how}", fact.rank
+        case WorkerLeft():
+            why = f": {fact.reason}" if fact.reason else ""
+            return "left", f"worker {fact.rank} is gone ({fact.how}){why}", fact.rank
+        case SnapshotTaken():
+            return "snapshot", f"snapshot of version {fact.version} in {fact.path}", None
+        case Evaluated():
+            figures = ", ".join(f"{name} {figure(value)}" for name, value in fact.figures.items())
+            return "evaluated", f"step {fact.step}: {figures}{', the best so far' if fact.is_best else ''}", None
+    return type(fact).__name__, "", None

@@ -1,0 +1,236 @@
+"""What somebody asks of a run that goes on: what follows, what is refused, what a snapshot keeps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.ps.core import controls, effects, events
+from paramserver.ps.core.run import Options, Run
+from paramserver.ps.engine.modes import policy_of
+
+
+def run_of(mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, **told: object) -> Run:
+    settings = {"num_workers": num_workers, "local_steps": 4, **told}
+    options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
+    run = Run(options, policy_of(mode, settings), "r")
+    for rank in range(num_workers):
+        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
+        run.apply(events.Offered(rank, 1, "model", "sgd"))
+    run.apply(events.Brought(0, 1))
+    return run
+
+
+def contribute(run: Run, rank: int) -> list[effects.Effect]:
+    number = run.policy.num_counted[rank] + 1
+    return run.apply(events.Contributed(rank, 1, number, run.policy.version))
+
+
+def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: object = None) -> list[effects.Effect]:
+    return run.apply(events.Controlled(do, rank, name, value, number=7))  # type: ignore[arg-type]
+
+
+def told(found: list[effects.Effect]) -> tuple[bool, str]:
+    (taken,) = [one for one in found if isinstance(one, effects.ControlTaken)]
+    assert taken.number == 7
+    return taken.is_done, taken.told
+
+
+def answered(found: list[effects.Effect]) -> list[int]:
+    return [one.rank for one in found if isinstance(one, effects.Answer)]
+
+
+def commits(found: list[effects.Effect]) -> list[effects.Commit]:
+    return [one for one in found if isinstance(one, effects.Commit)]
+
+
+def test_who_is_held_is_answered_when_it_is_released() -> None:
+    run = run_of("async")
+    assert told(ask(run, "hold", 1)) == (True, "worker 1 is held: its next answer waits until it is released")
+    assert answered(contribute(run, 0)) == [0]
+    assert answered(contribute(run, 1)) == []
+    assert run.policy.waiting(0.0) == {1: "its release: somebody holds it"}
+    assert answered(ask(run, "release", 1)) == [1]
+    assert answered(contribute(run, 1)) == [1]
+
+
+def test_in_a_round_all_wait_for_who_is_held() -> None:
+    run = run_of("sync")
+    ask(run, "hold", 1)
+    contribute(run, 0)
+    assert answered(contribute(run, 1)) == [0]
+    contribute(run, 0)
+    assert run.policy.holders() == (1,)
+    assert answered(ask(run, "release", 1)) == [1]
+    assert answered(contribute(run, 1)) == [0, 1]
+
+
+def test_who_is_held_and_leaves_holds_nobody() -> None:
+    run = run_of("sync")
+    ask(run, "hold", 1)
+    contribute(run, 0)
+    contribute(run, 1)
+    contribute(run, 0)
+    assert answered(run.apply(events.Left(1, 1))) == [0]
+    assert not run.policy.held
+
+
+def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
+    run = run_of("ssp", staleness=1)
+    for _ in range(2):
+        found = contribute(run, 0)
+    assert answered(found) == []
+    found = ask(run, "set", name="staleness", value=3)
+    assert told(found) == (True, "staleness is 3, was 1")
+    assert answered(found) == [0]
+    assert run.policy.staleness_bound == 3
+
+
+def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
+    run = run_of("sync", num_workers=3)
+    contribute(run, 2)  # it is folded after rank 0 and 1
+    found = ask(run, "set", name="straggler_timeout_s", value=1.0)
+    assert told(found)[0]
+    assert [one.identity.rank for one in found if isinstance(one, effects.Fold)] == [2]
+    (commit,) = commits(run.apply(events.Ticked(at=2.0)))
+    assert [one.rank for one in commit.contributions] == [2]
+    assert told(ask(run, "set", name="straggler_timeout_s", value=None))[0]
+    for rank in (2, 1, 0):
+        found = contribute(run, rank)
+    assert [one.rank for one in commits(found)[0].contributions] == [0, 1, 2]  # in order again
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "diloco"])
+def test_the_rate_of_all_later_commits(mode: str) -> None:
+    run = run_of(mode, num_workers=1)
+    assert commits(contribute(run, 0))[0].lr_scale == 1.0
+    assert told(ask(run, "set", name="lr_scale", value=0.25)) == (True, "lr_scale is 0.25, was 1.0")
+    assert commits(contribute(run, 0))[0].lr_scale == 0.25
+
+
+def test_an_evicted_worker_is_missed_by_nobody_and_stays_out() -> None:
+    run = run_of("sync")
+    contribute(run, 0)
+    found = ask(run, "evict", 1)
+    assert answered(found) == [0]
+    (refused,) = [one for one in found if isinstance(one, effects.Refuse)]
+    assert (refused.rank, refused.error.exit_code) == (1, 13)
+    (answer,) = run.apply(events.Joined(9, 1, process="another"))
+    assert isinstance(answer, effects.NotSeated) and "was evicted" in answer.error.message
+    assert answered(contribute(run, 0)) == [0]
+
+
+def test_a_snapshot_is_taken_with_the_next_commit() -> None:
+    run = run_of("async", keeps_snapshots=True)
+    attempt = run.rhythm._attempt
+    run.apply(events.Stored(attempt, 0))
+    assert "snapshot" in controls.offered(run)
+    assert told(ask(run, "snapshot"))[0]
+    assert any(isinstance(one, effects.TakeSnapshot) for one in contribute(run, 0))
+
+
+def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
+    run = run_of("sync")
+    ask(run, "hold", 1)
+    contribute(run, 0)
+    assert told(ask(run, "drain"))[0]
+    found = contribute(run, 1)
+    assert [one.next_local_steps for one in found if isinstance(one, effects.Answer)] in ([0], [0, 0])
+    assert run.ended_by == "drained: somebody asked for it"
+    assert told(ask(run, "hold", 0)) == (False, "the run is ending")
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "why"),
+    [
+        ("async", ("fly",), "nothing is called 'fly'; there are: drain, hold, release, evict, set lr_scale"),
+        ("ssp", ("hold", 5), "no worker 5 is in the run; there are: 0, 1"),
+        ("ssp", ("hold",), "no worker None is in the run; there are: 0, 1"),
+        ("ssp", ("release", 1), "worker 1 is not held; held: none"),
+        ("ssp", ("snapshot",), "this server keeps no snapshots; start it with --checkpoint-dir DIR"),
+        ("ssp", ("set", None, "staleness", -1), "staleness cannot be -1: it should be greater than or equal to 0"),
+        ("ssp", ("set", None, "staleness", True), "staleness cannot be True: it is no switch, got True"),
+        ("ssp", ("set", None, "lr_scale", float("nan")), "lr_scale must be a number of 0 or more, got nan"),
+        ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number of 0 or more, got '1'"),
+        ("localsgd", ("set", None, "lr_scale", 1),
+         "'lr_scale' cannot be changed while localsgd runs; what can: straggler_timeout_s"),
+        ("ssp", ("set", None, "seed", 1), "'seed' cannot be changed while ssp runs; what can: lr_scale, staleness"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> None:
+    run = run_of(mode)
+    before = run.digest()
+    found = ask(run, *asked)
+    assert told(found) == (False, why)
+    assert len(found) == 1 and run.digest() == before
+
+
+def test_pipelined_the_slowest_must_not_wait_for_itself() -> None:
+    run = run_of("ssp", staleness=2, pipelined=True)
+    assert told(ask(run, "set", name="staleness", value=0)) == (
+        False, "pipelined, staleness must be 1 or more, got 0: the slowest itself would wait"
+    )  # fmt: skip
+
+
+def restored(run: Run, **told: object) -> Run:
+    again = Run(run.options, policy_of(run.options.mode, {"num_workers": 2, **told}), "r")
+    again.restore(run.policy.version, ("model", "sgd"), json.loads(json.dumps(run.saved(1.0))))
+    return again
+
+
+def test_what_was_set_goes_on_until_the_configuration_says_something_new() -> None:
+    run = run_of("ssp", staleness=1)
+    ask(run, "set", name="staleness", value=5)
+    ask(run, "set", name="lr_scale", value=0.5)
+    contribute(run, 0)
+    again = restored(run, staleness=1)
+    assert (again.policy.staleness_bound, again.contributions.lr_scale) == (5, 0.5)
+    assert restored(again, staleness=1).policy.staleness_bound == 5
+    assert restored(run, staleness=2).policy.staleness_bound == 2
+
+
+_ASKED = st.one_of(
+    st.tuples(st.sampled_from(["hold", "release", "evict"]), st.integers(0, 3)),
+    st.tuples(st.just("set"), st.none(), st.just("straggler_timeout_s"), st.sampled_from([None, 0.5, 5.0])),
+    st.tuples(st.just("step"), st.integers(0, 2)),
+    st.tuples(st.just("tick"), st.integers(0, 10)),
+)
+
+
+@given(st.sampled_from(["sync", "async", "ssp", "localsgd"]), st.lists(_ASKED, max_size=40))
+def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked: list[tuple]) -> None:
+    """Who waits for nobody held is answered sooner or later, and each contribution is in one commit."""
+    run, at = run_of(mode, num_workers=3), 0.0
+    committed: list[events.Identity] = []
+    kept: list[events.Identity] = []
+    busy = {0, 1, 2}  # who computes
+    for what, *how in asked:
+        at += 0.1
+        if what == "step":
+            rank = how[0]
+            if rank not in busy or rank not in run.policy.members:
+                continue
+            busy.discard(rank)
+            event: events.Event = events.Contributed(rank, 1, run.policy.num_counted[rank] + 1, run.policy.version)
+        elif what == "tick":
+            at += how[0]
+            event = events.Ticked()
+            for rank in run.policy.members:
+                run.roster.spoke(run.roster.workers[rank], at)
+        else:
+            event = events.Controlled(what, *how)
+        event.at = at
+        for effect in run.apply(event):
+            if isinstance(effect, effects.Answer):
+                busy.add(effect.rank)
+            elif isinstance(effect, effects.Commit):
+                committed += effect.contributions
+            elif isinstance(effect, effects.Keep):
+                kept.append(effect.identity)
+    assert len(set(committed)) == len(committed) and set(committed) <= set(kept)
+    idle = set(run.policy.members) - busy - run.policy.held
+    if idle and not run.policy.held:
+        assert busy & set(run.policy.members), f"{idle} wait, and nobody computes"

@@ -1,0 +1,118 @@
+"""A real browser, and pages to look at. Without Chromium or Playwright the tests of the page say so and are skipped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramserver.common.config.schema import Config
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.watched import About, Tick, Totals
+from paramserver.tests.loopback.conftest import Cluster
+
+# What a browser would ask of others by itself is switched off: whatever leaves the machine is the page's doing.
+_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no browser: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """One page, and what went wrong in it: errors of its own, and requests that would leave this machine."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.wrong: list[str] = []
+        self._context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self._context.route(lambda url: "//127.0.0.1:" not in url, self._leaves)
+        self.page = self._context.new_page()
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", self._said)
+
+    def _leaves(self, route: Any) -> None:
+        self.wrong.append(f"asks for {route.request.url}")
+        route.abort()
+
+    def _said(self, message: Any) -> None:
+        # A server that is gone for a moment is no mistake of the page's.
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.wrong.append(message.text)
+
+    def figure(self, name: str) -> str:
+        return str(self.page.locator(f'[data-figure="{name}"] dd').text_content())
+
+    def cells(self, column: str) -> list[str]:
+        """Of the table of workers."""
+        names = [text.strip() for text in self.page.locator("#workers th").all_text_contents()]
+        return [row.locator("td").nth(names.index(column)).text_content() for row in self._rows()]
+
+    def _rows(self) -> list[Any]:
+        return list(self.page.locator("#workers tbody tr").all())
+
+    def close(self) -> None:
+        self._context.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+    tabs: list[Tab] = []
+
+    def opened(**options: Any) -> Tab:
+        tabs.append(Tab(browser, **options))
+        return tabs[-1]
+
+    yield opened
+    for one in tabs:
+        one.close()
+        assert one.wrong == []
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A page of this process, with the token `secret`."""
+    serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
+    monkeypatch.setenv(serve.TOKEN_VARIABLE, "secret")
+    page = serve.Page(Config.model_validate({"server": {"web": "127.0.0.1:0"}}))
+    page.start()
+    yield page
+    page.close()
+
+
+def about(**fields: Any) -> About:
+    return About(**{"run": "r1", "mode": "async", "task": "digits", "controls": ["drain"], **fields})
+
+
+def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
+    """The run after so many steps."""
+    workers = [
+        WorkerStatus(rank=rank, state="computing", step=number, loss=1.0 / (number + 1), samples_per_s=100.0 + rank)
+        for rank in range(num_workers)
+    ]
+    status = Status(mode="async", step=number, steps=1000, version=number, elapsed_s=float(number), workers=workers)
+    sums = [WorkerSummary(rank=rank, steps=number, samples=32 * number) for rank in range(num_workers)]
+    summary = Summary(mode="async", workers=sums, updates=number, wall_s=float(number))
+    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status, "summary": summary}
+    return Tick(**{**told, "totals": Totals.of(summary), "staleness": {0: number, 1: 2}, **fields})

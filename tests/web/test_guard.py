@@ -1,0 +1,218 @@
+"""Attacks on the page over real sockets: other pages, other names, wrong tokens, too much of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
+from paramserver.tests.web.conftest import about, tick
+
+pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
+
+CONTROL = "/api/runs/live/controls"
+
+
+class Client:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+        host, _, port = self.address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
+        try:
+            connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def asked() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def client(page: Any, asked: list[dict[str, Any]]) -> Client:
+    async def control(what: dict[str, Any]) -> str:
+        asked.append(what)
+        return "done"
+
+    page.begin(about(), control)
+    page.push(tick(1))
+    client = Client(page.address)
+    until(lambda: client.ask("GET", "/api/runs")[1] != [])
+    return client
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -> None:
+    order, ours = json.dumps({"do": "drain"}).encode(), f"http://{client.address}"
+    shown = {"Authorization": "Bearer secret"}
+    assert client.ask("POST", CONTROL, order)[0] == 401
+    assert client.ask("POST", CONTROL, order, Authorization="Bearer wrong")[0] == 401
+    assert client.ask("POST", CONTROL, order, Cookie="paramserver=wrong")[0] == 401
+    assert client.ask("POST", CONTROL, order, Origin="http://evil.example", Cookie="paramserver=secret")[0] == 403
+    assert client.ask("POST", CONTROL, order, Origin="null", **shown)[0] == 403
+    assert client.ask("POST", CONTROL, order, Host="evil.example", **shown)[0] == 421
+    assert client.ask("GET", "/api/runs", Host="evil.example:80")[0] == 421
+    assert client.ask("GET", "/?token=wrong")[0] == 403
+    for method in ("PUT", "DELETE", "PATCH"):
+        assert client.ask(method, CONTROL, order)[0] == 401
+    assert not asked
+    assert client.ask("POST", CONTROL, order, Origin=ours, Cookie="paramserver=secret") == (200, {"done": "done"})
+    assert client.ask("POST", CONTROL, order, **shown)[0] == 200
+    assert asked == [{"do": "drain"}] * 2
+
+
+def test_bodies_that_are_none(client: Client, asked: list[dict[str, Any]]) -> None:
+    shown = {"Authorization": "Bearer secret"}
+    for body in (b"", b"[]", b"{", b"nul", b"\xff\xfe"):
+        status, said = client.ask("POST", CONTROL, body, **shown)
+        assert (status, said["error"]) == (400, "the body is not a JSON object")
+    status, said = client.ask("POST", CONTROL, b"{}", Content_Length=str(1 << 30), **shown)
+    assert status == 413 and "65536 bytes" in said["error"]
+    assert not asked
+
+
+def test_a_gigabyte_that_does_not_say_how_long_it_is(client: Client) -> None:
+    """Sent in chunks: the connection is closed long before all of it was taken."""
+    host, _, port = client.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        head = f"POST {CONTROL} HTTP/1.1\r\nHost: {client.address}\r\nAuthorization: Bearer secret\r\n"
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        chunk, sent = b"10000\r\n" + b"x" * 0x10000 + b"\r\n", 0
+        with suppress(ConnectionError):
+            while sent < 1 << 30:
+                connection.sendall(chunk)
+                sent += len(chunk)
+        assert sent < 1 << 28
+    assert client.ask("GET", "/api/health")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/static/../serve.py", "/static/%2e%2e/serve.py", "/static/..%2f..%2fpyproject.toml"])
+def test_no_way_out_of_the_folder(client: Client, path: str) -> None:
+    assert client.ask("GET", path)[0] == 404
+
+
+def test_a_run_that_is_not_there(client: Client) -> None:
+    assert client.ask("GET", "/api/runs/nope/status") == (404, {"error": "no run nope; there are: r1", "fix": ""})
+
+
+def test_everything_is_described(client: Client) -> None:
+    """Each path of the description answers, and what it answers has the described shape."""
+    described = client.ask("GET", "/api/openapi.json")[1]
+    assert described["openapi"].startswith("3.1")
+    for path, methods in described["paths"].items():
+        if "get" in methods and "events" not in path:
+            assert client.ask("GET", path.replace("{run}", "live"))[0] == 200, path
+    status = client.ask("GET", "/api/runs/r1/status")[1]
+    assert set(status) == set(described["components"]["schemas"]["Tick"]["properties"])
+
+
+@pytest.fixture
+def viewers(client: Client) -> Iterator[Any]:
+    with ExitStack() as stack:
+
+        def looks(path: str = "/api/events") -> socket.socket:
+            host, _, port = client.address.rpartition(":")
+            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            one.sendall(f"GET {path} HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode())
+            return one
+
+        yield looks
+
+
+def test_100_viewers(client: Client, viewers: Any) -> None:
+    heads = [viewers().recv(12) for _ in range(100)]
+    assert heads.count(b"HTTP/1.1 200") == 32
+    assert heads.count(b"HTTP/1.1 503") == 68
+    assert client.ask("GET", "/api/health")[1]["viewers"] == 32
+
+
+def test_a_viewer_that_never_reads_holds_up_nobody(page: Any, client: Client, viewers: Any) -> None:
+    viewers()
+    reader = viewers().makefile("rb")
+    pushed = 0
+    for pushed in range(3, 303):  # 64 workers, some 30 KB each: more than sockets hold
+        page.push(tick(pushed, 64))
+    until_step(reader, pushed)
+    began = time.monotonic()
+    page.close()
+    assert time.monotonic() - began < 10
+
+
+def until_step(lines: Any, step: int) -> None:
+    for line in lines:
+        if line.startswith(b"data:"):
+            said = json.loads(line[5:])
+            if (said.get("newest") or said)["status"]["step"] == step:
+                return
+    raise AssertionError(f"the stream ended before step {step}")
+
+
+def test_live_over_a_websocket(page: Any, client: Client) -> None:
+    websockets = pytest.importorskip("websockets")
+
+    async def look() -> list[str]:
+        found = []
+        async with websockets.connect(f"ws://{client.address}/ws/events", max_size=1 << 24) as connection:
+            found.append(json.loads(await connection.recv())["event"])
+            page.push(tick(2))
+            found.append(json.loads(await connection.recv())["event"])
+            page.push(tick(3, is_over=True))
+            found += [json.loads(message)["event"] async for message in connection]
+        return found
+
+    assert asyncio.run(look()) == ["whole", "tick", "tick", "over"]
+
+    async def from_elsewhere() -> None:
+        async with websockets.connect(f"ws://{client.address}/ws/events", origin="http://evil.example"):
+            pass
+
+    with pytest.raises(websockets.exceptions.InvalidStatus):
+        asyncio.run(from_elsewhere())
+
+
+def test_an_open_address_needs_tls_and_a_token(cluster: Cluster) -> None:
+    told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", "0.0.0.0:0")
+    assert told.returncode == 11
+    assert "the page at 0.0.0.0:0 could be opened from other machines, and lacks TLS (--cert, --key)" in told.stderr
+
+
+def test_on_a_network_one_trusts_all_needs_the_token(cluster: Cluster) -> None:
+    server = cluster.server("--web", "0.0.0.0:0", "--insecure", PS_WEB_TOKEN="secret")
+    client = Client(server.event("page")["address"].replace("0.0.0.0", "127.0.0.1"))
+    assert client.ask("GET", "/api/runs")[0] == client.ask("GET", "/")[0] == 401
+    assert client.ask("GET", "/api/runs", Authorization="Bearer secret")[0] == 200
+
+
+def test_a_port_that_is_taken(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert told.returncode == 10
+    assert "for the page: Address already in use" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_without_a_page_its_packages_are_not_loaded(cluster: Cluster) -> None:
+    code = "import sys, paramserver.ps.server; print([one for one in ('starlette', 'uvicorn') if one in sys.modules])"
+    process = cluster.start("python", "-c", code)
+    assert process.wait() == 0
+    assert process.output.endswith("[]\n")

@@ -1,0 +1,219 @@
+"""The routes: a page, and the same for programs (`/api/openapi.json` describes them)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ..common.version import PROGRAM_VERSION
+from .feed import Feed, Message
+from .guard import told
+from .openapi import description
+
+STATIC = Path(__file__).parent / "static"
+MOST_VIEWERS = 32
+_KEEP_ALIVE_S = 15.0
+
+
+class Runs:
+    """The runs that can be looked at, by name."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, Feed] = {}
+        self.num_viewers = 0
+        self.stopped = asyncio.Event()
+
+    def feed(self, name: str) -> Feed:
+        """`live` is the newest one that goes on. HTTPException 404 names those there are."""
+        if name == "live" and self.live:
+            return next(reversed(self.live.values()))
+        if name not in self.live:
+            known = ", ".join(self.live) or "none"
+            raise HTTPException(404, f"no run {name[:80]}; there are: {known}")
+        return self.live[name]
+
+    @asynccontextmanager
+    async def viewer(self) -> AsyncIterator[None]:
+        if self.num_viewers >= MOST_VIEWERS:
+            raise HTTPException(503, f"{MOST_VIEWERS} viewers look already, which is as many as may")
+        self.num_viewers += 1
+        try:
+            yield
+        finally:
+            self.num_viewers -= 1
+
+
+def make_app(runs: Runs) -> Starlette:
+    """To be wrapped in a `Guard`."""
+
+    def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return JSONResponse(answer(runs.feed(request.path_params["run"])))
+
+        return handle
+
+    async def listed(request: Request) -> Response:
+        return JSONResponse([_line(feed) for feed in runs.live.values()])
+
+    async def whole(request: Request) -> Response:
+        return Response(runs.feed(request.path_params["run"]).whole().data, media_type="application/json")
+
+    async def events(request: Request) -> Response:
+        feed = runs.feed(request.query_params.get("run", "live"))
+        if runs.num_viewers >= MOST_VIEWERS:
+            raise HTTPException(503, f"{MOST_VIEWERS} viewers look already, which is as many as may")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_sse(runs, feed), media_type="text/event-stream", headers=headers)
+
+    async def socket(websocket: WebSocket) -> None:
+        await _websocket(runs, websocket)
+
+    async def control(request: Request) -> Response:
+        return await _control(runs.feed(request.path_params["run"]), request)
+
+    async def session(request: Request) -> Response:
+        return JSONResponse({"may_control": request.state.may_control, "program": PROGRAM_VERSION})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "runs": len(runs.live), "viewers": runs.num_viewers})
+
+    async def described(request: Request) -> Response:
+        return JSONResponse(description())
+
+    async def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+
+    async def icon(request: Request) -> Response:
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
+    def newest(feed: Feed) -> Any:
+        tick = feed.watched.newest
+        return tick.model_dump(mode="json") if tick is not None else None
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/favicon.ico", icon),
+            Route("/api/openapi.json", described),
+            Route("/api/health", health),
+            Route("/api/session", session),
+            Route("/api/runs", listed),
+            Route("/api/runs/{run}", whole),
+            Route("/api/runs/{run}/status", of_run(newest)),
+            Route("/api/runs/{run}/workers", of_run(_workers)),
+            Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.watched.series)),
+            Route("/api/runs/{run}/events", of_run(lambda feed: [one.model_dump() for one in feed.watched.events])),
+            Route("/api/runs/{run}/controls", control, methods=["POST"]),
+            Route("/api/events", events),
+            WebSocketRoute("/ws/events", socket),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        exception_handlers={HTTPException: _refused},
+    )
+
+
+def _line(feed: Feed) -> dict[str, Any]:
+    """Of a run in a list."""
+    about, tick = feed.watched.about, feed.watched.newest
+    found: dict[str, Any] = {"run": about.run, "mode": about.mode, "task": about.task, "started": about.started}
+    found["state"] = "over" if feed.is_over else "live"
+    if tick is not None:
+        found |= {"step": tick.status.step, "steps": tick.status.steps, "version": tick.status.version}
+        found |= {"loss": tick.status.loss, "workers": tick.status.num_joined}
+    return found
+
+
+def _workers(feed: Feed) -> list[dict[str, Any]]:
+    """What each does now, and its sums over the run."""
+    tick = feed.watched.newest
+    if tick is None:
+        return []
+    sums = {one.rank: one.model_dump() for one in tick.summary.workers} if tick.summary is not None else {}
+    return [{**worker.model_dump(), "sums": sums.get(worker.rank)} for worker in tick.status.workers]
+
+
+async def _control(feed: Feed, request: Request) -> Response:
+    try:
+        asked = json.loads(await request.body())
+    except (ValueError, ClientDisconnect):
+        asked = None
+    if not isinstance(asked, dict):
+        return told(400, "the body is not a JSON object", 'e.g. {"do": "snapshot"}')
+    if feed.control is None or feed.is_over:
+        return told(409, "this run takes no orders: it is over, or kept for reading only")
+    try:
+        return JSONResponse({"done": await feed.control(asked)})
+    except ValueError as error:
+        return told(422, str(error))
+
+
+async def _sse(runs: Runs, feed: Feed) -> AsyncIterator[str]:
+    async with runs.viewer():
+        async for message in _until(runs, feed):
+            if message is None:
+                yield ": still here\n\n"
+            else:
+                yield f"event: {message.kind}\nid: {message.number}\ndata: {message.data}\n\n"
+
+
+async def _websocket(runs: Runs, websocket: WebSocket) -> None:
+    try:
+        feed = runs.feed(websocket.query_params.get("run", "live"))
+        async with runs.viewer():
+            await websocket.accept()
+            async for message in _until(runs, feed):
+                if message is not None:
+                    head = f'{{"event":"{message.kind}","number":{message.number},"data":'
+                    await websocket.send_text(f"{head}{message.data}}}")
+            await websocket.close()
+    except HTTPException as error:
+        await websocket.close(1008 if error.status_code == 404 else 1013, error.detail)
+    except WebSocketDisconnect:
+        pass
+
+
+async def _until(runs: Runs, feed: Feed) -> AsyncIterator[Message | None]:
+    """A feed's messages until it or the page ends; None now and then, where nothing comes."""
+    messages = feed.messages()
+    stopped: asyncio.Future[object] = asyncio.ensure_future(runs.stopped.wait())
+    coming: asyncio.Future[Message | None] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(_next(messages))
+            both: set[asyncio.Future[Any]] = {coming, stopped}
+            await asyncio.wait(both, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                if (message := coming.result()) is None:
+                    return
+                yield message
+                coming = None
+            elif stopped.done():
+                return
+            else:
+                yield None
+    finally:
+        stopped.cancel()
+        if coming is not None:
+            coming.cancel()
+
+
+async def _next(messages: AsyncIterator[Message]) -> Message | None:
+    """None at the end: what raises StopAsyncIteration cannot be a task."""
+    return await anext(messages, None)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return told(error.status_code, error.detail)

@@ -1,0 +1,76 @@
+"""What viewers of one run get: the whole once, then what is new, encoded once for all of them.
+
+A viewer that does not keep up is not waited for: it gets the whole again. Lives in the page's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+from ..common.reporting.watched import About, Tick, Watched
+
+_KEPT = 4  # ticks for viewers that are a little late
+
+Control = Callable[[dict[str, object]], Awaitable[str]]  # asks the run for something; what came of it, or a ValueError
+
+
+class Message(NamedTuple):
+    """`kind`: whole, tick, or over, after which nothing comes; `data` is JSON."""
+
+    kind: str
+    number: int
+    data: str
+
+
+class Feed:
+    """Of one run that goes on."""
+
+    def __init__(self, about: About, control: Control | None = None) -> None:
+        self.watched = Watched(about=about)
+        self.control = control
+        self.is_over = False
+        self._number = 0
+        self._ticks: deque[Message] = deque(maxlen=_KEPT)
+        self._whole: Message | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, tick: Tick) -> None:
+        self.watched.add(tick)
+        self._number += 1
+        self.is_over = tick.is_over
+        self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
+        self._whole = None
+        self._wake()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self.is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def whole(self) -> Message:
+        if self._whole is None or self._whole.number != self._number:
+            self._whole = Message("whole", self._number, self.watched.model_dump_json())
+        return self._whole
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """For one viewer, until the run is over; whoever takes them sets the pace."""
+        seen = -1
+        while True:
+            late = [tick for tick in self._ticks if tick.number > seen]
+            if seen < 0 or (late and late[0].number > seen + 1):
+                late = [self.whole()]
+            for message in late:
+                seen = message.number
+                yield message
+            if seen == self._number:
+                if self.is_over:
+                    yield Message("over", self._number, "{}")
+                    return
+                await self._changed.wait()

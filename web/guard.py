@@ -1,0 +1,141 @@
+"""Who may do what over HTTP, before any route is looked at.
+
+* `Host` must be one of ours: a page elsewhere whose name was made to lead here (DNS rebinding, as in CVE-2026-27482)
+  is turned away with 421.
+* What changes something needs the token, and from a browser (`Origin`) that the page is our own: 403.
+* At an address that other machines can reach everything needs the token: 401.
+* Bodies are small (413), viewers are few (503, in `app.py`).
+
+The token comes as `Authorization: Bearer`, or as the cookie that `/?token=...` sets: HttpOnly, so that no script reads
+it, and SameSite=Strict, so that no other page sends it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+COOKIE = "paramserver"
+_MOST_BODY = 64 << 10  # bytes
+_READS = ("GET", "HEAD")
+_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+     b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
+    (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"x-frame-options", b"DENY"),
+]  # fmt: skip
+
+
+class Guard:
+    """Wraps the application. `hosts`: names that may be asked for, without ports; empty: any, where all needs the
+    token. `tokens`: each of which is enough."""
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], tokens: Iterable[str], is_open: bool, is_tls: bool) -> None:
+        self._app = app
+        self._hosts = frozenset(hosts)
+        self._tokens = tuple(tokens)
+        self._is_open = is_open
+        self._is_tls = is_tls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        scope.setdefault("state", {})["may_control"] = self._shows_token(headers)
+        refused = self._refusal(scope, headers)
+        if refused is not None:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": ""})
+            else:
+                await refused(scope, receive, _with_headers(scope, send))
+            return
+        await self._app(scope, _limited(receive), _with_headers(scope, send))
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
+            return told(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            return told(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
+        if int(headers.get("content-length") or 0) > _MOST_BODY:
+            return told(413, f"a body has {_MOST_BODY} bytes at most", "nothing here takes that many")
+        if scope["type"] == "http" and scope["path"] == "/" and (given := _query_token(scope)):
+            if not self._is_token(given):
+                return told(403, "the token in this address is not this server's", "take the address it printed last")
+            return self._logged_in(given)
+        is_read = scope["type"] == "websocket" or scope.get("method") in _READS
+        if (self._is_open or not is_read) and not scope["state"]["may_control"]:
+            fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
+            return told(401, "this needs the token", fix)
+        return None
+
+    def _logged_in(self, token: str) -> Response:
+        """On to the page, without the token in what history and screenshots show."""
+        response = RedirectResponse("/", 303)
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=self._is_tls)
+        return response
+
+    def _shows_token(self, headers: Headers) -> bool:
+        scheme, _, rest = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(rest.strip()):
+            return True
+        try:
+            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return False
+        return cookie is not None and self._is_token(cookie.value)
+
+    def _is_token(self, given: str) -> bool:
+        found = [hmac.compare_digest(given.encode(), token.encode()) for token in self._tokens]
+        return any(found)
+
+
+def told(status: int, error: str, fix: str = "") -> Response:
+    """A refusal as programs and people read it."""
+    return JSONResponse({"error": error, "fix": fix}, status)
+
+
+def _name_of(host: str) -> str:
+    """Without the port; `[::1]` keeps its brackets away."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _query_token(scope: Scope) -> str:
+    return parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
+
+
+def _with_headers(scope: Scope, send: Send) -> Send:
+    """After what may have a body the connection ends: what of it was not taken is not read on."""
+    more = _HEADERS if scope.get("method") in _READS else [*_HEADERS, (b"connection", b"close")]
+
+    async def sends(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *more]
+        await send(message)
+
+    return sends
+
+
+def _limited(receive: Receive) -> Receive:
+    """Also a body that does not say how long it is ends where it is too long."""
+    taken = 0
+
+    async def receives() -> Message:
+        nonlocal taken
+        message = await receive()
+        if message["type"] == "http.request":
+            taken += len(message.get("body", b""))
+            if taken > _MOST_BODY:
+                return {"type": "http.disconnect"}
+        return message
+
+    return receives

@@ -1,0 +1,37 @@
+// Curves, bars and sparklines. uPlot is known here only, so that another library could take its place.
+import { color, make } from './text.js';
+const charts = new Map();
+
+function options(host, labels, axis, kind, height) {
+  const stroke = color('dim'), grid = { stroke: color('line'), width: 1 };
+  const colors = [color('accent'), color('compute'), color('transfer'), color('apply'), color('bad'), stroke];
+  const series = labels.map((label, at) => kind === 'bars'
+    ? { label, stroke: colors[at % colors.length], fill: colors[at % colors.length], paths: uPlot.paths.bars({ size: [0.7, 60] }), points: { show: false } }
+    : { label, stroke: colors[at % colors.length], width: 1.6, spanGaps: true, points: { show: kind === 'points', size: 5 } });
+  const isBars = kind === 'bars';
+  const x = isBars ? { time: false, range: (u, low, high) => [low - 0.5, high + 0.5] } : { time: false };
+  return {
+    width: Math.max(240, host.clientWidth), height, legend: { live: true }, cursor: { drag: { x: true, y: false } },
+    scales: { x }, series: [{ label: axis }, ...series],
+    axes: [{ stroke, grid, ticks: grid, ...(isBars ? { incrs: [1, 2, 5, 10, 20, 50] } : {}) }, { stroke, grid, ticks: grid, size: 58 }],
+  };
+}
+
+// `columns`: x, then one for each label. The chart is made again only where labels, width or colours have changed.
+export function draw(host, labels, axis, columns, kind = 'line', height = 190) {
+  const dark = matchMedia('(prefers-color-scheme: dark)').matches;
+  const key = JSON.stringify([labels, axis, host.clientWidth, dark, kind]);
+  const known = charts.get(host);
+  if (known && known.key === key) { known.chart.setData(columns); return; }
+  if (known) known.chart.destroy();
+  host.replaceChildren();
+  charts.set(host, { key, chart: new uPlot(options(host, labels, axis, kind, height), columns, host) });
+}
+
+export function sparkline(values) {
+  const width = 90, height = 18, known = values.filter(value => value !== null);
+  const low = Math.min(...known), high = Math.max(...known), range = high - low || 1;
+  const points = values.map((value, at) => value === null ? '' : `${(at / Math.max(1, values.length - 1) * width).toFixed(1)},${(height - 2 - (value - low) / range * (height - 4)).toFixed(1)}`);
+  return make('svg', { width, height, viewBox: `0 0 ${width} ${height}`, 'aria-hidden': 'true' },
+    make('polyline', { points: points.join(' '), fill: 'none', stroke: 'currentColor', 'stroke-width': 1.2 }));
+}

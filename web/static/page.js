@@ -1,0 +1,110 @@
+// The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
+import { $, clock, duration, figure, make, share, size, whole } from './text.js';
+import { draw } from './charts.js';
+import { showWorkers } from './workers.js';
+import { addSpans } from './stream.js';
+import { showWaits } from './waits.js';
+import { showControls } from './controls.js';
+
+const run = new URLSearchParams(location.search).get('run') || 'live';
+let state = null, mayControl = false, isOver = false;
+
+function connection(name, text) { $('connection').dataset.state = name; $('connection').textContent = text; }
+
+function eta(status) { return status.step && status.steps ? status.elapsed_s / status.step * Math.max(0, status.steps - status.step) : null; }
+function loss(status) {
+  if (status.total) return status.total.loss;
+  const known = status.workers.map(worker => worker.loss).filter(value => value !== null);
+  return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+}
+const rate = status => status.total ? status.total.samples_per_s : status.workers.reduce((sum, worker) => sum + worker.samples_per_s, 0);
+
+function showFigures(tick) {
+  const { status, totals } = tick;
+  const found = {
+    mode: status.mode, step: status.steps ? `${whole(status.step)} / ${whole(status.steps)}` : whole(status.step),
+    version: whole(status.version), 'time': duration(totals.wall_s), 'still to go': tick.is_over ? '–' : duration(eta(status)),
+    loss: figure(loss(status)), 'samples/s': whole(rate(status)), samples: whole(totals.samples), workers: whole(status.num_joined),
+    waiting: share(totals.wait_share), 'stale mean': totals.staleness_mean.toFixed(2), 'stale max': whole(totals.staleness_max),
+    traffic: size(totals.bytes), updates: whole(totals.updates),
+  };
+  const summary = tick.summary;
+  if (tick.is_over && summary) for (const [name, value] of Object.entries(summary.final)) found[`final ${name}`] = figure(value);
+  $('figures').replaceChildren(...Object.entries(found).map(([name, value]) => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd', {}, value))));
+  $('progress').value = status.steps ? status.step / status.steps : 0;
+  $('progress').hidden = !status.steps;
+  $('waiting').textContent = status.waiting ? `everyone waits for: ${status.waiting}` : '';
+  document.title = `${status.steps ? `${Math.floor(100 * status.step / status.steps)} % ` : ''}${status.mode} – paramserver`;
+}
+
+function showCharts() {
+  const series = state.series, axis = $('axis').value, label = $('axis').selectedOptions[0].textContent;
+  draw($('loss'), ['loss'], label, [series[axis], series.loss]);
+  draw($('rate'), ['samples/s'], 'seconds', [series.elapsed_s, series.samples_per_s]);
+  const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.figures)))];
+  if (names.length) draw($('evaluations'), names, 'step', [state.evaluations.map(point => point.step), ...names.map(name => state.evaluations.map(point => point.figures[name] ?? null))], 'points');
+  else $('evaluations').textContent = 'none yet; run.eval_every asks for them';
+  const bins = state.newest ? Object.entries(state.newest.staleness).map(([behind, count]) => [Number(behind), count]).sort((a, b) => a[0] - b[0]) : [];
+  if (bins.length) draw($('staleness'), ['contributions'], 'versions behind', [bins.map(bin => bin[0]), bins.map(bin => bin[1])], 'bars');
+}
+
+function showRest(tick) {
+  const { status } = tick;
+  const more = [['newest snapshot', tick.durable_version ? `version ${whole(tick.durable_version)}` : 'none']];
+  if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.held_bytes[at] || 0)}`).join('; ')]);
+  more.push(['run', state.about.run], ['start of the server', `${state.about.server_incarnation}`], ['task', state.about.task || 'a script']);
+  $('more').replaceChildren(...more.flatMap(([name, value]) => [make('dt', {}, name), make('dd', {}, value)]));
+  $('events').replaceChildren(...[...state.events].reverse().slice(0, 200).map(one => make('li', { 'data-kind': one.kind }, make('time', { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)), one.text)));
+}
+
+function show(tick, isWhole, spans) {
+  showFigures(tick); showWorkers(tick); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
+  addSpans(spans, tick.clock_s, isWhole);
+}
+
+function addRow(tick) {
+  const { status, totals } = tick, row = { elapsed_s: status.elapsed_s, step: status.step, version: status.version, loss: loss(status), samples: totals.samples, bytes: totals.bytes, samples_per_s: rate(status), wait_share: totals.wait_share, staleness_mean: totals.staleness_mean };
+  if (status.workers.length || status.step) for (const [name, values] of Object.entries(state.series)) values.push(row[name]);
+  if (state.series.step.length >= 4000) for (const name of Object.keys(state.series)) state.series[name] = state.series[name].filter((_, at) => at % 2 === 0);
+}
+
+function gotWhole(event) {
+  state = JSON.parse(event.data);
+  connection('live', 'live');
+  $('title').textContent = [state.about.mode, state.about.task].filter(Boolean).join(' · ') || 'paramserver';
+  $('program').textContent = `paramserver ${state.about.version}`;
+  $('settings').textContent = JSON.stringify(state.about.settings, null, 2);
+  showControls(state.about, mayControl);
+  if (state.newest) show(state.newest, true, state.spans);
+}
+
+function gotTick(event) {
+  const tick = JSON.parse(event.data);
+  if (!state) return;
+  connection('live', 'live');
+  state.newest = tick;
+  state.events = [...state.events, ...tick.events].slice(-300);
+  const point = tick.status.evaluated;
+  if (point && (!state.evaluations.length || state.evaluations[state.evaluations.length - 1].version < point.version)) state.evaluations.push(point);
+  addRow(tick);
+  show(tick, false, tick.spans);
+}
+
+async function connect() {
+  mayControl = await fetch('/api/session').then(answer => answer.json()).then(said => said.may_control).catch(() => false);
+  const source = new EventSource(`/api/events?run=${encodeURIComponent(run)}`);
+  source.addEventListener('whole', gotWhole);
+  source.addEventListener('tick', gotTick);
+  source.addEventListener('over', () => { isOver = true; source.close(); connection('over', 'the run is over'); retry(); });
+  source.onerror = () => {
+    if (isOver) return;
+    connection('lost', 'connection lost, trying again');
+    if (source.readyState === EventSource.CLOSED) retry(); // it gives up where the answer is no stream
+  };
+}
+// A server that is started again, or the next run, is found at the same address.
+function retry() { setTimeout(() => fetch(`/api/runs/${encodeURIComponent(run)}/status`).then(answer => { if (!answer.ok) throw answer; return answer.json(); }).then(tick => { if (tick && tick.is_over) throw tick; isOver = false; connect(); }).catch(retry), 1000); }
+
+$('axis').addEventListener('change', () => state && showCharts());
+addEventListener('resize', () => state && state.newest && (showCharts(), addSpans([], state.newest.clock_s, false)));
+connect();

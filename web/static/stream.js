@@ -1,0 +1,31 @@
+// What each worker did over the last minute, a line each, the server's tensor work as the last one.
+import { $, color } from './text.js';
+const SHOWN_S = 60, ROW = 16, LEFT = 64;
+let spans = [];
+
+export function addSpans(more, now, isWhole) {
+  spans = (isWhole ? [] : spans).concat(more).filter(span => span.begin_s > now - SHOWN_S - 30);
+  const canvas = $('stream'), ranks = [...new Set(spans.map(span => span.rank))].sort((a, b) => (a < 0) - (b < 0) || a - b);
+  const width = canvas.clientWidth || 300, height = Math.max(1, ranks.length) * ROW + 18, ratio = devicePixelRatio || 1;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio); canvas.style.height = `${height}px`;
+  }
+  const paint = canvas.getContext('2d');
+  paint.setTransform(ratio, 0, 0, ratio, 0, 0);
+  paint.clearRect(0, 0, width, height);
+  paint.font = '12px system-ui, sans-serif'; paint.textBaseline = 'middle';
+  const from = Math.max(0, now - SHOWN_S), scale = (width - LEFT) / SHOWN_S, x = at => LEFT + (at - from) * scale;
+  const kinds = [['wait_s', color('wait')], ['transfer_s', color('transfer')], ['compute_s', color('compute')], ['apply_s', color('apply')]];
+  for (const span of spans) {
+    const y = ranks.indexOf(span.rank) * ROW;
+    let at = span.begin_s;
+    for (const [kind, fill] of kinds) {
+      const end = at + span[kind];
+      if (end > from && end > at) { paint.fillStyle = fill; paint.fillRect(Math.max(LEFT, x(at)), y + 2, Math.max(0.4, x(end) - Math.max(LEFT, x(at))), ROW - 4); }
+      at = end;
+    }
+  }
+  paint.fillStyle = color('dim');
+  ranks.forEach((rank, at) => paint.fillText(rank < 0 ? 'server' : `worker ${rank}`, 0, at * ROW + ROW / 2));
+  for (let second = Math.ceil(from / 10) * 10; second <= from + SHOWN_S; second += 10) paint.fillText(`${second} s`, x(second), height - 8);
+}

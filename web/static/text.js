@@ -1,0 +1,30 @@
+// How numbers are written: as in the terminal's tables (common/reporting/report.py). Text goes in as text, never as HTML.
+const SVG = ['svg', 'polyline', 'circle', 'line', 'text', 'path', 'marker', 'defs'];
+export function make(tag, attributes = {}, ...children) {
+  const node = SVG.includes(tag) ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+export const $ = id => document.getElementById(id);
+export const whole = value => Math.round(value).toLocaleString('en-US');
+export function figure(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return '–';
+  const size = Math.abs(value);
+  return size === 0 || (size >= 0.001 && size < 10000) ? value.toFixed(3) : value.toExponential(2);
+}
+export const share = value => `${Math.round(value * 100)} %`;
+export function size(bytes) {
+  const units = ['B', 'kB', 'MB', 'GB', 'TB'];
+  let at = 0;
+  while (bytes >= 1000 && at < units.length - 1) { bytes /= 1000; at += 1; }
+  return `${at ? bytes.toFixed(bytes < 10 ? 2 : 1) : bytes} ${units[at]}`;
+}
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return '–';
+  if (seconds < 60) return `${seconds < 9.95 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  return minutes < 60 ? `${minutes} min ${String(Math.round(seconds % 60)).padStart(2, '0')} s` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, '0')} min`;
+}
+export const clock = unix => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
+export const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
