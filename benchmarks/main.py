@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.config.cli import Drained, make_app, run_app
+from ..common.errors import UsageError
 from .options import (
     JsonOption,
     KeepOption,
@@ -36,6 +37,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench exchange --lane direct --tls
   ps-bench exchange --sweep --max-mb 300 --plot sweep.png
   ps-bench round --workers 2 --peers gloo,ddp
+  ps-bench allreduce --sweep            among workers: by size, and in a training step
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
   ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
   ps-bench step --task digits           compute, transfer, wait and apply
@@ -121,6 +123,41 @@ def one_round(
     from .measures.rounds import RoundOptions, measure_round
 
     show(measure_round(RoundOptions(mb, workers, runs, mode, optimizer, lane), names), json_path, keep)
+
+
+@app.command(
+    help="Averaging among workers: by size beside Gloo and a ring's formula; a training step beside DDP's, a server's."
+)
+def allreduce(
+    mb: MbOption = 100,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="Sizes from --min-kb to --max-mb, each ten times the last.", rich_help_panel=_SIZE
+        ),
+    ] = False,
+    min_kb: Annotated[int, typer.Option(min=1, help="Smallest size of a sweep.", rich_help_panel=_SIZE)] = 1,
+    max_mb: Annotated[int, typer.Option(min=1, help="Largest size of a sweep.", rich_help_panel=_SIZE)] = 100,
+    layers: Annotated[int, typer.Option(min=1, help="Of the transformer.", rich_help_panel=_SIZE)] = 8,
+    width: Annotated[int, typer.Option(min=16, help="Of its layers, by 16.", rich_help_panel=_SIZE)] = 512,
+    context: Annotated[int, typer.Option(min=1, help="Bytes it reads of a sample.", rich_help_panel=_SIZE)] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 2,
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    runs: RunsOption = 7,
+    peers: PeersOption = "gloo,ddp",
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    names = check_peers(peers)
+    check_range(min_kb, max_mb)
+    if width % 16:
+        raise UsageError(f"--width {width} is not a multiple of 16: 8 heads of pairs", fix="e.g. --width 512")
+    checked("allreduce", "sgd", json_path, keep)
+    from .measures.allreduce import AllreduceOptions, measure_allreduce
+    from .rig.reducing import StepSize
+
+    size = StepSize(layers, width, batch_size, context)
+    show(measure_allreduce(AllreduceOptions(mb, workers, runs, size, sweep, min_kb, max_mb), names), json_path, keep)
 
 
 @app.command(help="A small model: microseconds per exchange, beside a bare gRPC ping-pong of the same size.")

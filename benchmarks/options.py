@@ -33,7 +33,7 @@ KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmar
 
 def check_lane(lane: str) -> None:
     """UsageError for one that does not exist."""
-    from .measures.ours import LANES
+    from .rig.ours import LANES
 
     if lane not in LANES:
         raise UsageError(f"unknown lane '{lane}'", fix=did_you_mean(lane, LANES))

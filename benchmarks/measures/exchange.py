@@ -20,8 +20,8 @@ from ..output.machine import available_bytes
 from ..output.report import Report, median
 from ..output.tables import figures, number, page
 from ..peers.run import chosen_running
+from ..rig.ours import OurExchange, variants_of
 from ..rig.turns import Contestant, Samples, measure
-from .ours import OurExchange, variants_of
 
 _NUM_WARMUP = 3
 _LARGE_BYTES, _LARGE_WARMUP = 250_000_000, 1  # where one exchange of a peer may take half a minute

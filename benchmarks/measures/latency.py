@@ -20,10 +20,10 @@ from ..output.report import Report, median, percentile
 from ..output.tables import figures, page
 from ..peers.run import chosen_running
 from ..rig.echo import echo_stream
+from ..rig.ours import lanes_of
 from ..rig.server_process import running_server
 from ..rig.turns import Contestant, Measured, Samples, measure, timed
 from ..rig.worker_run import joined_worker
-from .ours import lanes_of
 
 _NUM_TURNS = 10
 _PING = "ping"

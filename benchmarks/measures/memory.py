@@ -28,11 +28,11 @@ from ...common.registry import MODES
 from ..output.machine import memory_of
 from ..output.report import Report, median
 from ..output.tables import figures, page
+from ..rig.ours import lanes_of
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import joined_worker
-from .ours import lanes_of
 
 _NUM_STEPS = 6
 _SAMPLE_S = 0.02

@@ -18,11 +18,11 @@ from rich.console import RenderableType
 from ..output.report import Report, median
 from ..output.tables import figures, page
 from ..peers.run import chosen_running
+from ..rig.ours import Variant, variants_of
 from ..rig.server_process import running_server
 from ..rig.team import slowest, team
 from ..rig.turns import Contestant, Measured, Samples, measure, timed
 from ..rig.worker_run import joined_worker
-from .ours import Variant, variants_of
 
 _NUM_WARMUP = 3
 

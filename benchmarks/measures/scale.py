@@ -15,9 +15,9 @@ from rich.console import RenderableType
 from ..output.machine import machine
 from ..output.report import Report
 from ..output.tables import figures, page
+from ..rig.ours import lanes_of
 from ..rig.server_process import running_server
 from ..rig.team import team
-from .ours import lanes_of
 
 _STEPS = 1_000_000_000
 

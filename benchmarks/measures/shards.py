@@ -13,9 +13,9 @@ from typing import Any
 
 from ..output.report import Report, median
 from ..output.tables import figures, page
+from ..rig.ours import Variant
 from ..rig.server_process import ServerProcess, running_server
 from ..rig.team import slowest, team
-from .ours import Variant
 from .rounds import RoundOptions, worker_life
 
 _NUM_WARMUP = 2

@@ -25,11 +25,11 @@ from ..output.report import Report, median
 from ..output.tables import figures, page
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.moments import Watch
+from ..rig.ours import lanes_of
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
 from ..rig.worker_run import set_lane
-from .ours import lanes_of
 
 _NUM_WARMUP = 3
 _LEARNING_RATE = 1e-3

@@ -5,6 +5,8 @@ A class with a name, what it needs, and one method for each measurement it takes
     exchange(num_floats)         parts up, down, exchange and whole of a flat float32 tensor (exchange.py)
     latency(floats)              part exchange: gradients there and weights back, in one call
     round(num_floats, workers)   part round: all workers have contributed and have the new weights
+    allreduce(sizes, workers)    the mean or sum of tensors over all workers, a part for each size in bytes
+    profile(size, workers)       parts forward, backward, step and whole of a transformer's training step
     xor(options)                 part step: the xor task, asynchronous, s per step of all workers together
 
 Each returns a contestant (turns.py). Wherever there is a choice it is the peer's fastest way: one

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..rig.reducing import StepSize, by_size, step_parts, transformer
 from ..rig.team import meeting_point, slowest, team
 from ..rig.turns import Measured, timed
 from .base import Peer
@@ -28,19 +29,24 @@ class DataParallel(Peer):
         with meeting_point() as store, team(workers, ddp_life, store, workers, num_floats) as members:
             yield lambda count: slowest(members.turns(count))
 
+    @contextmanager
+    def allreduce(self, sizes: Sequence[int], workers: int) -> Iterator[Measured]:
+        with meeting_point() as store, team(workers, reduce_life, store, workers, sizes) as members:
+            yield lambda count: slowest(members.turns(count))
+
+    @contextmanager
+    def profile(self, size: StepSize, workers: int) -> Iterator[Measured]:
+        with meeting_point() as store, team(workers, profile_life, store, workers, size) as members:
+            yield lambda count: slowest(members.turns(count))
+
 
 @contextmanager
 def ddp_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[Measured]:
     """forward, backward with all-reduce in buckets, and this worker's own fused SGD step."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ..rig.model import synthetic_model
 
     with process_group(rank, store, workers):
-        parameters = synthetic_model(num_floats)
-        gradients = [torch.randn_like(parameter) * 1e-3 for parameter in parameters]
-        model = DistributedDataParallel(_ready_made(parameters, gradients), gradient_as_bucket_view=True)
+        model = _wrapped(num_floats)
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, fused=True)
 
         def step() -> None:
@@ -49,6 +55,37 @@ def ddp_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[M
             optimizer.step()
 
         yield timed("round", step)
+
+
+@contextmanager
+def reduce_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
+    """The reducer alone: forward, and backward with all-reduce in buckets, of models of these sizes (bytes)."""
+    with process_group(rank, store, workers):
+        models = {size: _wrapped(size // 4) for size in sizes}
+        yield by_size({size: lambda one=one: one().backward() for size, one in models.items()})  # type: ignore[misc]
+
+
+@contextmanager
+def profile_life(rank: int, store: str, workers: int, size: StepSize) -> Iterator[Measured]:
+    """A step of the transformer, with DDP's own defaults but for the memory that gradients and buckets share."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    with process_group(rank, store, workers):
+        bare, batch = transformer(size, rank)
+        model = DistributedDataParallel(bare, gradient_as_bucket_view=True)
+        yield step_parts(model, batch, torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, fused=True))
+
+
+def _wrapped(num_floats: int) -> Any:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ..rig.model import synthetic_model
+
+    parameters = synthetic_model(num_floats)
+    gradients = [torch.randn_like(parameter) * 1e-3 for parameter in parameters]
+    return DistributedDataParallel(_ready_made(parameters, gradients), gradient_as_bucket_view=True)
 
 
 def _ready_made(parameters: Any, gradients: list[Any]) -> Any:

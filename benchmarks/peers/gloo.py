@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..rig.reducing import by_size
 from ..rig.team import meeting_point, slowest, stay_on_loopback, team
 from ..rig.turns import Measured, in_parts, timed
 from .base import Peer
@@ -37,6 +38,11 @@ class Gloo(Peer):
     @contextmanager
     def round(self, num_floats: int, workers: int) -> Iterator[Measured]:
         with meeting_point() as store, team(workers, round_life, store, workers, num_floats) as members:
+            yield lambda count: slowest(members.turns(count))
+
+    @contextmanager
+    def allreduce(self, sizes: Sequence[int], workers: int) -> Iterator[Measured]:
+        with meeting_point() as store, team(workers, reduce_life, store, workers, sizes) as members:
             yield lambda count: slowest(members.turns(count))
 
 
@@ -133,6 +139,16 @@ def round_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator
             optimizer.step()
 
         yield timed("round", one_round)
+
+
+@contextmanager
+def reduce_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
+    """The sum of flat tensors of these sizes (bytes), in place."""
+    import torch
+
+    with process_group(rank, store, workers) as dist:
+        tensors = {size: torch.zeros(size // 4) for size in sizes}  # a sum of sums stays finite
+        yield by_size({size: lambda one=one: dist.all_reduce(one) for size, one in tensors.items()})  # type: ignore[misc]
 
 
 ENTRY = Gloo

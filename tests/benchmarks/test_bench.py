@@ -138,6 +138,34 @@ def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
 
 
 @pytest.mark.slow
+def test_an_all_reduce_by_size_and_in_a_step(bench: Any) -> None:
+    report, table = bench.measure("allreduce --sweep --min-kb 100 --max-mb 1 --layers 1 --width 16 --runs 2")
+    check_origin(report, "allreduce")
+    found = report["results"]
+    check_numbers(found)
+    assert [one["size_kb"] for one in found["sizes"]] == [100, 1000]
+    for size in found["sizes"]:
+        assert set(size["of"]) == {"ours", "gloo", "ddp"}
+        # Two workers: each link of a ring carries as much as is reduced.
+        assert size["ring_ms"] == pytest.approx(size["size_kb"] * 1e3 / (found["stream_gb_s"] * 1e6), rel=0.01)
+        for one in size["of"].values():
+            assert (
+                one["algorithm_gb_s"] == one["bus_gb_s"] == pytest.approx(size["size_kb"] / one["ms"] / 1e3, rel=0.01)
+            )
+        assert size["ratios"]["ddp"] == pytest.approx(size["of"]["ours"]["ms"] / size["of"]["ddp"]["ms"], rel=0.01)
+    assert set(found["step"]) == {"computing alone", "ours", "sync, by the server", "ddp"}
+    for one in found["step"].values():
+        assert 0 < one["best_ms"] <= one["whole_ms"]
+    assert "gloo: has no part in profile" in table
+
+
+def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> None:
+    for line, words in (("--sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"), ("--width 24", "of 16")):
+        done = bench.run("allreduce", *line.split())
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_latency_beside_torch_rpc(bench: Any) -> None:
     report, table = bench.measure("latency --exchanges 50 --optimizer adam --peers torch-rpc")
     check_origin(report, "latency")

@@ -14,7 +14,6 @@ import pytest
 from paramserver.benchmarks.measures.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
-from paramserver.benchmarks.measures.ours import variants_of
 from paramserver.benchmarks.measures.step import summed_up, traffic
 from paramserver.benchmarks.options import numbers
 from paramserver.benchmarks.output.machine import memory_of, name
@@ -24,6 +23,7 @@ from paramserver.benchmarks.peers import PEERS
 from paramserver.benchmarks.peers.base import Peer, choose, split_names
 from paramserver.benchmarks.rig.bandwidth import sender_life, stream_bytes_per_s
 from paramserver.benchmarks.rig.model import synthetic_model
+from paramserver.benchmarks.rig.ours import variants_of
 from paramserver.benchmarks.rig.team import slowest, team
 from paramserver.benchmarks.rig.turns import Measured, Samples, in_parts, measure
 from paramserver.common.errors import ParamServerError, UsageError

@@ -32,10 +32,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ..rig.certificates import server_certificate
-from ..rig.server_process import running_server
-from ..rig.turns import Measured, Samples
-from ..rig.worker_run import JoinedWorker, joined_worker
+from .certificates import server_certificate
+from .server_process import running_server
+from .turns import Measured, Samples
+from .worker_run import JoinedWorker, joined_worker
 
 _NEVER = 1_000_000_000
 

@@ -1,0 +1,175 @@
+"""All-reduce among workers: what it carries by size, and what it costs a training step.
+
+    algorithm bandwidth = M / t            bus bandwidth = algorithm bandwidth * 2 (N - 1) / N
+
+as nccl-tests define them (doc/PERFORMANCE.md there): M bytes are reduced in t by N workers; the second is what a link
+of a ring carries, whatever N is. The formula beside them is 2 M (N - 1) / N bytes at the speed of one plain TCP stream
+(`rig/bandwidth.py`), as if all links were as fast at once. Over loopback they share the cores, so the formula is a
+bound and no forecast.
+
+A training step is measured once more with nobody to average with: what a step takes beyond that is communication that
+its backward did not hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import RenderableType
+
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..peers.run import chosen_running
+from ..rig.bandwidth import stream_bytes_per_s
+from ..rig.reducing import PARTS, StepSize, alone_life, group_life, joined_life
+from ..rig.server_process import running_server
+from ..rig.team import meeting_point, slowest, team
+from ..rig.turns import Contestant, Measured, Samples, measure
+from ..rig.worker_run import set_lane
+
+_NUM_WARMUP = 3
+OURS, SERVER, ALONE = "ours", "sync, by the server", "computing alone"
+
+
+@dataclass(frozen=True)
+class AllreduceOptions:
+    mb: int
+    workers: int
+    runs: int
+    step: StepSize
+    sweep: bool = False
+    min_kb: int = 1
+    max_mb: int = 100
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes; of a sweep each ten times the last."""
+        if not self.sweep:
+            return [self.mb * 1_000_000]
+        most, sizes = self.max_mb * 1_000_000, [self.min_kb * 1000]
+        while sizes[-1] * 10 <= most:
+            sizes.append(sizes[-1] * 10)
+        return sizes
+
+
+def measure_allreduce(options: AllreduceOptions, peer_names: Sequence[str]) -> Report:
+    """The sizes, then the step; each of ours and of the peers that have a part in it and are installed."""
+    bytes_per_s = stream_bytes_per_s()
+    with chosen_running(peer_names, "allreduce") as (peers, lines):
+        reduced: dict[str, Callable[[], Contestant]] = {OURS: partial(_our_sizes, options)}
+        reduced |= {peer.name: partial(peer.allreduce, options.sizes, options.workers) for peer in peers}
+        by_size = measure(reduced, num_turns=options.runs, warmup=_NUM_WARMUP)
+    with chosen_running(peer_names, "profile") as (peers, more):
+        stepped: dict[str, Callable[[], Contestant]] = {
+            ALONE: partial(_alone, options),
+            OURS: partial(_our_step, options, "allreduce"),
+            SERVER: partial(_our_step, options, "sync"),
+        }
+        stepped |= {peer.name: partial(peer.profile, options.step, options.workers) for peer in peers}
+        parts = measure(stepped, num_turns=options.runs, warmup=_NUM_WARMUP)
+    results = {
+        "stream_gb_s": bytes_per_s / 1e9,
+        "sizes": [_of_size(size, options.workers, bytes_per_s, by_size) for size in options.sizes],
+        "step": _of_step(parts),
+    }
+    config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "peers": list(peer_names)}
+    return Report("allreduce", config, results, _tables(options, results, [*lines, *more]))
+
+
+@contextmanager
+def _our_sizes(options: AllreduceOptions) -> Iterator[Measured]:
+    with meeting_point() as store, team(options.workers, group_life, store, options.workers, options.sizes) as members:
+        yield lambda count: slowest(members.turns(count))
+
+
+@contextmanager
+def _alone(options: AllreduceOptions) -> Iterator[Measured]:
+    with team(options.workers, alone_life, options.step) as members:
+        yield lambda count: slowest(members.turns(count))
+
+
+@contextmanager
+def _our_step(options: AllreduceOptions, mode: str) -> Iterator[Measured]:
+    """Workers on other hosts, as far as the lane can tell."""
+    set_lane("direct")
+    steps = str(_NUM_WARMUP + options.runs + 1)
+    with (
+        running_server("--mode", mode, "--workers", str(options.workers), "--steps", steps) as server,
+        team(options.workers, joined_life, server.address, options.step) as members,
+    ):
+        yield lambda count: slowest(members.turns(count))
+
+
+def bus_share(num_workers: int) -> float:
+    """Of M, what passes each link of a ring in each direction."""
+    return 2 * (num_workers - 1) / num_workers
+
+
+def _of_size(size: int, workers: int, bytes_per_s: float, found: dict[str, Samples]) -> dict[str, Any]:
+    times = {name: median(samples[str(size)]) for name, samples in found.items()}
+    of = {
+        name: {
+            "ms": time_s * 1e3,
+            "best_ms": min(found[name][str(size)]) * 1e3,
+            "algorithm_gb_s": size / time_s / 1e9,
+            "bus_gb_s": size / time_s / 1e9 * bus_share(workers),
+        }
+        for name, time_s in times.items()
+    }
+    ratios = {name: times[OURS] / time_s for name, time_s in times.items() if name != OURS}
+    return {"size_kb": size / 1e3, "ring_ms": size * bus_share(workers) / bytes_per_s * 1e3, "of": of, "ratios": ratios}
+
+
+def _of_step(found: dict[str, Samples]) -> dict[str, dict[str, float]]:
+    """Medians in ms, of the slowest worker of each step; what is beyond computing alone, and its share of the step."""
+    alone = median(found[ALONE]["whole"])
+    ours = median(found[OURS]["whole"])
+    told = {}
+    for name, samples in found.items():
+        whole = median(samples["whole"])
+        told[name] = {f"{part}_ms": median(samples[part]) * 1e3 for part in (*PARTS, "whole")} | {
+            "best_ms": min(samples["whole"]) * 1e3,
+            "beyond_ms": (whole - alone) * 1e3,
+            "share": 1 - alone / whole,
+            "ours_of_it": ours / whole,
+        }
+    return told
+
+
+def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:
+    names = list(results["sizes"][0]["of"])
+    columns = ["all-reduce", *(f"{name} ms" for name in names), "ring ms"]
+    columns += [f"{name} alg, bus GB/s" for name in names] + [f"ours / {name}" for name in names if name != OURS]
+    rows = [
+        [
+            f"{one['size_kb']:,g} KB",
+            *(f"{one['of'][name]['ms']:,.3f}" for name in names),
+            f"{one['ring_ms']:,.3f}",
+            *(f"{one['of'][name]['algorithm_gb_s']:.3f}, {one['of'][name]['bus_gb_s']:.3f}" for name in names),
+            *(f"{ratio:.2f}" for ratio in one["ratios"].values()),
+        ]
+        for one in results["sizes"]
+    ]
+    size, step = options.step, results["step"]
+    step_rows = [
+        [
+            name,
+            *(f"{one[f'{part}_ms']:,.1f}" for part in (*PARTS, "whole")),
+            f"{one['beyond_ms']:,.1f}",
+            f"{one['share']:.0%}",
+            f"{one['ours_of_it']:.2f}",
+        ]
+        for name, one in step.items()
+    ]
+    parameters = (12 * size.width**2 * size.layers + 512 * size.width) / 1e6
+    step_title = f"step of {parameters:,.1f} M parameters, ms"
+    title = (
+        f"{options.workers} workers, float32 over loopback; {options.runs} runs, medians of the slowest worker; "
+        f"a TCP stream carries {results['stream_gb_s']:.2f} GB/s"
+    )
+    columns_of_step = [step_title, *PARTS, "whole", "beyond alone", "of the step", "ours / it"]
+    return page(title, figures(columns, rows), "", figures(columns_of_step, step_rows, bold=[1]), notes=lines)

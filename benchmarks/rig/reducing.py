@@ -1,0 +1,137 @@
+"""Workers that average among themselves as contestants: an all-reduce by size, and a training step in its parts.
+
+An all-reduce here is what a member of a group of ours does with its gradients: they are gathered from their tensors,
+weighted by samples, and the mean is left in memory beside them (`worker/strategies/group.py`). A step is one of a
+transformer of real layers, forward, backward and `optimizer.step()`, each timed: what is not computing is in all three,
+where gradients travel during backward and several processes share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .turns import Measured, Samples
+
+PARTS = ("forward", "backward", "step")
+_LEARNING_RATE = 1e-4
+_AT_LEAST_BYTES = 10_000_000  # that one sample passes: a small all-reduce is repeated
+_MOST_REPEATED = 100
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """A transformer, 12 width² parameters a layer and 512 width besides, and the bytes that it reads in a step."""
+
+    layers: int
+    width: int
+    batch_size: int
+    context: int
+
+
+def by_size(calls: Mapping[int, Callable[[], object]]) -> Measured:
+    """Parts are sizes in bytes, each the time of one call; small ones are the mean of several in a row."""
+
+    def measured(count: int) -> Samples:
+        found: Samples = {str(size): [] for size in calls}
+        for _ in range(count):
+            for size, call in calls.items():
+                repeats = min(_MOST_REPEATED, max(1, _AT_LEAST_BYTES // size))
+                began = time.perf_counter()
+                for _ in range(repeats):
+                    call()
+                found[str(size)].append((time.perf_counter() - began) / repeats)
+        return found
+
+    return measured
+
+
+@contextmanager
+def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
+    """A member of one group of ours, which averages models of these sizes (bytes)."""
+    import torch.distributed as dist
+
+    from ...worker.strategies.group import Epoch, Group, Meeting
+    from .model import fill_gradients, synthetic_model
+
+    meeting = Meeting("127.0.0.1")
+    told = dist.FileStore(store.removeprefix("file://"), workers)
+    if rank == 0:
+        told.set("port", str(meeting.address[1]))
+    epoch = Epoch(1, tuple(range(workers)), ("127.0.0.1", int(told.get("port"))))
+    group = Group(epoch, rank, meeting.address)
+    gradients = {}
+    for size in sizes:
+        model = synthetic_model(size // 4)
+        fill_gradients(model)
+        gradients[size] = [parameter.grad for parameter in model]
+    yield by_size({size: lambda held=held: group.average(held, 1) for size, held in gradients.items()})  # type: ignore[misc]
+    group.close()
+
+
+@contextmanager
+def alone_life(rank: int, size: StepSize) -> Iterator[Measured]:
+    """Nobody's gradients but its own: what computing alone takes, beside as many others."""
+    import torch
+
+    model, batch = transformer(size, rank)
+    yield step_parts(model, batch, torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, fused=True))
+
+
+@contextmanager
+def joined_life(rank: int, address: str, size: StepSize) -> Iterator[Measured]:
+    """A worker of the run at `address`, in whatever mode that is."""
+    os.environ["PS_WORKER__OVERLAP"] = "true"  # as a worker with a task has it
+    import torch
+
+    import paramserver
+
+    from ...common.config.schema import LogConfig
+    from ...common.reporting.log import setup_logging
+
+    setup_logging(LogConfig(level="warning"), "ps-bench")
+    model, batch = transformer(size, rank)
+    with paramserver.connect(address, rank=rank) as session:
+        inner = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, fused=True)
+        yield step_parts(model, batch, session.optimizer(model, inner))
+
+
+def transformer(size: StepSize, rank: int) -> tuple[Any, Any]:
+    """A model, the same on all ranks, and a rank's batch, uint8 [batch_size, context + 1]."""
+    import torch
+
+    from ...worker.tasks.gpt import Transformer
+    from ..output.machine import machine
+
+    torch.set_num_threads(max(1, machine()["cores"] // 2))
+    torch.manual_seed(0)
+    model = Transformer(num_layers=size.layers, num_heads=8, width=size.width)
+    generator = torch.Generator().manual_seed(rank)
+    return model, torch.randint(0, 256, (size.batch_size, size.context + 1), generator=generator)
+
+
+def step_parts(model: Any, batch: Any, optimizer: Any) -> Measured:
+    """Parts forward, backward, step, and whole."""
+    from torch.nn import functional as F
+
+    def measured(count: int) -> Samples:
+        found: Samples = {part: [] for part in (*PARTS, "whole")}
+        for _ in range(count):
+            times = [time.perf_counter()]
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+            optimizer.step()
+            times.append(time.perf_counter())
+            for part, begun, ended in zip(PARTS, times, times[1:], strict=False):
+                found[part].append(ended - begun)
+            found["whole"].append(times[-1] - times[0])
+        return found
+
+    return measured
