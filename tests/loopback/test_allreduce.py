@@ -14,12 +14,19 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import pathlib, sys, time, torch, paramserver
+import os, pathlib, sys, time, torch, paramserver
 from paramserver.tests.loopback.test_allreduce import gradients, make
 folder, leaves, counts_steps = pathlib.Path(sys.argv[1]), "leaves" in sys.argv, "steps" in sys.argv
 model, inner = make()
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, inner)
+    if "dies" in sys.argv and session.rank == 2:
+        contribute = session._exchange.contribute
+        def dying(*told):
+            if optimizer.progress.num_counted == 9:  # it has the mean of the tenth, and so have the others
+                os.kill(os.getpid(), 9)
+            return contribute(*told)
+        session._exchange.contribute = dying
     while not session.is_done:
         number = (session.step if counts_steps else optimizer.progress.num_counted) + 1
         at = {11: "one", 21: "two"}.get(number) if leaves else None
@@ -65,11 +72,12 @@ def difference(cluster, versions):
     return max(float((got[key] - expected[key]).abs().max()) for key in expected)
 
 
-def start(cluster, num_workers, steps, *arguments):
+def start(cluster, num_workers, steps, *arguments, checkpoints=False):
     (cluster.folder / "script.py").write_text(SCRIPT)
+    kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "5"] if checkpoints else []
     server = cluster.server(
         "--mode", "allreduce", "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
-        "--history", "h.jsonl",
+        "--history", "h.jsonl", *kept,
     )  # fmt: skip
     script = cluster.folder / "script.py"
     return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments)
@@ -101,6 +109,18 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
     versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
     assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
+    assert difference(cluster, versions) <= 1e-9
+
+
+def test_who_dies_with_the_mean_of_a_step_that_a_snapshot_is_of_is_in_no_weights(cluster):
+    """The lowest rank has stepped already, to bring weights: it goes back to its own gradient too."""
+    server, worker = start(cluster, 3, 20, "dies", checkpoints=True)
+    workers = [worker(rank) for rank in range(3)]
+    assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
+    assert server.wait() == 0
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    assert [len(one) for one in versions] == [3] * 9 + [2] * 11
     assert difference(cluster, versions) <= 1e-9
 
 

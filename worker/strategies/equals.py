@@ -281,17 +281,21 @@ class Equals(Direct):
             )
 
     def _step(self, mean: Sequence[torch.Tensor | None]) -> None:
+        """Gradients stay this worker's own: it may have to go back, and average them once more."""
+        model = self._model
+        own = [one.grad for one in model.tensors]
         for index, one in enumerate(mean):
             if one is None:
                 continue
-            tensor = self._model.tensors[index]
-            if self._model.layout.entries[index].spec.kind is Kind.BUFFER:
-                tensor.data.copy_(one)
-            elif tensor.grad is None or tensor.grad.is_sparse:
-                tensor.grad = one.to(tensor.device, copy=True)  # a mean lies where the next one will
+            if model.layout.entries[index].spec.kind is Kind.BUFFER:
+                model.tensors[index].data.copy_(one)
             else:
-                tensor.grad.copy_(one)
-        self.own[1]()
+                model.tensors[index].grad = one.to(model.tensors[index].device)
+        try:
+            self.own[1]()
+        finally:
+            for tensor, gradient in zip(model.tensors, own, strict=True):
+                tensor.grad = gradient
         self._held_version += 1
         self._has_stepped = self._has_state = True
 
