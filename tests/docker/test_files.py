@@ -82,7 +82,10 @@ def test_compose_accepts_it(files: list[str]) -> None:
         pytest.skip("no docker-compose on this machine: install docker-compose")
     flags = [flag for name in files for flag in ("-f", str(DOCKER / name))]
     done = subprocess.run(
-        ["docker-compose", *flags, "--profile", "monitoring", "config"], capture_output=True, text=True, check=False
+        ["docker-compose", *flags, "--profile", "monitoring", "--profile", "grafana", "config"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
@@ -90,7 +93,7 @@ def test_compose_accepts_it(files: list[str]) -> None:
         assert services[name]["init"] is True
         assert services[name]["restart"] == "on-failure:10"  # "always" would start a finished run again for ever
     published = [port for service in services.values() for port in service.get("ports", [])]
-    assert published == ["127.0.0.1:9090:9090/tcp"]
+    assert sorted(published) == ["127.0.0.1:3000:3000/tcp", "127.0.0.1:9090:9090/tcp"]
 
 
 # ---- prometheus -----------------------------------------------------------------------------------
