@@ -45,11 +45,22 @@ _ScriptArgOption = Annotated[list[str] | None, typer.Option("--script-arg", hidd
 _COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
 
 
+_EstimateOption = Annotated[
+    bool,
+    typer.Option(
+        "--estimate",
+        help="Take a few steps of each mode, then say what all would take and cost.",
+        rich_help_panel="Other",
+    ),
+]
+
+
 def launch(
     flags: Flags,
     config: _ConfigArgument = None,
     sets: SetOption = None,
     dry_run: _DryRunOption = False,
+    estimate: _EstimateOption = False,
     print_config: PrintConfigOption = False,
     script_args: _ScriptArgOption = None,
 ) -> int:
@@ -57,6 +68,10 @@ def launch(
     from . import run
     from .plan.runs import Request
 
+    if estimate:
+        from .estimate import estimated
+
+        return estimated(config, flags, sets or [], tuple(script_args or ()))
     modes, resolved = run.resolve(config, flags, sets or [])
     if print_config:
         show_config(resolved)

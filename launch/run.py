@@ -81,7 +81,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
 def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     """Plans whose files and backend exist. Raises UsageError, AuthError and OutputError before anything starts."""
     config = resolved.config
-    backend = _backend(config)
+    backend = backend_of(config)
     if config.launch.hosts is not None and not backend.takes_hosts:
         raise UsageError(
             f"{resolved.origins['launch.backend']}: backend {config.launch.backend} takes no hosts, and "
@@ -123,7 +123,8 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     return plans, site
 
 
-def _backend(config: Config) -> type[Backend]:
+def backend_of(config: Config) -> type[Backend]:
+    """Where processes start."""
     found: type[Backend] = BACKENDS.load(config.launch.backend)
     return found
 
@@ -132,7 +133,7 @@ def show(plans: list[Plan], site: Site) -> None:
     """What would be started."""
     for plan in plans:
         print(f"# {plan.headline()}")
-        for line in _backend(site.config).dry_run(plan.processes("HOST:PORT"), site):
+        for line in backend_of(site.config).dry_run(plan.processes("HOST:PORT"), site):
             print(line)
 
 
@@ -142,7 +143,7 @@ def run(plans: list[Plan], site: Site) -> int:
         prepare_report(report)
     if site.config.launch.web:  # a server that is started again keeps it, and so does the page that is open
         os.environ.setdefault("PS_WEB_TOKEN", secrets.token_urlsafe(16))
-    outcomes = asyncio.run(run_all(plans, _backend(site.config), site))
+    outcomes = asyncio.run(run_all(plans, backend_of(site.config), site))
     code = outcomes[-1].finish.exit_code
     try:
         _show_results(plans, outcomes)

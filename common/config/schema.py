@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .option import Section
-from .sections.launching import LaunchConfig, LogConfig, OutputConfig, SlowdownConfig
+from .sections.launching import CostConfig, LaunchConfig, LogConfig, OutputConfig, SlowdownConfig
 from .sections.policy import PolicyConfig, checked_options, mode_options, own_modes
 from .sections.processes import (
     DEFAULT_ADDRESS,
@@ -25,10 +25,10 @@ from .sections.run import TASK_STEPS, RunConfig, TaskConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
 
 __all__ = [
-    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "LaunchConfig", "LimitsConfig",
-    "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig", "RunConfig", "SecurityConfig",
-    "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig", "WorkerConfig", "mode_options",
-    "own_modes",
+    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "CostConfig", "LaunchConfig",
+    "LimitsConfig", "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig", "RunConfig",
+    "SecurityConfig", "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig", "WorkerConfig",
+    "mode_options", "own_modes",
 ]  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class Config(Section):
     output: OutputConfig = Field(default_factory=OutputConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    cost: CostConfig = Field(default_factory=CostConfig)
 
     @field_validator("policy")
     @classmethod

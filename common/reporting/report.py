@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .status import Status
-from .summary import Summary, WorkerSummary
+from .summary import Summary, WorkerSummary, price
 
 _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 
@@ -28,6 +28,11 @@ _RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("stale max", lambda run: f"{run.staleness_max}"),
     ("waiting", lambda run: share(run.wait_share)),
     ("traffic", lambda run: size(run.num_bytes)),
+]
+
+_COST_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
+    ("cost", lambda run: f"{price(run.cost.total)} {run.cost.currency}" if run.cost else "-"),
+    ("for waiting", lambda run: price(run.cost.waiting) if run.cost else "-"),
 ]
 
 _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
@@ -86,6 +91,7 @@ def summary_table(summary: Summary) -> RenderableType:
     if summary.shards:
         held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
         parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
+    parts += [Text(f"cost {summary.cost}", style="dim")] if summary.cost is not None else []
     parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
     parts += [_direction(summary.cosine, summary.gain)] if None not in (summary.cosine, summary.gain) else []
     parts += [final] if summary.final else []
@@ -108,11 +114,12 @@ def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
 def comparison_cells(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
     """The same as text: names of the columns, rows."""
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
+    columns = [*_RUN_COLUMNS, *(_COST_COLUMNS if any(run.cost for _, run in runs) else [])]
     rows = []
     for mode, run in runs:
         figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
-        rows.append([mode, *figures, *(get(run) for _, get in _RUN_COLUMNS)])
-    return ["mode", *finals, *(name for name, _ in _RUN_COLUMNS)], rows
+        rows.append([mode, *figures, *(get(run) for _, get in columns)])
+    return ["mode", *finals, *(name for name, _ in columns)], rows
 
 
 def status_line(status: Status) -> str:

@@ -49,6 +49,31 @@ class ShardSummary(BaseModel):
         return sum(count for name, count in self.bytes.items() if name != "mean")
 
 
+class Cost(BaseModel):
+    """What the run's machines have cost, from its first answer to its last contribution."""
+
+    currency: str
+    total: float
+    waiting: float  # of that, while workers were held by the mode: their share of waiting
+    per_epoch: float | None = None  # where it is known how many samples an epoch has
+
+    @classmethod
+    def of(cls, currency: str, per_hour: float, summary: Summary, epoch_samples: int | None) -> Cost:
+        total = per_hour * summary.wall_s / 3600
+        epochs = summary.num_samples / epoch_samples if epoch_samples else 0
+        per_epoch = total / epochs if epochs else None
+        return cls(currency=currency, total=total, waiting=total * summary.wait_share, per_epoch=per_epoch)
+
+    def __str__(self) -> str:
+        each = f", {price(self.per_epoch)} an epoch" if self.per_epoch is not None else ""
+        return f"{price(self.total)} {self.currency}{each}; {price(self.waiting)} for waiting"
+
+
+def price(amount: float) -> str:
+    """Two decimals, or two digits of what is less than a cent."""
+    return f"{amount:,.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
+
+
 class Summary(BaseModel):
     """One run. `updates` counts optimizer steps or averages committed; `version` where it ended."""
 
@@ -67,6 +92,7 @@ class Summary(BaseModel):
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
     best: Point | None = None  # of them
     workers: list[WorkerSummary] = Field(default_factory=list)
+    cost: Cost | None = None  # where prices are known
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 
     @property

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from .curve import Point
 from .status import Status
-from .summary import Summary
+from .summary import Cost, Summary
 
 _MOST_ROWS = 1_000  # of the series; from twice as many on every second one goes
 _MOST_EVENTS = 300
@@ -30,12 +30,14 @@ class Totals(BaseModel):
     wait_share: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    cost: Cost | None = None
 
     @classmethod
     def of(cls, summary: Summary) -> Totals:
         return cls(
             wall_s=summary.wall_s, updates=summary.updates, samples=summary.num_samples, bytes=summary.num_bytes,
             wait_share=summary.wait_share, staleness_mean=summary.staleness_mean, staleness_max=summary.staleness_max,
+            cost=summary.cost,
         )  # fmt: skip
 
 

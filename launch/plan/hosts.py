@@ -30,6 +30,7 @@ class Host(Section):
     python: str | None = Field(None, description="interpreter in which paramserver is installed")
     venv: str | None = Field(None, description="virtual environment with that interpreter")
     workdir: str | None = Field(None, description="where processes start; none: the launcher's own directory")
+    per_hour: float | None = Field(None, ge=0, description="price of an hour of it; none: cost.per_hour")
     env: dict[str, str] = Field(default_factory=dict, description="variables of its processes")
     devices: tuple[int | str, ...] = Field((), description="of its GPUs, each worker sees one, in turn")
 

@@ -25,6 +25,7 @@ class Place:
     listen: str  # the host part of a server's address
     sharing: int  # processes of its kind on this host, which divide the cores
     env: Mapping[str, str]
+    per_hour: float | None = None  # of this host
 
 
 def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
@@ -71,6 +72,7 @@ def place(
                 listen=_listen(host),
                 sharing=sharing[host.host],
                 env=env,
+                per_hour=host.per_hour,
             )
     return places
 

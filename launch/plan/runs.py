@@ -152,6 +152,8 @@ class Plan:
         own: dict[str, Any] = {"server.listen": self.listen}
         if self.num_shards > 1:
             own["server.shards"] = self.num_shards
+        if (per_hour := self.per_hour) is not None and child == SERVER:
+            own["cost.total_per_hour"] = per_hour
         if self.config.launch.web and self.config.server.web is None and child == SERVER:
             own["server.web"] = f"{DEFAULT_HOST}:0"
         if child != SERVER:
@@ -189,6 +191,16 @@ class Plan:
             needs += (self.config.task.init,)
         spec = dataclasses.replace(spec, needs=needs)
         return _placed(spec, self.places.get(child), self.config)
+
+    @property
+    def per_hour(self) -> float | None:
+        """Of all its hosts together; None where none has a price, or the configuration says it."""
+        if self.config.cost.total_per_hour is not None:
+            return None
+        hosts = {place.host: place.per_hour for place in self.places.values()}
+        prices = [self.config.cost.per_hour if own is None else own for own in hosts.values()]
+        known = [price for price in prices if price is not None]
+        return sum(known) if known else None
 
     @property
     def work(self) -> str:

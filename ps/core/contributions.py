@@ -283,6 +283,11 @@ class Contributions:
 
     # ---- for the summary, and what survives -------------------------------------------------
 
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of the data set, where workers have said how many, and all the same."""
+        return self._data.num_samples
+
     def elapsed_s(self, at: float, is_over: bool) -> float:
         """Seconds from the first answer to the newest contribution, or to now while the run goes on."""
         if self._started_at is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 
 from ...common.reporting.status import Status, Total, WorkerStatus
-from ...common.reporting.summary import ShardSummary, Summary, WorkerSummary
+from ...common.reporting.summary import Cost, ShardSummary, Summary, WorkerSummary
 from ..core.counting.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
@@ -104,7 +104,7 @@ def summary(engine: Engine) -> Summary:
         if losses:
             final["train_loss"] = sum(losses) / len(losses)
     cosine, gain = _direction(engine)
-    return Summary(
+    found = Summary(
         mode=engine.config.run.mode,
         cosine=cosine,
         gain=gain,
@@ -120,6 +120,10 @@ def summary(engine: Engine) -> Summary:
         workers=_workers(engine),
         shards=_shards(engine),
     )
+    prices = engine.config.cost
+    if prices.rate is not None:
+        found.cost = Cost.of(prices.currency, prices.rate, found, run.contributions.epoch_samples)
+    return found
 
 
 def _direction(engine: Engine) -> tuple[float | None, float | None]:

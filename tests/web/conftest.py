@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there, a loop runs in this thread, and asyncio.run cannot
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

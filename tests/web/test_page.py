@@ -35,7 +35,17 @@ def until(shown: Tab, expression: str, argument: Any = None) -> None:
 def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     flags = (*RUN, "--workers", "2", "--steps", "100000", "--eval-every", "50", "--checkpoint-dir", "snapshots")
     server = cluster.server(
-        *flags, "--web", "127.0.0.1:0", "--summary", "s.json", "--history", "h.jsonl", "--set", "checkpoint.keep=100"
+        *flags,
+        "--web",
+        "127.0.0.1:0",
+        "--summary",
+        "s.json",
+        "--set",
+        "cost.per_hour=3600",
+        "--history",
+        "h.jsonl",
+        "--set",
+        "checkpoint.keep=100",
     )
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.01") for rank in range(2)]
     shown = opened(tab, server)
@@ -86,6 +96,7 @@ def is_the_summary(shown: Tab, summary: dict[str, Any]) -> None:
     assert waiting == pytest.approx(100 * sum(one["wait_s"] for one in workers) / total, abs=0.51)
     megabytes = (sums["bytes_sent"] + sums["bytes_received"]) / 1e6
     assert float(shown.figure("traffic").split()[0]) == pytest.approx(megabytes, rel=0.01)
+    assert float(shown.figure("cost").split()[0]) == pytest.approx(summary["wall_s"], abs=0.0051)  # 1 a second
     for name, value in summary["final"].items():
         assert float(shown.figure(f"final {name}")) == pytest.approx(value, abs=0.00051)
     assert shown.cells("contributions") == [f"{one['steps']:,}" for one in workers]

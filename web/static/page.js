@@ -1,5 +1,5 @@
 // The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
-import { $, clock, duration, figure, make, share, size, whole } from './text.js';
+import { $, clock, duration, figure, make, price, share, size, whole } from './text.js';
 import { draw } from './charts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
@@ -28,6 +28,8 @@ function showFigures(tick) {
     waiting: share(totals.wait_share), 'stale mean': totals.staleness_mean.toFixed(2), 'stale max': whole(totals.staleness_max),
     traffic: size(totals.bytes), updates: whole(totals.updates),
   };
+  if (totals.cost) { found.cost = `${price(totals.cost.total)} ${totals.cost.currency}`; found['for waiting'] = price(totals.cost.waiting); }
+  if (totals.cost && totals.cost.per_epoch !== null) found['an epoch'] = price(totals.cost.per_epoch);
   const summary = tick.summary;
   if (tick.is_over && summary) for (const [name, value] of Object.entries(summary.final)) found[`final ${name}`] = figure(value);
   $('figures').replaceChildren(...Object.entries(found).map(([name, value]) => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd', {}, value))));

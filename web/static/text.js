@@ -14,6 +14,7 @@ export function figure(value) {
   return size === 0 || (size >= 0.001 && size < 10000) ? value.toFixed(3) : value.toExponential(2);
 }
 export const share = value => `${Math.round(value * 100)} %`;
+export const price = amount => amount >= 0.1 || amount === 0 ? amount.toFixed(2) : amount.toPrecision(2);
 export function size(bytes) {
   const units = ['B', 'kB', 'MB', 'GB', 'TB'];
   let at = 0;

@@ -103,6 +103,23 @@ class OutputConfig(Section):
         return value
 
 
+class CostConfig(Section):
+    """What machines cost: shown with the run, at its end, and before it by ps-launch --estimate."""
+
+    per_hour: float | None = Field(
+        None, ge=0, description="price of an hour of one machine; hosts.yaml may say another for each"
+    )
+    total_per_hour: float | None = Field(
+        None, ge=0, description="of all machines of the run together; none: of one. ps-launch --hosts adds them up"
+    )
+    currency: str = Field("USD", pattern=r"^\S{1,8}$", description="in which prices are")
+
+    @property
+    def rate(self) -> float | None:
+        """Of an hour of the run."""
+        return self.per_hour if self.total_per_hour is None else self.total_per_hour
+
+
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level shown")
     format: Annotated[

@@ -57,6 +57,11 @@ class Data:
         self._num_of: Counter[int] = Counter()  # ranks, by that length
         self._is_said: set[str] = set()
 
+    @property
+    def num_samples(self) -> int | None:
+        """Of the data set that all have; None where nobody said it, or they differ."""
+        return next(iter(self._num_of)) if len(self._num_of) == 1 else None
+
     def told(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
         """Both 0 where they are not known."""
         if version != self._version:

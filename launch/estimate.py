@@ -1,0 +1,75 @@
+"""`ps-launch --estimate`: what a run would take and cost, from a few steps of it.
+
+Steps are real ones, of the same processes on the same machines, twice: so many, and three times as many. The difference
+is without what happens once, at the start and the end. Nothing of it is kept, and nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.table import Table
+
+from ..common.config.cli import Flags
+from ..common.config.sources import Resolved
+from ..common.errors import UsageError
+from ..common.reporting.report import duration, report_console, share, size
+from ..common.reporting.summary import Summary, price
+from . import run
+from .job import run_all
+from .plan.runs import Plan, Request
+
+_STEPS = 20  # or two rounds, where a contribution has several
+_MORE = 3  # times as many, the second time
+
+
+def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
+    """Print it; the exit code. UsageError for a run whose length is not known."""
+    modes, wanted = run.resolve(config, flags, sets)
+    steps = wanted.config.run.task_steps
+    if steps is None or wanted.config.launch.script is not None:
+        raise UsageError("a script, or a number of epochs, does not say how many steps it has", fix="--steps N")
+    quiet: dict[str, Any] = {
+        **flags, "output.save": None, "output.curve": None, "output.summary": None, "output.history": None,
+        "output.report": None, "checkpoint.dir": None, "run.eval_every": None,
+    }  # fmt: skip
+    table = Table("mode", "a step", "all steps", "waiting", "traffic", "cost", "for waiting", box=None, pad_edge=False)
+    for mode in modes:
+        local_steps = getattr(wanted.config.policy.options(mode), "local_steps", 1) if mode != run.SINGLE else 1
+        few = min(max(_STEPS, 2 * local_steps), max(1, steps // _MORE))
+        found = [
+            _ran({**quiet, "run.mode": mode, "run.steps": number}, config, sets, script_args)
+            for number in (few, few * _MORE)
+        ]
+        if len(ran := [summary for _, summary in found if summary is not None]) < len(found):
+            return found[-1][0] or 1
+        table.add_row(mode, *_cells(wanted, ran[0], ran[1], few, steps))
+    console = report_console()
+    rate = wanted.config.cost.rate
+    console.print(f"{steps:,} steps of each worker, by {few} and {few * _MORE} that were taken just now")
+    console.print(table)
+    if rate is None:
+        console.print("cost.per_hour says what an hour of a machine costs (--set cost.per_hour=0.40)", style="dim")
+    return 0
+
+
+def _ran(
+    flags: dict[str, Any], config: str | None, sets: list[str], script_args: tuple[str, ...]
+) -> tuple[int, Summary | None]:
+    """The exit code, and what it came to."""
+    modes, resolved = run.resolve(config, flags, sets)
+    plans, site = run.plan(resolved, Request(modes=modes, config_path=config, script_args=script_args))
+    plan: Plan = plans[0]
+    (outcome,) = asyncio.run(run_all([plan], run.backend_of(site.config), site))
+    return outcome.finish.exit_code, outcome.summary
+
+
+def _cells(wanted: Resolved, short: Summary, long: Summary, few: int, steps: int) -> list[str]:
+    """What the difference of the two comes to over all steps."""
+    step_s = max(0.0, long.wall_s - short.wall_s) / (few * (_MORE - 1)) or long.wall_s / (few * _MORE)
+    num_bytes = (long.num_bytes - short.num_bytes) / (few * (_MORE - 1)) * steps
+    all_s, rate = step_s * steps, wanted.config.cost.rate
+    costs = [all_s / 3600 * rate * part for part in (1.0, long.wait_share)] if rate is not None else []
+    told = [f"{price(cost)} {wanted.config.cost.currency}" for cost in costs] or ["-", "-"]
+    return [f"{1000 * step_s:,.1f} ms", duration(all_s), share(long.wait_share), size(int(num_bytes)), *told]

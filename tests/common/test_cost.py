@@ -1,0 +1,51 @@
+"""What a run costs, from its summary; and of several machines together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.reporting.report import comparison_cells
+from paramserver.common.reporting.summary import Cost, Summary, WorkerSummary, price
+from paramserver.launch.plan.hosts import load_hosts
+from paramserver.launch.plan.placement import place
+from paramserver.launch.plan.process import Child
+
+
+def summary() -> Summary:
+    """Half an hour, in which two workers waited a quarter of their time, and saw 3 epochs of 1,000 samples."""
+    each = {"compute_s": 900.0, "transfer_s": 450.0, "wait_s": 450.0, "samples": 1500}
+    return Summary(mode="sync", wall_s=1800.0, workers=[WorkerSummary(rank=rank, **each) for rank in range(2)])
+
+
+def test_what_half_an_hour_costs() -> None:
+    cost = Cost.of("EUR", 2.0, summary(), 1000)
+    assert (cost.total, cost.waiting) == (1.0, 0.25)
+    assert cost.per_epoch == pytest.approx(1 / 3)
+    assert str(cost) == "1.00 EUR, 0.33 an epoch; 0.25 for waiting"
+    assert Cost.of("EUR", 2.0, summary(), None).per_epoch is None
+    assert Cost.of("EUR", 2.0, Summary(mode="sync"), 1000).total == 0.0
+
+
+@pytest.mark.parametrize(("amount", "text"), [(0.0, "0.00"), (1234.5, "1,234.50"), (0.1, "0.10"), (0.00123, "0.0012")])
+def test_prices_are_read_by_people(amount: float, text: str) -> None:
+    assert price(amount) == text
+
+
+def test_a_comparison_has_prices_where_there_are_some() -> None:
+    priced = summary()
+    priced.cost = Cost.of("EUR", 2.0, priced, None)
+    head, rows = comparison_cells([("sync", priced), ("async", summary())])
+    assert head[-2:] == ["cost", "for waiting"]
+    assert [row[-2:] for row in rows] == [["1.00 EUR", "0.25"], ["-", "-"]]
+    assert "cost" not in comparison_cells([("sync", summary())])[0]
+
+
+def test_each_host_has_its_price(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text("hosts:\n  - {host: a, slots: 2, per_hour: 0.5}\n  - b\n")
+    places = place(load_hosts(str(path)), 3, 1, colocate=False, folder=".")
+    found = {str(child): at.per_hour for child, at in places.items() if child.role == "worker"}
+    assert found == {"worker 0": 0.5, "worker 1": 0.5, "worker 2": None}
+    assert places[Child("server", 0)].per_hour == 0.5
