@@ -45,7 +45,12 @@ CLAIMS: dict[str, Claim] = {
         "sparse needs error feedback", "outer", _LONG, (),
         ("H 25, mean", "H 25, sparse up", "H 25, sparse up, no feedback"),
     ),
-    "N10": Claim("fragments cost nothing", "outer", _LONG, (), ("H 25", "H 25, 5 fragments")),
+    "N10": Claim(
+        "fragments cost nothing, nor does going on during their exchange", "outer", _LONG, (),
+        ("H 25", "H 25, 5 fragments", *(
+            f"H 25, 5 fragments, tau 2, {rule}{codecs}" for codecs in ("", ", q4 both") for rule in ("(a)", "(b)")
+        )),
+    ),
     "N11": Claim("lost deltas cost little", "outer", _LONG, (), ("H 25", "H 25, 30 % dropped")),
     "N12": Claim(
         "1-bit Adam loses nothing after a warm-up", "codecs", 400,

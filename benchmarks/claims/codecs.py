@@ -54,6 +54,7 @@ class Way:
     def __init__(self, codec: Codec, layout: Layout, momentum: float, source: Source = "gradient") -> None:
         self.codec, self._layout, self._source = codec, layout, source
         self.encoding = encoding_of(codec, layout, len(layout.entries), momentum)
+        self.num_sent = 0  # bytes of the newest
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
         """uint8 [exchange_bytes], of what counts."""
@@ -61,11 +62,12 @@ class Way:
         self.answered(counts=True)
         return body
 
-    def encode(self, transfer: DirectTransfer) -> torch.Tensor:
-        """uint8 [exchange_bytes]; what becomes of it is to be said."""
+    def encode(self, transfer: DirectTransfer, without: frozenset[str] = frozenset()) -> torch.Tensor:
+        """uint8 [exchange_bytes], of a contribution without these tensors; what becomes of it is to be said."""
+        self.encoding.choose(without)
         (stretch,) = transfer.gather(self._source)
         sent = torch.frombuffer(self.encoding.whole(stretch), dtype=torch.uint8)
-        body = new_body(self._layout.exchange_bytes)
+        body, self.num_sent = new_body(self._layout.exchange_bytes), len(sent)
         codec = self.encoding.codec
         take_body(codec, codec.decoder(self._layout), self._layout, sent, body)
         return body

@@ -4,8 +4,10 @@
 
 Time is counted, not waited for: a worker takes its local steps in so many seconds each, an exchange takes none. The
 mode's own policy decides and the server's own store steps; deltas go through what a worker and a server do with them
-(`codecs.py`). `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million parameters,
-`digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of each.
+(`codecs.py`). tau: an answer, which is here at once, is merged after so many local steps, (a) by the rule blend with
+alpha 0.5, (b) by shift. `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million
+parameters, `digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of
+each.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 from ...common.codecs.base import body_bytes
-from ...common.codecs.shared.by_tensor import ByTensor, PieceEncoder
+from ...common.codecs.shared.by_tensor import ByTensor, PieceEncoder, only_rest
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.registry import CODECS
 from ...common.tensors.layout import new_body
@@ -34,6 +36,7 @@ from ...worker.tasks.digits import Digits
 from ...worker.tasks.gpt import Gpt
 from ...worker.tensors.anchor import Anchor
 from ...worker.tensors.fragments import Fragments
+from ...worker.tensors.overlap import Merge, Overlap
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from .codecs import Way, codec_of, num_framed
 
@@ -63,6 +66,13 @@ WAYS: dict[str, Asked] = {
     "H 25, mean": Asked(options=_MEAN),
     "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
     "H 25, 5 fragments": Asked(options={"fragments": 5}),
+    **{
+        f"H 25, 5 fragments, tau 2, {letter}{codecs}": Asked(
+            options={"fragments": 5, "pipelined": True, "overlap_steps": 2, "merge": rule}, up=codec, down=codec
+        )
+        for letter, rule in (("(a)", "blend"), ("(b)", "shift"))
+        for codecs, codec in (("", "raw"), (", q4 both", "q4"))
+    },
     "H 10": Asked(options={"local_steps": 10}),
     "H 10, mean": Asked(options={"local_steps": 10, **_MEAN}),
     "H 100": Asked(options={"local_steps": 100}),
@@ -91,8 +101,16 @@ class Worker:
         self._task, self._num_steps = task, num_steps
         self.tensors = ModelTensors(self.net)
         self._num_fragments = num = asked.options.get("fragments", 1)
-        self._fragments = Fragments(self.tensors, num) if num > 1 else None
-        self.transfer, self._anchor = DirectTransfer(self.tensors), self._fragments or Anchor(self.tensors)
+        self._fragments, self._overlap = None, None
+        if asked.options.get("pipelined"):
+            self._merge = Merge(asked.options["merge"], 0.5, asked.options["overlap_steps"])
+            self._overlap = Overlap(self.tensors, num, self._merge)
+        elif num > 1:
+            self._fragments = Fragments(self.tensors, num)
+        self._anchor = self._overlap or self._fragments or Anchor(self.tensors)
+        self.transfer = DirectTransfer(self.tensors)
+        self._received: list[torch.Tensor] = []  # and not merged
+        self._since = 0  # local steps since then
         self.without: frozenset[str] = frozenset()
         self.way = Way(codec_of(asked.up, asked.has_feedback), self.tensors.layout, 0.0, "delta")
         self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate(task, 0, num_steps))
@@ -103,7 +121,9 @@ class Worker:
 
     @property
     def num_left_out(self) -> int:
-        """Bytes of other fragments."""
+        """Bytes of other fragments, which are zeros or as before."""
+        if not self.way.codec.is_identity:
+            return 0  # they are not there
         return sum(one.num_bytes for one in self.tensors.layout.entries if one.spec.name in self.without)
 
     def step(self) -> None:
@@ -112,28 +132,46 @@ class Worker:
         self.gradient()
         self._optimizer.step()
         self.taken += 1
+        self._since += 1
+        if self._overlap is not None and self._since == self._merge.after_steps:
+            self._merge_received()
 
     def gradient(self) -> None:
         self.net.zero_grad()
         self._task.loss(self.net, next(self._batches)).backward()
 
     def measure(self) -> None:
-        if self._fragments is not None:
+        self._merge_received()
+        if (parts := self._overlap or self._fragments) is not None:
             chosen = None if self.taken == self._num_steps else self.version % self._num_fragments
             specs = self.tensors.layout.specs
-            self.without = frozenset(specs[place].name for place in self._fragments.choose(chosen))
+            self.without = frozenset(specs[place].name for place in parts.choose(chosen))
         self._anchor.measure()
-        self.body = self.way.encode(self.transfer)
+        self.body = self.way.encode(self.transfer, self.without)
+        if self._overlap is not None:
+            self._overlap.depart()
         self.number += 1
 
     def receive(self, weights: torch.Tensor, version: int) -> None:
+        received = [view for _, view in self.tensors.layout.views(weights)]
+        if self._overlap is not None and version:
+            self._received, self._since, self.version = [view.clone() for view in received], 0, version
+            return
         if self._fragments is not None:
             self._fragments.answered(version > 0)
-        with torch.no_grad():
-            for (_, view), tensor in zip(self.tensors.layout.views(weights), self.tensors.tensors, strict=True):
-                tensor.copy_(view)
+        self.show(received)
         self._anchor.note()
         self.version = version
+
+    def show(self, weights: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for view, tensor in zip(weights, self.tensors.tensors, strict=True):
+                tensor.copy_(view)
+
+    def _merge_received(self) -> None:
+        if self._overlap is not None and self._received:
+            self._overlap.merge(self._received)
+            self._received = []
 
 
 class Run:
@@ -171,7 +209,7 @@ class Run:
             for _ in range(worker.to_take):
                 worker.step()
             worker.measure()
-            self.sent += num_framed(body_bytes(worker.way.codec, self._layout) - worker.num_left_out)
+            self.sent += num_framed(worker.way.num_sent - worker.num_left_out)
             said = Contribution(worker.number, worker.version, worker.to_take, worker.to_take)
             self._carry_out(self.policy.contributed(rank, said, self.now))
 
@@ -200,9 +238,15 @@ class Run:
         self._in_mean.clear()
         if isinstance(self._down, ByTensor) and moves_reference(self._down):
             assert isinstance(self._encoder, PieceEncoder)
-            approach(self._down, self._encoder, self._layout, self.store.weights, self._reference, self._out)
+            down = only_rest(self._down, self._without())
+            self._out = new_body(body_bytes(down, self._layout))
+            approach(down, self._encoder, self._layout, self.store.weights, self._reference, self._out)
         else:
             self._reference.copy_(self.store.weights[: len(self._reference)])
+
+    def _without(self) -> frozenset[str]:
+        """What no worker has contributed to the newest version."""
+        return frozenset.intersection(*(worker.without for worker in self.workers))
 
     def _answer(self, answer: Answer) -> None:
         worker = self.workers[answer.rank]
@@ -229,7 +273,7 @@ def run(way: str, task: Task, seed: int, num_steps: int) -> Found:
     one = Run(asked, task, seed, num_steps)
     one.run()
     net = one.workers[0]
-    net.receive(one.store.weights, one.policy.version)
+    net.show([view for _, view in net.tensors.layout.views(one.store.weights)])
     raw = NUM_WORKERS * num_steps * net.tensors.layout.exchange_bytes
     return Found(task.evaluate(net.net)["loss"], one.now, raw / one.sent, raw / one.received)
 
@@ -297,7 +341,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task = make_task(told.task)
     print(f"{told.task}, {NUM_WORKERS} workers, {told.steps} steps, {told.seeds} seeds: held-out loss")
-    print(f"{'':30}{'mean':>9}{'least':>9}{'most':>9}{'to first':>10}{'up':>9}{'down':>9}{'seconds':>9}")
+    print(f"{'':40}{'mean':>9}{'least':>9}{'most':>9}{'to first':>10}{'up':>9}{'down':>9}{'seconds':>9}")
     first: float | None = None
     for way in told.way or WAYS:
         found = [run(way, task, seed, told.steps) for seed in range(told.seeds)]
@@ -305,7 +349,7 @@ def main() -> None:
         mean = statistics.mean(losses)
         first = first or mean
         print(
-            f"{way:30}{mean:9.4f}{min(losses):9.4f}{max(losses):9.4f}{mean / first - 1:+10.1%}"
+            f"{way:40}{mean:9.4f}{min(losses):9.4f}{max(losses):9.4f}{mean / first - 1:+10.1%}"
             f"{found[0].up:9.1f}{found[0].down:9.1f}{found[0].seconds:9.0f}",
             flush=True,
         )

@@ -150,6 +150,20 @@ def _check_reference(mode: str, source: str, down: Codec) -> None:
         )
 
 
+def _check_fragments(up: Codec, down: Codec, fragments: int) -> None:
+    """Whether a fragment may travel by itself."""
+    if up.has_feedback and not up.goes_in_parts:
+        setting, codec, why, other = "codec", up, "keeps what it leaves out of all", "q4"
+    elif not down.is_identity and down.takes_weights:
+        setting, codec, why, other = "answer_codec", down, "has answers whole", "q4 (or int8, raw)"
+    else:
+        return
+    raise UsageError(
+        f"worker.{setting} is {codec.name}, which {why}, and policy.fragments is {fragments}, of which one travels",
+        fix=f"--set worker.{setting}={other}, or --fragments 1",
+    )
+
+
 def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]], momentum: float) -> None:
     """Of a codec that has an optimizer of its own."""
     if up.modes is not None and mode not in up.modes:
@@ -189,13 +203,8 @@ def check_codecs(
     """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
     `optimizers`: the server's, class and arguments of each group; none where they are not known yet. `momentum`: the
     workers'."""
-    if fragments > 1 and (up.has_feedback or not down.is_identity):
-        setting, codec = ("codec", up) if up.has_feedback else ("answer_codec", down)
-        why = "keeps what it leaves out of all" if up.has_feedback else "has answers whole"
-        raise UsageError(
-            f"worker.{setting} is {codec.name}, which {why}, and policy.fragments is {fragments}, of which one travels",
-            fix=f"--set worker.{setting}=raw, or --fragments 1",
-        )
+    if fragments > 1:
+        _check_fragments(up, down, fragments)
     if not down.takes_weights:
         _check_reference(mode, source, down)
     if source == "weights" and not up.takes_weights:

@@ -255,7 +255,8 @@ def new_body(num_bytes: int) -> torch.Tensor:
 
 def copy_of(*pieces: memoryview) -> torch.Tensor:
     """These bytes, one after another, uint8 [their length]."""
-    return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    joined = bytearray(b"".join(pieces))
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else new_body(0)  # which torch makes of no buffer
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

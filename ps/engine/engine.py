@@ -73,6 +73,7 @@ class Engine:
             policy.compensation,
             policy.contribution == "report",
         )
+        self.model.has_fragments = policy.fragments > 1
         self.folding = Folding(
             self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found)),
             policy.contribution == "report",

@@ -166,7 +166,7 @@ class Folding:
         store = self._model.store
         log.debug("commit", version=commit.version, reason=commit.reason)
         publication = self._model.publisher.next(commit.version)
-        self._model.references.committed(len(commit.contributions), len(commit.members))
+        self._model.references.committed(len(commit.contributions), len(commit.members), self._without)
         if self._without is not None:
             self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
             self._without = None

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ...common.codecs.base import Codec, Coder, Spares, begin_body, take_body
+from ...common.codecs.base import Codec, Coder, Spares, Stateless, begin_body, take_body
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Kind, Layout
 
@@ -22,13 +22,17 @@ class CodecMemory:
         """`spares` lends the memory of encoded bodies; who has one gives it back."""
         self._layout = layout
         self.spares = spares or Spares()
-        self._decoders: dict[str, Coder] = {}  # of the codec that the worker has; one, unless it changes its mind
+        # Of the codec that the worker has, if that remembers; one, unless it changes its mind.
+        self._decoders: dict[str, Coder] = {}
         self._encoder: Coder | None = None
         self._num_answers = 0  # encoded since START
 
     def take(self, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> None:
         """A contribution, uint8 [body_bytes], into `body`, uint8 [exchange_bytes]; what was begun before and is not
         settled has never been. Raises BAD_REQUEST for what the codec cannot decode."""
+        if isinstance(codec, Stateless):  # of which each fragment has another
+            take_body(codec, codec.decoder(self._layout), self._layout, encoded, body)
+            return
         if codec.name not in self._decoders:
             self._decoders = {codec.name: codec.decoder(self._layout)}
         self._decoders[codec.name].rollback()

@@ -67,6 +67,7 @@ class Model:
         self._compensation = compensation
         self.delivered: Delivered | None = None  # where late gradients are compensated
         self._has_rounds = has_rounds
+        self.has_fragments = False  # of the parameters, of which a version changes one
         self._tensors = tensors
         self._has_optimizer, self._is_brought = has_optimizer, is_brought
         self._outer = outer
@@ -230,6 +231,12 @@ class Model:
         names = {self.whole.specs[position].name for position in positions}
         return frozenset(part.name for part in self.share.parts if part.spec.name in names)
 
+    def positions_of(self, names: frozenset[str]) -> list[int]:
+        """The other way: of parts on this server."""
+        assert self.whole is not None and self.share is not None
+        wanted = {part.spec.name for part in self.share.parts if part.name in names}
+        return [position for position, spec in enumerate(self.whole.specs) if spec.name in wanted]
+
     def forget(self) -> None:
         """Who brought the model is gone, and nobody else has it."""
         self.whole = self.whole_optimizer = self.share = self.optimizer = None
@@ -298,7 +305,7 @@ class Model:
             weights, num_bytes, server.max_replies, self.new_memory, notify, version, self.store.order
         )
         self.changes = Changes(self.layout, version)
-        self.references = References(self.store, self._tensors, self._has_rounds)
+        self.references = References(self.store, self._tensors, self._has_rounds, self.has_fragments)
         if self._compensation is not None:
             num_kept = 2 if policy.pipelined else 1
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)

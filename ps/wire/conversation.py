@@ -274,6 +274,8 @@ class Delivery:
         pieces = [*news.pieces, *more]
         announced = header(news.version, sum(map(len, pieces)), None)
         announced.answer.codec, announced.answer.reference = news.codec, news.number
+        for left_out in news.left_out:
+            announced.answer.left_out.add(tensors=self._engine.model.positions_of(left_out))
         if news.checked is not None and news.checked.check is not None:
             announced.answer.checked_reference, announced.answer.reference_crc = news.checked.number, news.checked.check
         for raw in message_frames(announced, pieces):

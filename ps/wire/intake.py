@@ -12,6 +12,7 @@ import math
 from functools import partial
 
 from ...common.codecs.base import Codec, body_bytes
+from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.errors import CheckpointError, ParamServerError, Reason, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
@@ -291,6 +292,8 @@ class Intake:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store = self._engine.model.store
         codec = codec_named(header.codec)
+        if self._engine.run.policy.fragments > 1 and isinstance(codec, ByTensor):
+            codec = only_rest(codec, self._without)
         num_bytes = body_bytes(codec, store.layout)
         if header.body_bytes != num_bytes:
             raise refusal(

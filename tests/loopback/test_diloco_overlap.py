@@ -1,70 +1,120 @@
 """diloco with local steps during exchanges, over real processes, ends where plain torch does: of all parameters and of
-a fragment at a time, over shards, with a worker that joins late, and after a server was killed."""
+a fragment at a time, in codecs that remember, over shards, with a worker that joins late, and after a server was
+killed."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.sharding import divide
 from paramserver.tests.loopback.conftest import Cluster
 from paramserver.tests.loopback.scripts import outer
 from paramserver.worker.tensors.fragments import divided
 from paramserver.worker.tensors.transfer import ModelTensors
 
 STEPS, LR, MOMENTUM, ALPHA = 28, 0.7, 0.5, 0.5
+Trip = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def trip_of(inner: str, codec: str, shards: int) -> Trip:
+    """What the other side makes of a tensor that is sent in a codec, each shard's rows by themselves."""
+    coder, layout = CODECS.load(codec)(), ModelTensors(outer.make(inner)[0]).layout
+    parts = [part for share in divide(layout, shards) for part in share.parts]
+
+    def rows(one: torch.Tensor, encodes: bool) -> torch.Tensor:
+        if not encodes:
+            return one.bfloat16().to(one.dtype)
+        encoded = torch.empty(coder.size_of(one.numel(), len(one)), dtype=torch.uint8)
+        coder.encode_piece(one.float().reshape(-1), encoded)
+        decoded = torch.empty(one.numel())
+        coder.decode_piece(encoded, decoded)
+        return decoded.view(one.shape).to(one.dtype)
+
+    def trip(name: str, one: torch.Tensor) -> torch.Tensor:
+        here = [part for part in parts if part.spec.name == name]
+        return torch.cat([rows(part.of(one), coder.encodes(part.as_spec())) for part in here])
+
+    return trip if codec != "raw" else lambda name, one: one
 
 
 def reference(
-    inner: str, h: int, num: int, tau: int, rule: str, begins: dict[int, tuple[int, ...]]
+    inner: str,
+    h: int,
+    num: int,
+    tau: int,
+    rule: str,
+    begins: dict[int, tuple[int, ...]],
+    up: tuple[Trip, float] = (lambda name, one: one, 1.0),
+    down: Trip = lambda name, one: one,
 ) -> dict[str, torch.Tensor]:
-    """Plain torch. `begins`: ranks that have the server's weights, all of them, at the beginning of that round, and
-    nothing on its way."""
+    """Plain torch. `tau` 0: exchanges are waited for. `begins`: ranks that have the server's weights, all of them, at
+    the beginning of that round, and nothing on its way; when rank 0 does, the server is a new one. What `up`, a trip
+    and a decay, leaves out of a worker's tensor is added to the next; `down` moves what all workers are given."""
     made = {rank: outer.make(inner) for ranks in begins.values() for rank in ranks}
     local = {rank: {name: one.data for name, one in model.named_parameters()} for rank, (model, _) in made.items()}
     first = ModelTensors(made[0][0]).layout.entries
     of = dict(zip([entry.spec.name for entry in first], divided(first, num), strict=True))
     theta = {name: one.clone() for name, one in local[0].items()}
     buffer = {name: torch.zeros_like(one) for name, one in theta.items()}
+    given: dict[str, torch.Tensor] = {}
     anchor: dict[int, dict[str, torch.Tensor]] = {}
     sent: dict[int, dict[str, torch.Tensor]] = {}
+    left: dict[int, dict[str, torch.Tensor]] = {}
+
+    def merge(rank: int) -> None:
+        for name, before in sent[rank].items():
+            now, new = local[rank][name], given[name]
+            blended = new if not tau else ALPHA * now + (1 - ALPHA) * new
+            now.copy_(new + (now - before) if rule == "shift" and tau else blended)
+            anchor[rank][name] = new.clone()
+        sent[rank] = {}
+
     for number, begin in enumerate(range(0, STEPS, h // num)):
         end = min(STEPS, begin + h // num)
+        if 0 in begins.get(number, ()):
+            given = {name: one.clone() for name, one in theta.items()}
         for rank in begins.get(number, ()):
-            anchor[rank], sent[rank] = {name: one.clone() for name, one in theta.items()}, {}
+            anchor[rank], sent[rank] = {name: one.clone() for name, one in given.items()}, {}
+            left[rank] = {name: torch.zeros_like(one) for name, one in given.items()}
             for name, one in local[rank].items():
-                one.copy_(theta[name])
+                one.copy_(given[name])
         for rank in anchor:
             model, optimizer = made[rank]
             for step in range(begin, end):
                 outer.backward(model, rank, step)
                 optimizer.step()
                 if step + 1 == min(begin + tau, end):
-                    for name, before in sent[rank].items():
-                        now, new = local[rank][name], theta[name]
-                        blended = ALPHA * now + (1 - ALPHA) * new
-                        now.copy_(new + (now - before) if rule == "shift" else blended)
-                        anchor[rank][name] = new.clone()
-            sent[rank] = {}
+                    merge(rank)
         total = sum(outer.size(rank) for rank in anchor)
         for name in theta:
             if end < STEPS and of[name] != number % num:
                 continue
-            delta = sum(outer.size(rank) * (anchor[rank][name] - local[rank][name]) for rank in anchor) / total
+            delta = torch.zeros_like(theta[name])
             for rank in anchor:
+                whole = anchor[rank][name] - local[rank][name] + up[1] * left[rank][name]
+                counts = up[0](name, whole)
+                left[rank][name] = whole - counts
+                delta += outer.size(rank) / total * counts
                 sent[rank][name] = local[rank][name].clone()
             buffer[name] = MOMENTUM * buffer[name] + delta
             theta[name] = theta[name] - LR * (delta + MOMENTUM * buffer[name])
+            given[name] = given[name] + down(name, theta[name] - given[name])
+        for rank in anchor if not tau else ():
+            merge(rank)
     return theta
 
 
 def flags(h: int, num: int, tau: int, rule: str, *more: str) -> tuple[str, ...]:
+    overlapped = ("--pipelined", "--overlap-steps", str(tau), "--merge", rule) if tau else ()
     return (
-        "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), "--fragments", str(num),
-        "--pipelined", "--overlap-steps", str(tau), "--merge", rule, "--outer-momentum", str(MOMENTUM), "--save",
-        "w.safetensors", "--history", "h.jsonl", *more,
+        "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), "--fragments", str(num), *overlapped,
+        "--outer-momentum", str(MOMENTUM), "--save", "w.safetensors", "--history", "h.jsonl", *more,
     )  # fmt: skip
 
 
@@ -98,41 +148,61 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rul
     assert_is(cluster, reference("adamw-deep", h, num, tau, rule, {0: (0, 1)}))
 
 
+@pytest.mark.parametrize(
+    ("num", "tau", "rule", "shards", "up", "down", "lane"),
+    [
+        (5, 1, "blend", 1, "q4", "q4", "direct,grpc"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (2, 2, "shift", 2, "q4", "q4", "direct,grpc"), (3, 0, "", 1, "int8", "q4", "grpc"),
+                (5, 0, "", 2, "q4", "int8", "direct,grpc"), (2, 3, "blend", 1, "sparse", "q4", "direct,grpc"),
+                (3, 1, "shift", 2, "sparse", "raw", "grpc"), (5, 2, "blend", 1, "raw", "int8", "direct,grpc"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_codecs_that_remember_have_each_fragment_s_own(
+    cluster: Cluster, num: int, tau: int, rule: str, shards: int, up: str, down: str, lane: str
+) -> None:
+    h, inner = {2: 6, 3: 9, 5: 10}[num], "adamw-wide"
+    server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
+    others = [cluster.shard(number, shards) for number in range(1, shards)]
+    told = {"PS_WORKER__CODEC": up, "PS_WORKER__ANSWER_CODEC": down, "PS_WORKER__LANES": lane}
+    workers = [cluster.script(rank, "outer.py", inner, **told) for rank in range(2)]
+    assert {one.wait() for one in (*workers, server, *others)} == {0}, workers[0].output
+    ups = trip_of(inner, up, shards), CODECS.load(up)().decay
+    assert_is(cluster, reference(inner, h, num, tau, rule, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["blend", "shift"])
-def test_a_worker_that_joins_late_begins_with_the_server_s_weights(cluster: Cluster, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "codec"), [("blend", "raw"), ("shift", "raw"), ("blend", "q4")])
+def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, rule: str, codec: str) -> None:
     server = cluster.server(*flags(6, 3, 1, rule))
-    gate = cluster.folder / "go"
-    first = cluster.script(0, "outer.py", "adamw-deep", str(gate), "12")
+    gate, inner = cluster.folder / "go", "adamw-deep" if codec == "raw" else "adamw-wide"
+    told = {"PS_WORKER__CODEC": codec, "PS_WORKER__ANSWER_CODEC": codec}
+    first = cluster.script(0, "outer.py", inner, str(gate), "12", **told)
     first.until(lambda: "at the gate" in first.output, "gate")
-    second = cluster.script(1, "outer.py", "adamw-deep", str(gate), "12")
+    second = cluster.script(1, "outer.py", inner, str(gate), "12", **told)
     second.until(lambda: "at the gate" in second.output, "gate")
     gate.touch()
     assert {one.wait() for one in (first, second, server)} == {0}, second.output
-    assert_is(cluster, reference("adamw-deep", 6, 3, 1, rule, {0: (0,), 6: (1,)}))
+    trip = trip_of(inner, codec, 1)
+    assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["blend", "shift"])
-def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str) -> None:
-    """Steps of fragments that had not had their turn, and what was on its way, are done again from there."""
+@pytest.mark.parametrize(("rule", "codec"), [("blend", "raw"), ("shift", "raw"), ("shift", "q4")])
+def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, codec: str) -> None:
+    """Steps of fragments that had not had their turn, and what was on its way or left out, are done again."""
     told = flags(
-        6,
-        3,
-        1,
-        rule,
-        "--workers",
-        "2",
-        "--checkpoint-dir",
-        "snapshots",
-        "--checkpoint-every",
-        "5",
-        "--set",
+        6, 3, 1, rule, "--workers", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set",
         "policy.min_workers=2",
-    )
+    )  # fmt: skip
     server = cluster.server(*told)
-    gate = cluster.folder / "go"
-    workers = [cluster.script(rank, "outer.py", "sgd-deep", str(gate), "12") for rank in range(2)]
+    gate, inner = cluster.folder / "go", "sgd-deep" if codec == "raw" else "sgd-wide"
+    codecs = {"PS_WORKER__CODEC": codec, "PS_WORKER__ANSWER_CODEC": codec}
+    workers = [cluster.script(rank, "outer.py", inner, str(gate), "12", **codecs) for rank in range(2)]
     for one in workers:
         one.until(lambda one=one: "at the gate" in one.output, "gate")
     server.until(lambda: any(one["version"] for one in server.events("snapshot")), "snapshot")
@@ -143,4 +213,5 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str) 
     assert {one.wait() for one in (*workers, second)} == {0}, workers[0].output
     version = second.event("resumed")["version"]
     assert version > 0
-    assert_is(cluster, reference("sgd-deep", 6, 3, 1, rule, {0: (0, 1), version: (0, 1)}))
+    trip = trip_of(inner, codec, 1)
+    assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0, 1), version: (0, 1)}, (trip, 1.0), trip))

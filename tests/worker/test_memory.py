@@ -69,6 +69,9 @@ class Strategy:
     def replayed(self) -> int:
         return self.progress.replayed()
 
+    def went_on(self) -> None:
+        pass
+
     def contribute(self, work: Any) -> None:
         number = self.progress.next_number
         self.run.came[number] = work.began

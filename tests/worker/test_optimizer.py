@@ -30,6 +30,9 @@ class Run:
     def optimizer_state(self, parameters: Any) -> dict[int, Any]:
         return {}
 
+    def went_on(self) -> None:
+        pass
+
     def contribute(self, work: Any) -> None:
         self.progress.steps_left = 100
 

@@ -91,6 +91,7 @@ class Work(NamedTuple):
     part: int = 0  # of several that the model is stepped in, from 1
     continues: bool = False  # the training step of the contribution before
     has_base: bool = False  # the weights it was computed on are still all here
+    is_fragment: bool = False  # bytes of what is in `without_gradient` are zeros that stay at home
     # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
     order: tuple[int, ...] = ()
     residual: float = 0.0  # norm of what the codec has kept back
@@ -166,7 +167,8 @@ def brings_weights(answer: pb.Answer) -> bool:
 
 def read_news(answer: pb.Answer) -> News | None:
     """Of the reference that its weights are of; None where they are the server's own."""
-    news = News(answer.reference, answer.checked_reference, answer.reference_crc)
+    left_out = tuple(one.tensors for one in answer.left_out)
+    news = News(answer.reference, answer.checked_reference, answer.reference_crc, left_out)
     return news if answer.reference else None
 
 

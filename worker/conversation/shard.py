@@ -163,6 +163,8 @@ class Shard:
         elif work.began is not None and work.began.body != self._sent_state:
             self._sent_state = work.began.body
             self.client.send(state_frames(work.began.body))
+        if work.is_fragment:
+            self.up.encoding.choose(self.model.names_at(work.without_gradient))
         if work.optimizer is not None:
             self.client.send(state_frames(save(dict(work.optimizer)), "optimizer"))
         if work.rows:

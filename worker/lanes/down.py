@@ -39,7 +39,7 @@ class Down:
         self.num_taken = 0
         self._reference: Reference | None = None  # where answers are differences
         if isinstance(codec, ByTensor) and moves_reference(codec):
-            self._reference = Reference(codec, model.layout)
+            self._reference = Reference(codec, model.layout, model.names_at)
         self._encoded, self._bodies = Spares(), Spares()
 
     def started(self) -> None:

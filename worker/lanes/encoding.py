@@ -9,7 +9,8 @@ al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was com
     dropped, a delta  e <- c: work that was done is sent with the next one
     START             e <- 0: another membership, or a server that went back, whose steps are done again
 
-e lies where the body was gathered, in the tensors' own dtypes: one body more than without. With momentum mu (DGC, Lin
+e lies where the body was gathered, in the tensors' own dtypes: one body more than without. Of contributions of a part
+of the tensors, by turns, each has its own of e, and the others' stays as it is. With momentum mu (DGC, Lin
 et al. 2018), x is not the gradient g but u <- mu u + g, which becomes so when it counts, and is zeros after a START; in
 codec dgc also where it was sent.
 """
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
-from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
+from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, only_rest, pieces_of
 from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
 from ...common.tensors.optimizers import Hyperparameters
 from ..tensors.transfer import Stretch, copy_bytes
@@ -32,7 +33,7 @@ class Encoding:
     """Attempts at one contribution after another. `layout` is of the part of the model that lies on the shard."""
 
     def __init__(self, codec: Codec, layout: Layout, num_exchanged: int, momentum: float = 0.0) -> None:
-        self.codec = codec
+        self.codec = self._whole = codec
         self._momentum = momentum or codec.momentum
         self._speed: torch.Tensor | None = None  # u, as a body; None: zeros
         self._next_speed: torch.Tensor | None = None  # what it is to become
@@ -42,9 +43,20 @@ class Encoding:
         self._body: torch.Tensor | None = None  # uint8 [exchange_bytes], as gathered; of a part that is encoded, c - y
         self._left: torch.Tensor | None = None  # e, as a body; None: zeros
         self._square = 0.0  # of the norm of c - y; not finite where a value is not
-        self.norm = 0.0  # of e
+        self._squares: dict[frozenset[str], float] = {}  # of e, by what it is without
         self._is_whole = False
         self.num_resets = 0  # of e, that were not zeros
+
+    @property
+    def norm(self) -> float:
+        """Of e."""
+        return math.sqrt(sum(self._squares.values()))
+
+    def choose(self, without: frozenset[str]) -> None:
+        """The next contribution has nothing of these tensors, whose bytes stay at home where the codec is one of
+        pieces."""
+        if isinstance(self._whole, ByTensor):
+            self.codec = only_rest(self._whole, without)
 
     @property
     def body(self) -> memoryview | None:
@@ -77,7 +89,7 @@ class Encoding:
         assert isinstance(self.codec, ByTensor)
         body, out = self._memory()
         of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, body)
-        if not self._has_feedback and len(tensors) == self._num_exchanged:
+        if not self._has_feedback and len(tensors) == self._num_exchanged and not self.codec.without:
             gather.until_end()
             self._coder.begin(body, out[: self.codec.encoded_bytes(self._layout)])
         else:
@@ -175,7 +187,8 @@ class Encoding:
     def use(self, codec: Codec) -> None:
         """Another codec from the next contribution on; what was left out is sent in it (also in raw, and then it is
         over)."""
-        self.codec, self._coder = codec, codec.encoder(self._layout)
+        self.codec = self._whole = codec
+        self._coder = codec.encoder(self._layout)
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
         """What the server's optimizer was begun with."""
@@ -194,13 +207,28 @@ class Encoding:
 
     def _keep(self) -> None:
         if self.codec.is_identity:
-            self._left, self.norm = None, 0.0  # all of it was sent
-        elif math.isfinite(self._square):
-            self.norm = math.sqrt(self._square)
+            self._left, self._squares = None, {}  # all of it was sent
+        elif isinstance(self.codec, ByTensor) and self.codec.without:
+            self._keep_part(self.codec)
+        elif not math.isfinite(self._square):
+            self._reset()
+        else:
+            self._squares = {frozenset(): self._square}
             self._left, self._body = self._body, self._left
             self._speed, self._next_speed = self._next_speed, self._speed
-        else:
-            self._reset()
+
+    def _keep_part(self, codec: ByTensor) -> None:
+        assert self._body is not None
+        is_finite = math.isfinite(self._square)
+        self.num_resets += not is_finite
+        self._squares.pop(frozenset(), None)
+        self._squares[codec.without] = self._square if is_finite else 0.0
+        if self._left is None:
+            self._left = torch.zeros_like(self._body)
+        for pieces in pieces_of(codec, self._layout):
+            for piece in pieces:
+                kept = piece.of_body(self._left)
+                kept.copy_(piece.of_body(self._body)) if is_finite else kept.zero_()
 
     def _restore(self) -> None:
         """c = (c - y) + y."""
@@ -214,7 +242,7 @@ class Encoding:
                 self._square += _square(values.add_(decoded))
 
     def _reset(self) -> float:
-        norm, self.norm = self.norm, 0.0
+        norm, self._squares = self.norm, {}
         self._left = self._speed = None
         self.num_resets += norm > 0
         return norm

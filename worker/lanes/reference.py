@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ...common.codecs.base import Spares, body_bytes
-from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Layout, as_bytes, new_body
@@ -23,14 +23,20 @@ class News(NamedTuple):
     number: int
     checked: int = 0
     crc: int = 0
+    # Of each difference, tensors of the model that it has nothing of, by position in its specs; none: each is whole.
+    left_out: tuple[Sequence[int], ...] = ()
 
 
 class Reference:
     """uint8 [exchange_bytes], besides the model: local steps and evaluations leave it alone. `number` is 0 while there
     is none, or it is torn."""
 
-    def __init__(self, codec: ByTensor, layout: Layout) -> None:
+    def __init__(
+        self, codec: ByTensor, layout: Layout, names_at: Callable[[Iterable[int]], frozenset[str]] | None = None
+    ) -> None:
+        """`names_at`: of tensors of the whole model by position in its specs, those that are here."""
         self.number = 0
+        self._names_at = names_at
         self._codec, self._layout = codec, layout
         self._body: torch.Tensor | None = None
         self._encoded = Spares()
@@ -65,12 +71,14 @@ class Reference:
     def _take_differences(
         self, num_bytes: int, news: News, body: torch.Tensor, receive: Callable[[Write], None]
     ) -> None:
-        held, one = self.number, body_bytes(self._codec, self._layout)
+        held = self.number
         if not 0 < held <= news.number:
             told = f"differences up to reference {news.number}; this worker has reference {held}"
             raise refusal(Reason.BAD_REQUEST, told)
-        if num_bytes != (news.number - held) * one or num_bytes > max(one, self._layout.exchange_bytes):
-            raise _of_other_bytes(num_bytes, (news.number - held) * one)
+        codecs = self._codecs(news, news.number - held)
+        sizes = [body_bytes(codec, self._layout) for codec in codecs]
+        if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
+            raise _of_other_bytes(num_bytes, sum(sizes))
         encoded = self._encoded.lend(num_bytes)
         memory = as_bytes(encoded)
 
@@ -78,14 +86,25 @@ class Reference:
             copy_bytes(memory[offset : offset + len(data)], data)
 
         receive(keep)
-        self.number = 0
-        for number in range(held + 1, news.number + 1):
-            at = (number - held - 1) * one
-            difference = encoded[at : at + one]
-            follow(self._codec, self._layout, difference.clone() if at else difference, body)  # which is aligned
+        self.number = at = 0
+        for number, codec, size in zip(range(held + 1, news.number + 1), codecs, sizes, strict=True):
+            difference = encoded[at : at + size]
+            follow(codec, self._layout, difference.clone() if at else difference, body)  # which is aligned
+            at += size
             if number == news.checked:
                 self._check(number, body, news.crc)
         self._encoded.give_back(encoded)
+
+    def _codecs(self, news: News, count: int) -> list[ByTensor]:
+        """Of each difference, for what it has. Refuses BAD_REQUEST what is not of so many, or of no such tensors."""
+        if not news.left_out:
+            return [self._codec] * count
+        if len(news.left_out) != count or self._names_at is None:
+            raise refusal(Reason.BAD_REQUEST, f"{count} differences, and what is not in {len(news.left_out)} of them")
+        try:
+            return [only_rest(self._codec, self._names_at(positions)) for positions in news.left_out]
+        except IndexError:
+            raise refusal(Reason.BAD_REQUEST, "differences without tensors that the model does not have") from None
 
     def _check(self, number: int, body: torch.Tensor, crc: int) -> None:
         if (found := check_sum(self._layout, body)) != crc:

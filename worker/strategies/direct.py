@@ -21,6 +21,11 @@ from .early import MIN_MODEL_BYTES, EarlySender
 from .late import LateWeights
 
 
+def of_fragment(work: Work, without: tuple[int, ...]) -> Work:
+    """A contribution of which the others stay at home, and go on from what this worker has."""
+    return work._replace(without_gradient=without, has_base=True, is_fragment=True)
+
+
 class Direct:
     """Between a training loop and an exchange, used by the training thread alone. Every contribution is answered
     before the next step begins; its weights may come a little later. `may_send_early`: gradients may leave during
@@ -168,7 +173,7 @@ class Direct:
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
         if self._fragments is not None:
-            return work._replace(without_gradient=self._fragments.choose(self._next_fragment()), has_base=True)
+            return of_fragment(work, self._fragments.choose(self._next_fragment()))
         if self.source != "gradient":
             return work
         return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)

@@ -15,6 +15,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Work, brings_weights
 from ..tensors.overlap import Overlap
 from ..tensors.transfer import ModelTensors
+from .direct import of_fragment
 from .pipelined import Pipelined
 
 
@@ -64,7 +65,7 @@ class Overlapped(Pipelined):
 
     def _hand_over(self, base_version: int, work: Work) -> None:
         if self.settings.fragments > 1:  # the shadow has all weights of the version that came last
-            work = work._replace(without_gradient=self._without, has_base=True)
+            work = of_fragment(work, self._without)
         super()._hand_over(base_version, work)
 
     # ---- evaluations: of the server's weights, and nothing else is computed for them -------------------

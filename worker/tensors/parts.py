@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ...common.tensors.sharding import Part, Share
@@ -23,6 +25,10 @@ class PartTensors(ModelTensors):
         ]
         with torch.no_grad():
             self.tensors = [part.of(whole.tensors[index]) for part, index in self._parts]
+
+    def names_at(self, positions: Iterable[int]) -> frozenset[str]:
+        wanted = self._whole.names_at(positions)
+        return frozenset(part.name for part, _ in self._parts if part.spec.name in wanted)
 
     @property
     def may_lend(self) -> bool:

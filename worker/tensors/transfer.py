@@ -128,6 +128,11 @@ class ModelTensors:
         entries = enumerate(self.layout.entries)
         return [(places[one.spec.name], index) for index, one in entries if one.spec.kind is Kind.PARAMETER]
 
+    def names_at(self, positions: Iterable[int]) -> frozenset[str]:
+        """Of these tensors of the whole model, by position in its specs, those that are here."""
+        specs = self.layout.specs
+        return frozenset(specs[position].name for position in positions)
+
     def step_only(self, parameters: Iterable[torch.Tensor]) -> None:
         """Gradients are those of these parameters from now on: the others' belong to another part's step."""
         ours = {id(parameter) for parameter in parameters}

@@ -8,6 +8,7 @@ into a core's cache, so that all that is done with one costs one pass over the m
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ class ByTensor(Stateless):
     aligns = True  # every tensor; else only the first one of a dtype
     least: ClassVar[float] = 1024  # elements of a tensor that is encoded
     piece: ClassVar[int] = 1 << 17  # elements; 512 KiB of float32
+    without: frozenset[str] = frozenset()  # tensors that are not in what is sent (`only_rest`); decoded they are zeros
 
     def size(self, num_elements: int) -> int:
         """Bytes of an encoded piece."""
@@ -92,6 +94,9 @@ class ByTensor(Stateless):
         for pieces in pieces_of(self, layout):
             for piece in pieces:
                 self.read(piece, encoded, piece.of_body(body))
+        for spec, offset, end in layout.entries if self.without else ():
+            if spec.kind is Kind.PARAMETER and spec.name in self.without:
+                body[offset:end].zero_()
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         """`values` [n] of the piece's dtype, to its place in `out`, uint8 [encoded_bytes]."""
@@ -133,13 +138,25 @@ class PieceEncoder:
         """Nothing is remembered."""
 
 
-@lru_cache(32)  # asked for with every contribution
+@lru_cache(256)
+def only_rest(codec: ByTensor, without: frozenset[str]) -> ByTensor:
+    """The codec for bodies that have nothing of these tensors, such as other fragments'; the same one each time."""
+    if without == codec.without:
+        return codec
+    rest = copy.copy(codec)
+    rest.without = without
+    return rest
+
+
+@lru_cache(256)  # asked for with every contribution
 def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
-    """Of every parameter, in the order of a body."""
+    """Of every parameter, in the order of a body; none of those that are not sent."""
     found: list[list[Piece]] = []
     at, last = 0, ""
     for spec, offset, end in layout.entries:
-        if spec.kind is Kind.PARAMETER:
+        if spec.kind is Kind.PARAMETER and spec.name in codec.without:
+            found.append([])
+        elif spec.kind is Kind.PARAMETER:
             if codec.aligns or spec.dtype != last:
                 at = aligned(at)
             found.append(list(_cut(codec, spec, offset, end, at)))

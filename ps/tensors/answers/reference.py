@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ....common.codecs.base import body_bytes
-from ....common.codecs.shared.by_tensor import ByTensor
+from ....common.codecs.shared.by_tensor import ByTensor, only_rest
 from ....common.codecs.shared.reference import approach, check_sum, distance
 from ....common.tensors.layout import as_bytes, new_body
 from ..store import Store
@@ -32,6 +32,7 @@ class Difference:
     """That leads to `number`; its bytes, uint8 [body_bytes], are made by the time that it is sent."""
 
     number: int
+    without: frozenset[str] = frozenset()  # tensors that it has nothing of
     encoded: torch.Tensor | None = None
     check: int | None = None
 
@@ -53,6 +54,12 @@ class News:
     codec: str  # of the differences; empty: it is whole
     made: tuple[Difference | Whole, ...]
     checked: Difference | None = None  # one of these that has a check
+
+    @property
+    def left_out(self) -> list[frozenset[str]]:
+        """By each difference; none where all are whole."""
+        found = [one.without for one in self.made if isinstance(one, Difference)]
+        return found if any(found) else []
 
     @property
     def pieces(self) -> list[memoryview]:
@@ -77,15 +84,17 @@ class Reference:
         self._whole: Callable[[], Whole | None] = lambda: None
         tensors.submit(lambda: self._body.copy_(store.weights[: layout.exchange_bytes]))
 
-    def publish(self, version: int) -> None:
-        """The reference comes nearer to the weights, which are those of `version` when the work is done."""
+    def publish(self, version: int, without: frozenset[str] = frozenset()) -> None:
+        """The reference comes nearer to the weights, which are those of `version` when the work is done; tensors
+        `without` a change stay as they are."""
         self.number, self.version = self.number + 1, version
-        difference = Difference(self.number)
+        difference, codec = Difference(self.number, without), only_rest(self._codec, without)
         self._ring.append(difference)
 
         def work() -> None:
-            layout, encoded = self._store.layout, new_body(self._num_encoded)
-            approach(self._codec, self._encoder, layout, self._store.weights, self._body, encoded)
+            layout = self._store.layout
+            encoded = new_body(body_bytes(codec, layout))
+            approach(codec, self._encoder, layout, self._store.weights, self._body, encoded)
             if difference.number % _CHECKED_EVERY == 0:
                 difference.check = check_sum(layout, self._body)
                 self.distance = distance(layout, self._store.weights, self._body)
@@ -122,16 +131,21 @@ class Reference:
 
 
 class References:
-    """One for each codec that some worker is answered in. `has_rounds`: versions are everybody's, who all get them."""
+    """One for each codec that some worker is answered in. `has_rounds`: versions are everybody's, who all get them;
+    `has_fragments`: each changes a part of the tensors."""
 
-    def __init__(self, store: Store, tensors: TensorThread, has_rounds: bool) -> None:
+    def __init__(self, store: Store, tensors: TensorThread, has_rounds: bool, has_fragments: bool = False) -> None:
         self._store, self._tensors, self._has_rounds = store, tensors, has_rounds
+        self._has_fragments = has_fragments
+        self._unchanged: frozenset[str] | None = None  # since the newest that was published; None: all tensors
         self._of_codec: dict[str, Reference] = {}
         self._version = store.version  # the newest that was published
         self._num_since, self._num_live = 0, 0  # contributions in versions since; workers
 
-    def committed(self, num_contributions: int, num_live: int) -> None:
-        """A version is decided."""
+    def committed(self, num_contributions: int, num_live: int, without: frozenset[str] | None = None) -> None:
+        """A version is decided; tensors `without` a part in it are as before; None: nothing was folded."""
+        if self._has_fragments and without is not None:
+            self._unchanged = without if self._unchanged is None else self._unchanged & without
         self._num_since, self._num_live = self._num_since + num_contributions, num_live
 
     def answers(self, version: int, is_start: bool) -> None:
@@ -142,8 +156,9 @@ class References:
         if version == self._version or not is_due:
             return
         self._version, self._num_since = version, 0
+        unchanged, self._unchanged = self._unchanged, None
         for reference in self._of_codec.values():
-            reference.publish(version)
+            reference.publish(version, unchanged or frozenset())
 
     def of(self, codec: ByTensor, version: int) -> Reference:
         """A new one is of `version`, the newest."""

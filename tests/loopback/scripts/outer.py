@@ -1,5 +1,5 @@
 """A small network in float64, on batches that (rank, step) say, 3 + 2 * rank samples each: a worker, and what a test
-makes the reference of. argv: sgd|adamw|sgd-deep|adamw-deep [WAIT_FILE STEP], as in onehot.py.
+makes the reference of. argv: sgd|adamw, with -deep or -wide behind it or not, [WAIT_FILE STEP], as in onehot.py.
 """
 
 import sys
@@ -15,6 +15,8 @@ def make(inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
     if inner.endswith("-deep"):
         layers += [nn.Tanh(), nn.Linear(3, 3)]
+    if inner.endswith("-wide"):  # codecs encode what is large
+        layers = [nn.Linear(6, 800), nn.Tanh(), nn.Linear(800, 9), nn.Tanh(), nn.Linear(9, 3)]
     model = nn.Sequential(*layers).double()
     if inner.startswith("sgd"):
         return model, torch.optim.SGD(model.parameters(), lr=0.1)

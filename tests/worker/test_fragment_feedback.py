@@ -1,0 +1,176 @@
+"""Of a fragment in a codec that remembers: each has its own of what was left out, as a model of its own would have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.codecs.base import body_bytes, check_codecs, take_body
+from paramserver.common.codecs.shared.by_tensor import ByTensor, only_rest
+from paramserver.common.errors import ParamServerError, UsageError
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.worker.lanes.encoding import Encoding
+from paramserver.worker.lanes.reference import News, Reference
+from paramserver.worker.tensors.transfer import Stretch
+
+SPECS = [
+    TensorSpec("a", Kind.PARAMETER, "float32", (70, 67)),
+    TensorSpec("b", Kind.PARAMETER, "float32", (61, 80)),
+    TensorSpec("c", Kind.PARAMETER, "float32", (7,)),
+    TensorSpec("n", Kind.BUFFER, "int64", (3,)),
+]
+LAYOUT = Layout(SPECS)
+FRAGMENTS = [{"a"}, {"b", "c"}]
+NAMES = {spec.name for spec in SPECS if spec.kind is Kind.PARAMETER}
+CODEC_NAMES = [n for n in CODECS.names() if CODECS.load(n).has_feedback and not CODECS.load(n).momentum]
+
+
+def filled(layout: Layout, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    body = new_body(layout.exchange_bytes)
+    for spec, view in layout.views(body):
+        if spec.name in values:
+            view.copy_(values[spec.name])
+    return body
+
+
+def of_names(layout: Layout, body: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    views = layout.views(new_body(layout.exchange_bytes) if body is None else body)
+    return {spec.name: view.clone() for spec, view in views if spec.kind is Kind.PARAMETER}
+
+
+class Side:
+    """Worker and server of one model, whole or with some of its tensors in each contribution."""
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        self.layout, self.encoding = layout, Encoding(CODECS.load(name)(), layout, len(layout.entries))
+
+    def encode(self, values: dict[str, torch.Tensor], without: frozenset[str] = frozenset()) -> bytes:
+        self.encoding.choose(without)
+        return bytes(self.encoding.whole(Stretch(0, [as_bytes(filled(self.layout, values))])))
+
+    def decode(self, sent: bytes) -> dict[str, torch.Tensor]:
+        codec, body = self.encoding.codec, new_body(self.layout.exchange_bytes).fill_(7)
+        encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        take_body(codec, codec.decoder(self.layout), self.layout, encoded, body)
+        return of_names(self.layout, body)
+
+    @property
+    def left(self) -> dict[str, torch.Tensor]:
+        return of_names(self.layout, self.encoding._left)
+
+
+FATES = st.lists(
+    st.tuples(st.sampled_from(["counts", "counts", "dropped", "rejected", "again"]), st.booleans()), max_size=9
+)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@given(fates=FATES)
+@settings(max_examples=12, deadline=None)
+def test_a_fragment_is_sent_as_a_model_of_its_own_would_be(name: str, fates: list[tuple[str, bool]]) -> None:
+    """Bytes, what is decoded, and what is left out: each fragment beside a model that has no other tensors."""
+    whole = Side(name, LAYOUT)
+    alone = [Side(name, Layout([spec for spec in SPECS if spec.name in own or spec.name == "n"])) for own in FRAGMENTS]
+    for seed, (fate, second) in enumerate(fates):
+        chance, own, one = torch.Generator().manual_seed(seed), FRAGMENTS[second], alone[second]
+        values = {spec.name: torch.randn(spec.shape, generator=chance) for spec in SPECS if spec.name in own}
+        other = {name: left for name, left in whole.left.items() if name not in own}
+        sent, wanted = whole.encode(values, frozenset(NAMES - own)), one.encode(values)
+        assert len(sent) == body_bytes(whole.encoding.codec, LAYOUT)
+        num_bytes = whole.encoding.codec.encoded_bytes(LAYOUT)  # buffers follow
+        assert num_bytes == one.encoding.codec.encoded_bytes(one.layout)
+        decoded = whole.decode(sent)
+        if name != "powersgd":  # whose first Q is of where a tensor lies
+            assert sent[:num_bytes] == wanted[:num_bytes]
+            for key, value in one.decode(wanted).items():
+                assert torch.equal(decoded[key], value)
+        assert not any(decoded[key].any() for key in NAMES - own)
+        if fate == "again":
+            whole.encoding.recall()
+            body = whole.encoding.body
+            assert body is not None and bytes(body) == sent
+        for side in (whole, one):
+            if fate in ("counts", "again"):
+                side.encoding.commit()
+            else:
+                side.encoding.rollback(is_work=fate == "dropped")
+        left = whole.left
+        assert all(torch.equal(left[key], kept) for key, kept in other.items()), "of other fragments"
+        if name != "powersgd":
+            assert all(torch.equal(left[key], kept) for key, kept in one.left.items())
+        norm = math.sqrt(sum(float(kept.double().norm()) ** 2 for kept in left.values()))
+        assert whole.encoding.norm == pytest.approx(norm, rel=1e-4)
+    assert whole.encoding.start() == pytest.approx(math.sqrt(sum(one.encoding.norm**2 for one in alone)), rel=1e-4) or (
+        name == "powersgd"
+    )
+    assert not any(kept.any() for kept in whole.left.values())
+
+
+def test_an_infinite_rest_of_one_fragment_costs_the_others_nothing() -> None:
+    side = Side("int8", LAYOUT)
+    for own in FRAGMENTS:
+        side.encode({name: torch.randn(*spec_of(name).shape) for name in own}, frozenset(NAMES - own))
+        side.encoding.commit()
+    kept = side.left["a"]
+    side.encode({"b": torch.full((61, 80), math.inf)}, frozenset({"a"}))
+    side.encoding.commit()
+    assert side.left["a"].any() and torch.equal(side.left["a"], kept)
+    assert not side.left["b"].any() and side.encoding.num_resets == 1
+
+
+def spec_of(name: str) -> TensorSpec:
+    return next(spec for spec in SPECS if spec.name == name)
+
+
+# ---- the way down -----------------------------------------------------------------------------------
+
+
+def taking(left_out: tuple[Any, ...], sizes: list[int], number: int) -> None:
+    """A worker at reference 1 is sent zeros of these sizes that lead to another one."""
+    codec = CODECS.load("q4")()
+    reference = Reference(codec, LAYOUT, lambda positions: frozenset(LAYOUT.specs[one].name for one in positions))
+    whole = bytes(LAYOUT.exchange_bytes)
+    reference.take(len(whole), "", News(1), lambda write: write(0, memoryview(whole)), lambda *_: None)
+    body = bytes(sum(sizes))
+    news = News(number, left_out=left_out)
+    reference.take(len(body), "q4", news, lambda write: write(0, memoryview(body)), lambda *_: None)
+    assert reference.number == number
+
+
+def size(without: set[str]) -> int:
+    codec = CODECS.load("q4")()
+    assert isinstance(codec, ByTensor)
+    return body_bytes(only_rest(codec, frozenset(without)), LAYOUT)
+
+
+def test_differences_of_fragments_have_their_own_sizes() -> None:
+    place = {spec.name: at for at, spec in enumerate(LAYOUT.specs)}
+    taking(([place["a"]], [place["b"], place["c"]]), [size({"a"}), size({"b", "c"})], 3)
+    assert size({"a"}) + size({"b", "c"}) < size(set()) + 100
+
+
+@pytest.mark.parametrize(
+    ("left_out", "sizes", "told"),
+    [
+        (([0],), [size({"a"}), size(set())], "2 differences, and what is not in 1 of them"),
+        (([0], []), [size(set()), size(set())], "bytes of weights"),
+        (([9], []), [size({"a"}), size(set())], "tensors that the model does not have"),
+    ],
+)
+def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes: list[int], told: str) -> None:
+    with pytest.raises(ParamServerError, match=told):
+        taking(left_out, sizes, 3)
+
+
+@pytest.mark.parametrize(("up", "down", "told"), [("raw", "bf16", "answer_codec is bf16, which has answers whole")])
+def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        check_codecs("diloco", "delta", CODECS.load(up)(), CODECS.load(down)(), fragments=3)
+    for able in ("int8", "q4", "sparse", "topk", "sign", "powersgd", "bf16"):
+        check_codecs("diloco", "delta", CODECS.load(able)(), CODECS.load("q4")(), fragments=3)
