@@ -25,6 +25,7 @@ Start a server and N workers, watch them, and end them together.
   ps-launch configs/digits.yaml --checkpoint-dir D once more: goes on where it was
   ps-launch configs/digits.yaml --hosts hosts.yaml on the machines of that file
   ps-launch configs/digits.yaml --dry-run          only show the commands
+  ps-launch doctor configs/digits.yaml             what machines and links allow
 
 What processes say goes to standard error, results to standard output.
 Ctrl-C lets the processes end in good order, a second one kills them.
@@ -42,7 +43,11 @@ _DryRunOption = Annotated[
 ]
 _ScriptArgOption = Annotated[list[str] | None, typer.Option("--script-arg", hidden=True)]
 
-_COMMANDS = {"check": "..drills.check_main", "chaos": "..drills.chaos.main"}  # each with a main(arguments)
+_COMMANDS = {
+    "check": "..drills.check_main",
+    "chaos": "..drills.chaos.main",
+    "doctor": "..drills.doctor.main",
+}  # each with a main(arguments)
 
 
 _EstimateOption = Annotated[

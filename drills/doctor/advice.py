@@ -1,0 +1,192 @@
+"""What measured machines and links mean for training: what is wrong, what each mode would make of it, in sentences.
+
+Steps a second are foreseen by the simulator (`paramserver/simulate`): the real rules of each mode, with the computing
+time and the link that were measured. Local steps follow from one sum: an exchange of E seconds takes at most 20 % of
+the time where K >= 4 E / C, with C seconds of computing in a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ...common.errors import UsageError
+from ...simulate.plan import Told, resolve, worlds
+from ...simulate.results.summary import figures
+from ...simulate.run.simulation import Simulation
+from .measure import Link, Measured
+
+CODECS = ("raw", "int8", "q4")
+MODES = ("sync", "async", "ssp", "localsgd", "diloco")
+_SHARE = 0.2  # of the time in exchanges, at most
+_GOOD = 0.8  # of ideal
+_STEPS = 200
+_COPIES = 4  # of the model in a worker's memory: weights, gradients, two moments
+_NAMES_THE_SAME = ("program", "torch", "python")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`level`: ok, warn or fail; `fix` is empty where nothing is to be done."""
+
+    level: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Of all workers together."""
+
+    mode: str
+    codec: str
+    steps_per_s: float
+    of_ideal: float
+    local_steps: int = 1
+
+
+def checks(measured: Measured) -> list[Finding]:
+    """What of the machines would fail a run, or spoil it."""
+    machines = measured.machines
+    found = list(_differing(machines))
+    for rank, one in sorted(machines.items()):
+        found += _of_machine(f"worker {rank} ({one['host']})", one, measured.megabytes, measured.clocks.get(rank, 0.0))
+    return found or [Finding("ok", f"{len(machines)} workers, all with the same versions")]
+
+
+def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
+    for name in _NAMES_THE_SAME:
+        of = {rank: one[name] for rank, one in sorted(machines.items())}
+        if len(set(of.values())) > 1:
+            told = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
+            level = "fail" if name == "program" else "warn"
+            yield Finding(level, f"versions of {name} differ: {told}", "install the same everywhere")
+
+
+def _of_machine(who: str, one: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
+    need, disk = int(_COPIES * megabytes * 1e6), int(10 * megabytes * 1e6)
+    if one["free_memory"] < need:
+        told = f"{one['free_memory'] / 1e9:.1f} GB of memory are free, {need / 1e9:.1f} are needed"
+        yield Finding("fail", f"{who}: {told}", "another machine, or --shards and a smaller model")
+    if one["free_disk"] < disk:
+        told = f"{one['free_disk'] / 1e9:.1f} GB of disk are free in {one['folder']}"
+        yield Finding("warn", f"{who}: {told}", "snapshots want ten times the model, or elsewhere (--checkpoint-dir)")
+    if one["fsync_s"] < 0:
+        yield Finding("warn", f"{who}: nothing can be written in {one['folder']}", "start it elsewhere (workdir)")
+    elif one["fsync_s"] > 0.1:
+        told = f"a MiB takes {one['fsync_s']:.2f} s to be on the disk"
+        yield Finding("warn", f"{who}: {told}", "snapshots seldom (--checkpoint-every), or on another disk")
+    if one["files"] < 1024:
+        yield Finding("warn", f"{who}: {one['files']} open files are possible", "ulimit -n 65536")
+    if abs(behind_s) > 2.0:
+        told = f"its clock differs by {behind_s:+.1f} s"
+        yield Finding("warn", f"{who}: {told}", "nothing depends on it but what logs say; chrony or ntpd mend it")
+    if one["load"] > 1.5 * one["cores"]:
+        told = f"load {one['load']:.1f} on {one['cores']} cores"
+        yield Finding(
+            "warn", f"{who}: {told}", "somebody else works there: it will be the straggler, see ssp and async"
+        )
+
+
+def typical(links: Sequence[Link]) -> Link:
+    """One for all workers: each figure is the median of their best lanes."""
+    up, down = median(link.up for link in links), median(link.down for link in links)
+    return Link(-1, links[0].lane, up, down, median(link.exchange_s for link in links))
+
+
+def best_links(measured: Measured) -> list[Link]:
+    """Of each worker, over the lane that it would take."""
+    return [measured.of_rank(rank)[0] for rank in sorted(measured.machines) if measured.of_rank(rank)]
+
+
+def local_steps_for(exchange_s: float, compute_s: float) -> int:
+    """The fewest with which exchanges take at most a fifth of the time."""
+    if compute_s <= 0:
+        raise UsageError("a training step takes no time", fix="--compute 100ms")
+    return max(1, math.ceil(exchange_s * (1 - _SHARE) / _SHARE / compute_s - 1e-9))
+
+
+def foresee(
+    config: str | None,
+    num_workers: int,
+    megabytes: float,
+    compute_s: float,
+    link: Link,
+    trip_s: float,
+    sets: Sequence[str] = (),
+) -> list[Foreseen]:
+    """Every mode with every codec; those with local steps with as many as keep exchanges at a fifth of the time."""
+    told = Told(
+        megabytes=megabytes, compute=f"{compute_s * 1e3:.4f}ms", jitter=0.0, latency=f"{trip_s * 1e3:.4f}ms",
+        bandwidth=f"{link.down * 8 / 1e6:.4f}mbit/{link.up * 8 / 1e6:.4f}mbit", fold="0ms", step="0ms",
+    )  # fmt: skip
+    found = []
+    for mode in MODES:
+        for codec in CODECS:
+            for ways in (("worker.codec", "worker.answer_codec"), ("worker.codec",)):
+                settings = [*sets, *(f"{way}={codec}" for way in ways)]
+                with suppress(UsageError):  # not every mode takes every codec both ways
+                    found.append(_foreseen(config, mode, codec, num_workers, told, settings))
+                    break
+    return found
+
+
+def _foreseen(config: str | None, mode: str, codec: str, num_workers: int, told: Told, settings: list[str]) -> Foreseen:
+    flags = {"run.steps": _STEPS}
+    chosen = resolve(config, mode, num_workers, flags, settings, {})[0]
+    world = worlds([chosen], told)[0][1]
+    if hasattr(chosen.policy.options(mode), "local_steps"):
+        exchange_s = world.latency_s + world.up_bytes / world.up + world.down_bytes / world.down
+        local = local_steps_for(exchange_s, world.compute_s)
+        flags = {"run.steps": local * max(10, _STEPS // local)}  # whole rounds
+        chosen = resolve(config, mode, num_workers, flags, [*settings, f"policy.local_steps={local}"], {})[0]
+    simulation = Simulation(*worlds([chosen], told)[0], time.perf_counter)
+    simulation.go()
+    final = figures(simulation)
+    return Foreseen(mode, codec, final["steps/s"], final["of ideal"], simulation.policy.local_steps)
+
+
+def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s: float, megabytes: float) -> list[str]:
+    """What follows, for people."""
+    exchange_s = trip_s + megabytes * 1e6 * (1 / link.up + 1 / link.down)
+    rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms there and back"
+    told = [
+        f"A step computes for {compute_s * 1e3:,.1f} ms; {megabytes:.3g} MB go up and come back in "
+        f"{exchange_s * 1e3:,.1f} ms ({rate})."
+    ]
+    every_step = [one for one in foreseen if one.local_steps == 1 and one.of_ideal >= _GOOD]
+    if any(one.codec == "raw" for one in every_step):
+        told.append(
+            f"This link carries raw gradients of every step: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
+            "time or more. Equal machines: sync; unequal ones: ssp or async."
+        )
+    elif every_step:
+        best = min(every_step, key=lambda one: CODECS.index(one.codec))
+        told.append(
+            f"Raw, transfer takes more than a fifth of the time; --set worker.codec={best.codec} --set "
+            f"worker.answer_codec={best.codec} makes it fit ({_named(every_step, best.codec)})."
+        )
+    else:
+        local = {one.codec: one.local_steps for one in foreseen if one.local_steps > 1}
+        steps = ", ".join(f"{steps} with {codec}" for codec, steps in local.items())
+        told.append(
+            "No codec makes gradients of every step fit: take local steps, --mode diloco or localsgd, with "
+            f"--local-steps {steps}, so that transfer stays below a fifth of the time."
+        )
+    best = max(foreseen, key=lambda one: (round(one.of_ideal, 1), -CODECS.index(one.codec), -one.local_steps))
+    told.append(
+        f"First try: --mode {best.mode}"
+        + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
+        + (f" --set worker.codec={best.codec} --set worker.answer_codec={best.codec}" if best.codec != "raw" else "")
+        + f": {best.steps_per_s:,.1f} steps a second of all workers are foreseen, {best.of_ideal:.0%} of ideal."
+    )
+    return told
+
+
+def _named(foreseen: Sequence[Foreseen], codec: str) -> str:
+    return ", ".join(dict.fromkeys(one.mode for one in foreseen if one.codec == codec))

@@ -1,0 +1,177 @@
+"""ps-launch doctor: the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ...common.config.cli import SetOption, make_app, run_app
+from ...common.errors import ParamServerError, UsageError
+from ...common.reporting.report import report_console, share
+from ...common.reporting.summary import Summary
+from . import advice
+from .measure import Job, Measured, measure
+
+PROGRAM = "ps-launch doctor"
+_STEPS = 30
+
+_HELP = """\b
+Measure the machines and the network between them, and say which mode that carries.
+
+[bold]Examples[/bold]
+
+  ps-launch doctor configs/digits.yaml             this machine, with that task's step and size
+  ps-launch doctor configs/digits.yaml --hosts hosts.yaml -n 4
+                                                   the machines of that file, one worker after another
+  ps-launch doctor --mb 400 --compute 250ms        a model that is not there yet
+  ps-launch doctor configs/digits.yaml --verify    and how wrong the advice is, by real runs
+
+Real processes exchange real frames: round trips first, then the model over each lane, the way up
+alone and both ways. Nothing is kept. Exit code 1 when something would fail a run.
+"""
+
+app = make_app(_HELP)
+
+
+@app.command(help=_HELP)
+def doctor(
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.")] = None,
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Machines or processes to measure.")] = 2,
+    hosts: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Machines, see docs/remote.md.")] = None,
+    megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; none: the task's.")] = None,
+    compute: Annotated[str | None, typer.Option(metavar="TIME", help="Of a step; none: the task's, measured.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement and worker.")] = 1.0,
+    verify: Annotated[bool, typer.Option("--verify", help="Run each mode for a moment, beside what was said.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    sets: SetOption = None,
+) -> int:
+    from ...simulate.machines.units import seconds as parsed
+
+    compute_s = parsed("--compute", compute) if compute is not None else None
+    if compute_s is not None and compute_s <= 0:
+        raise UsageError(f"flag --compute: {compute}: a step takes some time", fix="--compute 100ms")
+    if config is None and (megabytes is None or compute_s is None):
+        raise UsageError("neither a CONFIG nor what it would say: the model's size and a step's time",
+                         fix="ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms")  # fmt: skip
+    where = [*([config] if config else []), "-n", str(workers), *(["--hosts", hosts, "--sync-code"] if hosts else [])]
+    arguments = (*where, *(f"--set={one}" for one in sets or []))
+    if compute_s is None or megabytes is None:
+        _say("a step of the task")
+        ran = _ran(arguments, "async", _STEPS, [])
+        each = [one for one in ran.workers if one.steps]
+        compute_s = compute_s or sum(one.compute_s for one in each) / sum(one.steps for one in each)
+        megabytes = megabytes or sum(one.bytes_sent for one in each) / sum(one.steps for one in each) / 1e6
+    found = measure(Job(arguments, seconds, workers, _say), megabytes)
+    links = advice.best_links(found)
+    link = advice.typical(links)
+    trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
+    foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets or [])
+    checks = advice.checks(found)
+    told = advice.sentences(foreseen, link, trip_s, compute_s, megabytes)
+    beside = _verified(arguments, foreseen) if verify else []
+    if as_json:
+        print(_as_json(found, checks, foreseen, told, beside, compute_s))
+    else:
+        _show(found, checks, foreseen, told, beside)
+    return 1 if any(one.level == "fail" for one in checks) else 0
+
+
+def _say(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def _ran(arguments: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summary:
+    """What a short run came to. ParamServerError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "summary.json"
+        quiet = ["output.save=null", "output.history=null", "checkpoint.dir=null", "run.eval_every=null", *sets]
+        command = [
+            sys.executable, "-m", "paramserver.launch", *arguments, "--mode", mode, "--steps", str(steps), "--summary",
+            str(path), *(f"--set={one}" for one in quiet),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not path.exists():
+            last = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
+            error = ParamServerError(
+                f"a run of {steps} steps in {mode} ended with exit code {done.returncode}:\n{last}"
+            )
+            error.exit_code = done.returncode or 1
+            raise error
+        return Summary.model_validate_json(path.read_text())
+
+
+def _verified(arguments: tuple[str, ...], foreseen: list[advice.Foreseen]) -> list[tuple[advice.Foreseen, float]]:
+    """Raw, as real runs: steps a second of all workers, without what happens once."""
+    found = []
+    for one in foreseen:
+        if one.codec != advice.CODECS[0]:
+            continue
+        _say(f"{one.mode}, for real")
+        local = [f"policy.local_steps={one.local_steps}"] if one.local_steps > 1 else []
+        few = max(_STEPS, 3 * one.local_steps)
+        short, long = (_ran(arguments, one.mode, number, local) for number in (few, 3 * few))
+        elapsed_s = long.wall_s - short.wall_s
+        found.append((one, len(long.workers) * 2 * few / elapsed_s if elapsed_s > 0 else 0.0))
+    return found
+
+
+def _as_json(
+    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
+    beside: list[tuple[advice.Foreseen, float]], compute_s: float,
+) -> str:  # fmt: skip
+    trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
+    return json.dumps({
+        "megabytes": found.megabytes, "compute_s": compute_s, "machines": found.machines, "round_trips": trips,
+        "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
+        "foreseen": [asdict(one) for one in foreseen], "advice": told,
+        "verified": [{"mode": one.mode, "foreseen": one.steps_per_s, "measured": rate} for one, rate in beside],
+    }, indent=2)  # fmt: skip
+
+
+def _show(
+    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
+    beside: list[tuple[advice.Foreseen, float]],
+) -> None:  # fmt: skip
+    console = report_console()
+    links = Table("worker", "host", "lane", "up MB/s", "down MB/s", "exchange", "round trip", "99 %", box=None)
+    for link in sorted(found.links, key=lambda one: (one.rank, one.exchange_s)):
+        trip, worst = found.round_trips[link.rank]
+        links.add_row(
+            str(link.rank), str(found.machines[link.rank]["host"]), link.lane, f"{link.up / 1e6:,.1f}",
+            f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms", f"{trip * 1e3:.2f} ms",
+            f"{worst * 1e3:.2f} ms",
+        )  # fmt: skip
+    console.print(links)
+    for check in checks:
+        style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
+        console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
+    modes = Table("mode", "local steps", *(f"{codec} steps/s" for codec in advice.CODECS), "of ideal", box=None)
+    for mode in dict.fromkeys(one.mode for one in foreseen):
+        row = {one.codec: one for one in foreseen if one.mode == mode}
+        local = "/".join(dict.fromkeys(str(one.local_steps) for one in row.values()))
+        cells = [f"{row[codec].steps_per_s:,.1f}" if codec in row else "-" for codec in advice.CODECS]
+        modes.add_row(mode, local, *cells, " ".join(share(one.of_ideal) for one in row.values()))
+    console.print(modes)
+    if beside:
+        real = Table("mode, raw", "foreseen", "measured", "error", box=None)
+        for one, rate in beside:
+            error = f"{one.steps_per_s / rate - 1:+.0%}" if rate else "-"
+            real.add_row(one.mode, f"{one.steps_per_s:,.1f}", f"{rate:,.1f}", error)
+        console.print(real)
+    for sentence in told:
+        console.print(sentence, highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    if arguments is not None:
+        sys.argv[1:] = arguments
+    run_app(app, PROGRAM)

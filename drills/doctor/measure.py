@@ -1,0 +1,132 @@
+"""Runs `ps-launch` with the probe as each worker: once for each lane and way, and once for round trips."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import ParamServerError, UsageError
+
+PROBE = Path(__file__).parents[1] / "tasks" / "probe.py"
+LANES = ("shared", "direct", "grpc")
+_TINY_MB = 256 / 1e6
+_MARK = "PROBE "
+_STEPS = "100000000"  # the probe ends when its time is over
+_NEVER = 1_000_000  # contributions until weights are fetched: only the way up is measured
+
+
+@dataclass
+class Link:
+    """Between one worker's machine and the server over one lane. Seconds; bytes a second."""
+
+    rank: int
+    lane: str
+    up: float
+    down: float
+    exchange_s: float  # of both ways, median
+
+    def fields(self) -> dict[str, Any]:
+        return {**vars(self), "up_mb_s": round(self.up / 1e6, 2), "down_mb_s": round(self.down / 1e6, 2)}
+
+
+@dataclass
+class Measured:
+    """What was found."""
+
+    megabytes: float
+    machines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
+    clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, at most; by rank
+    round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
+    links: list[Link] = field(default_factory=list)
+
+    def of_rank(self, rank: int) -> list[Link]:
+        """The best lane first."""
+        return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """How jobs are started: what `ps-launch` is told beside the probe's own."""
+
+    arguments: tuple[str, ...]  # CONFIG, -n, --hosts, ...
+    seconds: float  # for each worker and measurement
+    num_workers: int
+    say: Callable[[str], None]
+
+    def probe(self, megabytes: float, lane: str, *sets: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        """What each rank's probe said, and the lane it was given. ParamServerError where a job fails."""
+        settings = ("run.mode=async", f"worker.lanes={lane if lane == 'grpc' else f'{lane},grpc'}", *sets)
+        command = [
+            sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
+            "--log-format", "json", "--steps", _STEPS, *(f"--set={one}" for one in settings),
+            "--max-restarts", "0", "--", f"{megabytes:.6f}", str(self.seconds),
+        ]  # fmt: skip
+        found: dict[int, dict[str, Any]] = {}
+        lanes: dict[int, str] = {}
+        last: list[str] = []
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = [*last[-8:], line.rstrip()]
+            self._read(line, found, lanes)
+        code = process.wait()
+        if code or len(found) < self.num_workers:
+            error = ParamServerError(
+                f"the probe over {lane} ended with exit code {code}, and {len(found)} of {self.num_workers} workers "
+                "said something:\n" + "\n".join(last)
+            )
+            error.exit_code = code or 1
+            raise error
+        return found, lanes
+
+    def _read(self, line: str, found: dict[int, dict[str, Any]], lanes: dict[int, str]) -> None:
+        text = line
+        if line.startswith("{"):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                return
+            if event.get("event") in ("admitted", "resumed") and "tensors" in event:
+                lanes[event["rank"]] = event["tensors"]
+            text = str(event.get("line", ""))
+        at = text.find(_MARK)
+        if at >= 0:
+            said = json.loads(text[at + len(_MARK) :])
+            said["arrived"] = time.time()
+            found[said["rank"]] = said
+
+
+def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measured:
+    """Round trips, then each lane up and both ways. A lane that nobody was given is left out."""
+    if megabytes <= 0:
+        raise UsageError(f"the model has {megabytes:g} MB", fix="--mb 10")
+    measured = Measured(megabytes)
+    job.say("round trips")
+    small, _ = job.probe(_TINY_MB, "direct")
+    for rank, said in small.items():
+        measured.machines[rank] = said
+        measured.clocks[rank] = said["arrived"] - said["time"]
+        measured.round_trips[rank] = said["median_s"], said["p99_s"]
+    for lane in lanes:
+        job.say(f"{megabytes:g} MB over {lane}")
+        both, given = job.probe(megabytes, lane)
+        wanted = {"shared": "shared memory"}.get(lane, lane)
+        ranks = [rank for rank in both if given.get(rank, lane) == wanted]
+        if not ranks:
+            continue
+        up, _ = job.probe(megabytes, lane, f"policy.pull_every={_NEVER}")
+        for rank in ranks:
+            num, trip = both[rank]["bytes"], measured.round_trips[rank][0]
+            up_s = max(0.05 * up[rank]["median_s"], up[rank]["median_s"] - trip)
+            # Two medians: what is between them may be less than their noise, where weights come as fast as that.
+            down_s = max(0.05 * both[rank]["median_s"], both[rank]["median_s"] - up[rank]["median_s"])
+            measured.links.append(Link(rank, lane, num / up_s, num / down_s, both[rank]["median_s"]))
+    return measured

@@ -1,0 +1,95 @@
+"""`ps-launch doctor`: what it concludes from what it has measured, and that it measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.drills.doctor import advice
+from paramserver.drills.doctor.measure import Link, Measured
+from paramserver.tests.loopback.conftest import Cluster
+
+HEALTHY = {
+    "host": "a", "program": "1", "torch": "2", "python": "3.11", "free_memory": 8 << 30, "free_disk": 1 << 40,
+    "fsync_s": 0.01, "files": 65536, "load": 0.1, "cores": 4, "folder": "/work", "cuda": 0, "free_shm": 1 << 30,
+}  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.stop()
+
+
+@given(st.floats(1e-4, 100), st.floats(1e-4, 10))
+def test_local_steps_keep_exchanges_at_a_fifth_of_the_time(exchange_s: float, compute_s: float) -> None:
+    steps = advice.local_steps_for(exchange_s, compute_s)
+    assert exchange_s / (exchange_s + steps * compute_s) <= 0.2 + 1e-9
+    if steps > 1:
+        assert exchange_s / (exchange_s + (steps - 1) * compute_s) > 0.2 - 1e-9
+
+
+def test_what_is_wrong_with_machines() -> None:
+    measured = Measured(1000.0, {0: HEALTHY, 1: {**HEALTHY, "program": "2", "free_memory": 1 << 30, "fsync_s": 0.5}})
+    measured.clocks = {1: 60.0}
+    found = [(one.level, one.text) for one in advice.checks(measured)]
+    assert found == [
+        ("fail", "versions of program differ: worker 0 1, worker 1 2"),
+        ("fail", "worker 1 (a): 1.1 GB of memory are free, 4.0 are needed"),
+        ("warn", "worker 1 (a): a MiB takes 0.50 s to be on the disk"),
+        ("warn", "worker 1 (a): its clock differs by +60.0 s"),
+    ]
+    assert [one.level for one in advice.checks(Measured(1.0, {0: HEALTHY}))] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("megabit", "says", "first"),
+    [
+        (10_000, "This link carries raw gradients of every step", "--mode sync:"),
+        (1000, "Raw, transfer takes more than a fifth of the time; --set worker.codec=q4", "--mode"),
+        (20, "No codec makes gradients of every step fit", "--local-steps"),
+    ],
+)
+def test_advice_by_link(megabit: float, says: str, first: str) -> None:
+    """10 MB of model, 100 ms of computing: there and back raw on 10 Gbit/s 16 ms, on 1 Gbit/s 160, q4 21; on
+    20 Mbit/s q4 one second."""
+    link, trip_s = Link(-1, "direct", megabit * 1e6 / 8, megabit * 1e6 / 8, 0.0), 0.001
+    foreseen = advice.foresee(None, 2, 10.0, 0.1, link, trip_s)
+    sync = {one.codec: one for one in foreseen if one.mode == "sync"}
+    exact = 2 / (0.1 + trip_s + 2 * 10e6 / link.up)
+    assert sync["raw"].steps_per_s == pytest.approx(exact, rel=0.02)
+    assert sync["raw"].steps_per_s <= sync["int8"].steps_per_s <= sync["q4"].steps_per_s
+    diloco = {one.codec: one for one in foreseen if one.mode == "diloco"}
+    assert all(one.of_ideal >= 0.78 for one in diloco.values())
+    told = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
+    assert says in told and first in told.partition("First try")[2]
+
+
+def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
+    told = cluster.command("launch", "doctor", "--mb", "4")
+    assert told.returncode == 2
+    assert "the model's size and a step's time" in told.stderr
+    assert cluster.command("launch", "doctor", "--mb", "4", "--compute", "0ms").returncode == 2
+    told = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
+    assert (told.returncode, "the model has -4 MB" in told.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_it_measures_every_lane(cluster: Cluster) -> None:
+    told = cluster.command("launch", "doctor", "--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--json")
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert {(link["rank"], link["lane"]) for link in found["links"]} == {
+        (rank, lane) for rank in range(2) for lane in ("shared", "direct", "grpc")
+    }
+    assert all(link["up"] > 1e6 and link["down"] > 1e6 for link in found["links"])
+    assert set(found["round_trips"]) == set(found["machines"]) == {"0", "1"}
+    assert {one["mode"] for one in found["foreseen"]} == set(advice.MODES)
+    assert "First try" in found["advice"][-1]
+    assert not list(cluster.folder.glob("*.safetensors"))
