@@ -21,7 +21,7 @@ from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
 from .observe import reports
-from .observe.sinks import make_bus, status_interval_s
+from .observe.sinks import make_bus
 from .shards.attend import Attendance
 from .shards.collect import collect
 from .shards.messages import BeginRun, End
@@ -39,7 +39,6 @@ log = get_logger()
 
 _TICK_S = 0.2
 _STOP_S = 0.02
-# With text logs, a status line every few seconds is enough for a person.
 
 
 def check_before_start(config: Config) -> None:
@@ -202,7 +201,7 @@ class Server:
                 self.stop_requested.wait(),
                 self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),
-                self._clock.every(status_interval_s(self._config), self._report),
+                self._clock.every(self._config.server.status_interval_s, self._report),
             )
         ]
         try:

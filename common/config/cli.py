@@ -122,10 +122,12 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
     from .option import WORKER
 
     kinds: list[type] = [kind for kind in (bool, int, float) if kind in (info.annotation, *get_args(info.annotation))]
+    name = flag_name(key, info)
+    both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # it is there to be switched off
     only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
     option = typer.Option(
         *([f"-{flag.short}"] if flag.short else []),
-        flag_name(key, info),
+        both,
         metavar=flag.metavar or None,
         help=f"{info.description}{only}",
         rich_help_panel=flag.panel,

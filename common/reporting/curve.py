@@ -29,6 +29,7 @@ class Point(BaseModel):
     version: int
     elapsed_s: float = 0.0  # of training, when its figures came
     figures: dict[str, float] = Field(default_factory=dict)
+    num_bytes: int | None = None  # that were exchanged until then, where that is known
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Curve:
 
 def text_of(points: list[Point], path: str) -> str:
     """A file of them: CSV with a column for each figure, or a JSON object a line."""
-    rows = [{**point.model_dump(exclude={"figures"}), **point.figures} for point in points]
+    rows = [{**point.model_dump(exclude={"figures", "num_bytes"}), **point.figures} for point in points]
     if path.endswith(".jsonl"):
         return "".join(json.dumps(row) + "\n" for row in rows)
     out = io.StringIO()

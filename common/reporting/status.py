@@ -30,6 +30,16 @@ class WorkerStatus(BaseModel):
     waiting_for: str = ""  # a sentence; empty when it does not wait
     lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
     codec: str = "raw"  # of its newest contribution
+    # Over all its incarnations.
+    samples: int = 0
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+    wait_s: float = 0.0
+    staleness_mean: float = 0.0  # versions, over accepted contributions
+    staleness_max: int = 0
+    bytes_sent: int = 0  # by the worker
+    bytes_received: int = 0
+    restarts: int = 0
 
 
 class Total(BaseModel):
@@ -48,6 +58,8 @@ class Status(BaseModel):
     step: int = 0
     steps: int = 0  # of the run; 0: it goes on until the scripts' loops end
     num_joined: int = 0
+    samples: int = 0  # of all ranks, over all starts of the server
+    num_bytes: int = 0  # exchanged with all of them
     evaluated: Point | None = None  # the newest evaluation
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
     workers: list[WorkerStatus] = Field(default_factory=list)  # of many, those that others wait for first

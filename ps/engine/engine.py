@@ -84,6 +84,7 @@ class Engine:
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots: Snapshots | None = None
+        self.bytes_when: dict[int, int] = {}  # exchanged, when the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
         self.is_broken = False  # an event was half applied, or tensor work failed: no state to keep
         self._joining: dict[int, effects.Seated | effects.NotSeated | None] = {}  # by stream
@@ -268,7 +269,7 @@ class Engine:
             effects.Clip: self.folding.clip,
             effects.Answer: self._answer,
             effects.KeepWeights: lambda asked: self.best.keep(asked.version),
-            effects.Evaluated: lambda fact: self.best.evaluated(fact.version, fact.is_best),
+            effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
             effects.Withdraw: self._withdraw,
             effects.TakeSnapshot: self._take_snapshot,
@@ -315,6 +316,12 @@ class Engine:
 
     def _counted(self, identity: Identity) -> None:
         self.states.counted(identity, self.run.policy.committed_of(identity.rank))
+
+    def _evaluated(self, found: effects.Evaluated) -> None:
+        here = sum(one.num_sent + one.num_received for one in self.traffic.values())
+        elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
+        self.bytes_when[found.version] = here + sum(elsewhere)
+        self.best.evaluated(found.version, found.is_best)
 
     def _prune(self, prune: effects.Prune) -> None:
         if self.snapshots is not None:

@@ -33,6 +33,7 @@ class Sink:
     does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
     kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it is told; None: all
     close_s: ClassVar[float] = 5.0  # within which it takes what it has not taken yet; what is not done then is dropped
+    capacity: ClassVar[int] = _CAPACITY  # of its queue
     needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
 
     def begin(self, engine: Engine) -> None:
@@ -52,8 +53,8 @@ class Sink:
 class Bus:
     """Of one server process; `publish` is for one thread, the event loop's."""
 
-    def __init__(self, sinks: Iterable[Sink] = (), capacity: int = _CAPACITY) -> None:
-        self._subscriptions = [_Subscription(sink, capacity) for sink in sinks]
+    def __init__(self, sinks: Iterable[Sink] = (), capacity: int | None = None) -> None:
+        self._subscriptions = [_Subscription(sink, capacity or sink.capacity) for sink in sinks]
         self._told: dict[type, list[_Subscription]] = {}  # by kind of fact, made when the first of it comes
 
     def begin(self, engine: Engine) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from heapq import nsmallest
 
+from ...common.reporting.curve import Point
 from ...common.reporting.status import Status, Total, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary, WorkerSummary
 from ..core.counting.stats import WorkerStats
@@ -22,6 +23,7 @@ def status(engine: Engine) -> Status:
     versions = [state.version for state in engine.shard_states.values()]
     ranks = _shown(engine)
     stats, left_out = run.roster.stats, len(run.roster.stats) - len(ranks)
+    passed = _bytes(engine)
     why = engine.waiting(now, ranks)
     return Status(
         mode=engine.config.run.mode,
@@ -30,9 +32,11 @@ def status(engine: Engine) -> Status:
         step=run.policy.min_steps_done,
         steps=run.policy.training_steps or 0,
         num_joined=len(run.roster.workers),
+        samples=sum(one.samples for one in stats.values()),
+        num_bytes=sum(map(sum, passed.values())),
         evaluated=run.curve.points[-1] if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
-        workers=[_worker(engine, stats[rank], why) for rank in ranks],
+        workers=[_worker(engine, stats[rank], why, passed) for rank in ranks],
         left_out=left_out,
         total=_total(stats.values()) if left_out else None,
         versions=[] if is_one else [run.policy.version, *versions],
@@ -57,9 +61,13 @@ def _total(stats: Iterable[WorkerStats]) -> Total:
     return Total(loss=sum(losses) / len(losses) if losses else None, samples_per_s=round(samples_per_s, 1))
 
 
-def _worker(engine: Engine, stats: WorkerStats, why: dict[int, str]) -> WorkerStatus:
+def _worker(
+    engine: Engine, stats: WorkerStats, why: dict[int, str], passed: dict[int, tuple[int, int]]
+) -> WorkerStatus:
     rank, policy = stats.rank, engine.run.policy
     compute, transfer, wait = stats.shares
+    sent, received = passed.get(rank, (0, 0))
+    traffic = engine.traffic.get(rank, Traffic())
     return WorkerStatus(
         rank=rank,
         state=state_of(engine, rank),
@@ -71,9 +79,28 @@ def _worker(engine: Engine, stats: WorkerStats, why: dict[int, str]) -> WorkerSt
         transfer_share=round(transfer, 3),
         wait_share=round(wait, 3),
         waiting_for=why.get(rank, ""),
-        lane=engine.traffic.get(rank, Traffic()).lane,
-        codec=engine.traffic.get(rank, Traffic()).codec,
+        lane=traffic.lane,
+        codec=traffic.codec,
+        samples=stats.samples,
+        compute_s=round(stats.compute_s, 3),
+        transfer_s=round(stats.transfer_s, 3),
+        wait_s=round(stats.wait_s, 3),
+        staleness_mean=round(stats.staleness_mean, 3),
+        staleness_max=stats.staleness_max,
+        bytes_sent=sent,
+        bytes_received=received,
+        restarts=max(0, stats.num_joins - 1),
     )
+
+
+def _bytes(engine: Engine) -> dict[int, tuple[int, int]]:
+    """What each rank has sent to all shards, and received; of other shards as they have said last."""
+    found = {rank: (one.num_sent, one.num_received) for rank, one in engine.traffic.items()}
+    for state in engine.shard_states.values():
+        for rank, (sent, received) in state.traffic.items():
+            here = found.get(rank, (0, 0))
+            found[rank] = here[0] + sent, here[1] + received
+    return found
 
 
 def state_of(engine: Engine, rank: int) -> str:
@@ -115,7 +142,7 @@ def summary(engine: Engine) -> Summary:
         wall_s=round(engine.elapsed_s(), 3),
         ended_by=run.ended_by,
         final=final,
-        curve=run.curve.points,
+        curve=[_with_bytes(engine, point) for point in run.curve.points],
         best=run.curve.best,
         workers=_workers(engine),
         shards=_shards(engine),
@@ -124,6 +151,11 @@ def summary(engine: Engine) -> Summary:
     if prices.rate is not None:
         found.cost = Cost.of(prices.currency, prices.rate, found, run.contributions.epoch_samples)
     return found
+
+
+def _with_bytes(engine: Engine, point: Point) -> Point:
+    """Unknown of those before a start of this server."""
+    return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 
 
 def _direction(engine: Engine) -> tuple[float | None, float | None]:
@@ -138,14 +170,11 @@ def _direction(engine: Engine) -> tuple[float | None, float | None]:
 
 def _workers(engine: Engine) -> list[WorkerSummary]:
     """Of each rank, with the bytes it has exchanged with all shards."""
-    found = []
+    found, passed = [], _bytes(engine)
     for rank, stats in sorted(engine.run.roster.stats.items()):
-        here = engine.traffic.get(rank, Traffic())
-        elsewhere = [state.traffic.get(rank, (0, 0)) for state in engine.shard_states.values()]
-        row = stats.summary()
+        here, row = engine.traffic.get(rank, Traffic()), stats.summary()
         row.lane, row.lane_reason, row.codec = here.lane, here.lane_reason, here.codec
-        row.bytes_sent = here.num_sent + sum(sent for sent, _ in elsewhere)
-        row.bytes_received = here.num_received + sum(received for _, received in elsewhere)
+        row.bytes_sent, row.bytes_received = passed.get(rank, (0, 0))
         found.append(row)
     return found
 

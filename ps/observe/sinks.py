@@ -15,10 +15,11 @@ from ..core.effects import Evaluated, Fact, StatusTaken
 from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
+from .recording import RecordingSink
 
 log = get_logger()
 
-_LINE_INTERVAL_S = 5.0
+_LINE_INTERVAL_S = 5.0  # between lines for people to read
 
 
 class StatusSink(Sink):
@@ -90,12 +91,6 @@ class LiveSink(Sink):
         self._live.stop()
 
 
-def status_interval_s(config: Config) -> float:
-    """Seconds between two statuses: often for programs and for a table, seldom where each is a line to read."""
-    is_seldom = config.log.format == "text" and not TerminalConsole().can_redraw and config.server.web is None
-    return _LINE_INTERVAL_S if is_seldom else config.server.status_interval_s
-
-
 def _tracker(name: str, config: Config) -> Sink:
     from .trackers.base import TrackerSink
 
@@ -113,6 +108,7 @@ def make_bus(config: Config) -> Bus:
     if config.output.curve is not None and config.server.shard == 0:
         sinks.append(CurveSink(config.output.curve))
     if config.server.shard == 0:
+        sinks += [RecordingSink(config)] if config.output.store else []
         sinks += [_tracker(name, config) for name in config.output.trackers]
     if config.server.metrics is not None:
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ...registry import TRACKERS
-from ..option import EVERY, LAUNCHER, Flag, Panel, Section
+from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section
 
 
 class SlowdownConfig(Section):
@@ -63,7 +63,10 @@ class OutputConfig(Section):
         None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="what trackers file runs under")
-    track_dir: str = Field("runs", min_length=1, description="where trackers that keep files keep them")
+    track_dir: str = Field("runs", min_length=1, description="where runs are on record, and trackers keep their files")
+    store: Annotated[bool, Flag(Panel.OUTPUT, (SERVER, LAUNCHER))] = Field(
+        True, description="keep the run on record, in paramserver.db there, for ps-runs; see docs/runs.md"
+    )
 
     @property
     def trackers(self) -> list[str]:

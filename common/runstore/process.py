@@ -1,0 +1,87 @@
+"""Which process writes a run, so that whoever reads can tell whether it still does; on what machine, of which code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_LOST_AFTER_BEATS = 5
+_LOST_AFTER_S = 30.0
+
+
+@cache
+def this_host() -> str:
+    """What has the same process numbers: a boot of a machine, in it a container."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text().strip())
+        except OSError:
+            parts.append("")
+    return " ".join(parts)
+
+
+def this_process() -> str:
+    """Its number, and when it started: a number is given again."""
+    return f"{os.getpid()} {_started(os.getpid())}"
+
+
+def still_writes(host: str, process: str, heard_at: float, beat_s: float) -> bool:
+    """Whether the process that said so of itself may go on writing: on this host whether it runs, of another one
+    whether it was heard of lately."""
+    number, _, started = process.partition(" ")
+    if host == this_host() and number.isdecimal():
+        return _started(int(number)) == started != ""
+    return time.time() - heard_at < max(_LOST_AFTER_S, _LOST_AFTER_BEATS * beat_s)
+
+
+def _started(number: int) -> str:
+    """In ticks since the boot; empty for a process that is not there, or a zombie."""
+    try:
+        told = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if told[0] in "ZX" else told[19]
+
+
+def machine(versions: Mapping[str, str]) -> dict[str, Any]:
+    """Of this process; `versions` of the packages that matter."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "host": platform.node(), "system": platform.platform(), "num_cores": os.cpu_count(), "memory_bytes": pages,
+        "python": platform.python_version(), **versions,
+    }  # fmt: skip
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that a folder's Git checkout is at; empty where it is in none. Read, no git is started."""
+    for parent in (folder, *folder.parents):
+        place = parent / ".git"
+        if place.is_file():  # a worktree: `gitdir: PATH`
+            place = parent / place.read_text(errors="replace").partition(":")[2].strip()
+        if place.is_dir():
+            return _head_of(place)
+    return ""
+
+
+def _head_of(place: Path) -> str:
+    head = (place / "HEAD").read_text(errors="replace").strip()
+    if not head.startswith("ref:"):
+        return head
+    name = head.partition(":")[2].strip()
+    common = place / "commondir"
+    roots = [place, place / common.read_text().strip()] if common.is_file() else [place]
+    for root in roots:
+        if (root / name).is_file():
+            return (root / name).read_text(errors="replace").strip()
+        packed = root / "packed-refs"
+        for line in packed.read_text(errors="replace").splitlines() if packed.is_file() else ():
+            if line.endswith(f" {name}"):
+                return line.split()[0]
+    return ""

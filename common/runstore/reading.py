@@ -1,0 +1,275 @@
+"""Runs on record, read: finished ones, those that go on, and those that ended without a word. Nothing is changed.
+
+    with RunStore(Path("runs/paramserver.db")) as store:
+        for run in store.runs():
+            print(run.id, run.state, run.figures)
+        one = store.find("sync-baseline")
+        points = store.series(one)
+
+What is read is as of the moment it is asked; `RunStore` may stay open while runs go on, and is used by one thread at
+a time. Everything that people have named (runs, tasks, lines) is data: who shows it escapes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, ValidationError
+
+from ..errors import UsageError
+from ..reporting.curve import Point
+from ..reporting.summary import Summary
+from .process import still_writes
+from .schema import open_to_read, unreadable
+
+_LEAST_OF_AN_ID = 4  # characters
+
+
+class StoredRun(BaseModel):
+    """A run, without what is long. Times `..._at` are Unix seconds."""
+
+    key: int
+    id: str
+    name: str | None = None  # that its user gave it
+    project: str = ""
+    mode: str = ""
+    work: str = ""  # the task, or the script
+    model: str = ""  # fingerprint of what was trained; empty: nothing yet
+    state: str = ""  # running, done, stopped; lost: ended without a word
+    starts: int = 1  # of its server
+    started_at: float = 0.0
+    heard_at: float = 0.0
+    ended_at: float | None = None
+    ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
+    step: int = 0
+    steps: int = 0  # of the run; 0: unknown
+    version: int = 0
+    elapsed_s: float = 0.0  # of training
+    num_workers: int = 0
+    samples: int = 0
+    num_bytes: int = 0
+    samples_per_s: float = 0.0
+    loss: float | None = None  # of training, the newest
+    waiting: str = ""
+    figures: dict[str, float] = Field(default_factory=dict)  # final, or of the newest evaluation
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name or f"{self.mode}-{self.id[:6]}"
+
+
+class SeriesPoint(BaseModel):
+    """The run at one moment; `tick` counts, those in between were not kept."""
+
+    tick: int
+    at: float
+    elapsed_s: float
+    step: int
+    version: int
+    loss: float | None
+    samples_per_s: float
+    num_workers: int
+    samples: int
+    num_bytes: int
+    waiting: str
+
+
+class WorkerPoint(BaseModel):
+    """One rank at the moment of the run's `tick`; seconds, samples and bytes are sums since it first joined."""
+
+    tick: int
+    rank: int
+    state: str
+    step: int
+    lead: int
+    loss: float | None
+    samples_per_s: float
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+    samples: int
+    staleness_mean: float
+    staleness_max: int
+    bytes_sent: int
+    bytes_received: int
+    restarts: int
+    waiting_for: str
+    lane: str
+    codec: str
+
+
+class StoredEvent(BaseModel):
+    """`kind`: start, join, leave, snapshot, evaluated, end; `fields` as in the history (docs/robustness.md)."""
+
+    number: int
+    at: float
+    kind: str
+    rank: int | None
+    fields: dict[str, Any]
+
+
+class Evaluation(Point):
+    """`num_bytes`: exchanged until then."""
+
+    is_best: bool = False  # of those before it
+
+
+class StoredCheckpoint(BaseModel):
+    version: int
+    at: float
+    path: str
+    sha256: str
+
+
+class RunStore:
+    """The file at `path`. StoreError for one that is not there, cannot be read, or is newer than this program."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db = open_to_read(path)
+        self._db.row_factory = sqlite3.Row
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._db.close()
+
+    # ---- runs -------------------------------------------------------------------------------
+
+    def runs(self, most: int | None = None) -> list[StoredRun]:
+        """The newest first."""
+        limit = -1 if most is None else most
+        return [_run(row) for row in self._rows("SELECT * FROM runs ORDER BY started_at DESC, key DESC LIMIT ?", limit)]
+
+    def find(self, told: str) -> StoredRun:
+        """By its name, its id or the beginning of one, or the label in a list; `last` is the newest. UsageError
+        names the nearest, or those that it may be."""
+        runs = self.runs()
+        if told == "last" and runs:
+            return runs[0]
+        for exact in ([run for run in runs if told in (run.name, run.id)], [run for run in runs if told == run.label]):
+            if len(exact) == 1:
+                return exact[0]
+        fits = [run for run in runs if len(told) >= _LEAST_OF_AN_ID and run.id.startswith(told)]
+        if len(fits) == 1:
+            return fits[0]
+        if fits:
+            raise UsageError(f"run {told} may be {', '.join(run.id for run in fits[:5])}", fix="give more of its id")
+        known = [known for run in runs for known in (run.name, run.label, run.id) if known]
+        near = difflib.get_close_matches(told, known, n=1, cutoff=0.5)
+        fix = f"did you mean '{near[0]}'?" if near else "`ps-runs list` names those that are there"
+        raise UsageError(f"there is no run {told} in {self.path}", fix=fix)
+
+    def run(self, key: int) -> StoredRun | None:
+        """By its key; None when it is there no more."""
+        rows = self._rows("SELECT * FROM runs WHERE key = ?", key)
+        return _run(rows[0]) if rows else None
+
+    # ---- of a run -----------------------------------------------------------------------------
+
+    def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:
+        """What came after a tick, in order; at most a thousand in all."""
+        rows = self._rows("SELECT * FROM series WHERE run = ? AND tick > ? ORDER BY tick", run.key, after)
+        return [SeriesPoint.model_construct(**_without_run(row)) for row in rows]
+
+    def worker_series(self, run: StoredRun, rank: int | None = None, after: int = 0) -> list[WorkerPoint]:
+        """Of one rank or all, by tick and rank. Of very many, a moment has the 64 that others waited for."""
+        which = "" if rank is None else " AND rank = ?"
+        question = f"SELECT * FROM worker_series WHERE run = ? AND tick > ?{which} ORDER BY tick, rank"
+        rows = self._rows(question, run.key, after, *(() if rank is None else (rank,)))
+        return [WorkerPoint.model_construct(**_without_run(row)) for row in rows]
+
+    def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:
+        """Those with a number beyond `after`."""
+        rows = self._rows("SELECT * FROM events WHERE run = ? AND number > ? ORDER BY number", run.key, after)
+        return [StoredEvent(**{**_without_run(row), "fields": _json(row["fields"])}) for row in rows]
+
+    def evaluations(self, run: StoredRun) -> list[Evaluation]:
+        rows = self._rows("SELECT * FROM evaluations WHERE run = ? ORDER BY version", run.key)
+        return [Evaluation(**{**_without_run(row), "figures": _json(row["figures"])}) for row in rows]
+
+    def checkpoints(self, run: StoredRun) -> list[StoredCheckpoint]:
+        rows = self._rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY version", run.key)
+        return [StoredCheckpoint(**_without_run(row)) for row in rows]
+
+    def summary(self, run: StoredRun) -> Summary | None:
+        """Final figures as `--summary` writes them; None of a run that goes on or ended without a word."""
+        try:
+            return Summary.model_validate(document) if (document := self._document(run, "summary")) else None
+        except ValidationError:
+            return None
+
+    def config(self, run: StoredRun) -> dict[str, Any]:
+        """The configuration as it was resolved, by section; without what is secret."""
+        return self._document(run, "config")
+
+    def machine(self, run: StoredRun) -> dict[str, Any]:
+        """Where its server ran last."""
+        return self._document(run, "machine")
+
+    def code(self, run: StoredRun) -> dict[str, Any]:
+        """Versions: of this program, and the commit of the folder that the server was started in, where it has one."""
+        return self._document(run, "code")
+
+    # ---- how ----------------------------------------------------------------------------------
+
+    def _document(self, run: StoredRun, name: str) -> dict[str, Any]:
+        rows = self._rows("SELECT body FROM documents WHERE run = ? AND name = ?", run.key, name)
+        found = _json(rows[0]["body"]) if rows else {}
+        return found if isinstance(found, dict) else {}
+
+    def _rows(self, question: str, *values: object) -> list[sqlite3.Row]:
+        try:
+            return self._db.execute(question, values).fetchall()
+        except sqlite3.Error as error:
+            raise unreadable(self.path, error) from None
+
+
+def config_differences(configs: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """By dotted key, the value of each configuration where they are not all equal; None where one has no such key."""
+    flat = [dict(_leaves(config)) for config in configs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    found = {key: [one.get(key) for one in flat] for key in keys}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _leaves(inner, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", inner
+
+
+def _run(row: sqlite3.Row) -> StoredRun:
+    told = {name: row[name] for name in row.keys() if name in StoredRun.model_fields}  # noqa: SIM118
+    return StoredRun.model_construct(**{**told, "figures": _json(row["figures"]), "state": _state(row)})
+
+
+def _state(row: sqlite3.Row) -> str:
+    if row["ended_at"] is not None:
+        return "stopped" if row["ended_by"] else "done"
+    lives = still_writes(row["host"], row["process"], row["heard_at"], row["beat_s"])
+    return "running" if lives else "lost"
+
+
+def _without_run(row: sqlite3.Row) -> dict[str, Any]:
+    return {name: row[name] for name in row.keys() if name != "run"}  # noqa: SIM118
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}

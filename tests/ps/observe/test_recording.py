@@ -1,0 +1,238 @@
+"""Runs on record: real servers and workers, and files that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.runstore.reading import RunStore, StoredRun
+from paramserver.common.runstore.schema import VERSION, StoreError
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+FLAGS = ("--mode", "async", "--workers", "1", "--steps", "60", "--task", "linear", "--eval-every", "20")
+OFTEN = {"PS_SERVER__STATUS_INTERVAL_S": "0.02"}
+
+
+def database(cluster: Cluster) -> Path:
+    return cluster.folder / "runs" / "paramserver.db"
+
+
+def stored(cluster: Cluster) -> list[StoredRun]:
+    with RunStore(database(cluster)) as store:
+        return store.runs()
+
+
+def trained(cluster: Cluster, *flags: str, **env: str) -> Process:
+    """A server whose run has ended well."""
+    server = cluster.server(*FLAGS, *flags, **OFTEN, **env)
+    worker = cluster.worker(0)
+    assert [worker.wait(), server.wait()] == [0, 0], server.output + worker.output
+    return server
+
+
+def test_a_run_is_on_record(cluster: Cluster) -> None:
+    server = trained(cluster, "--summary", "s.json")
+    (run,) = stored(cluster)
+    assert (run.id, run.state, run.step, run.version) == (server.event("listening")["run"], "done", 60, 60)
+    with RunStore(database(cluster)) as store:
+        summary = store.summary(run)
+        assert summary is not None
+        assert summary.text() == (cluster.folder / "s.json").read_text()
+        last, workers = store.series(run)[-1], store.worker_series(run, rank=0)
+        assert (last.step, last.version, last.samples, last.num_bytes) == (
+            60, 60, summary.num_samples, summary.num_bytes,
+        )  # fmt: skip
+        assert (workers[-1].step, workers[-1].samples) == (60, summary.num_samples)
+        points = store.evaluations(run)
+        assert [point.step for point in points] == [20, 40, 60]
+        passed = [point.num_bytes or 0 for point in points]
+        assert 0 < passed[0] < passed[1] < passed[2] <= summary.num_bytes
+        assert [point.num_bytes for point in summary.curve] == passed
+        kinds = [event.kind for event in store.events(run)]
+        assert kinds[:2] == ["start", "join"] and kinds[-1] == "end" and "leave" in kinds
+        assert store.config(run)["run"]["steps"] == 60 and "security" not in store.config(run)
+        assert store.machine(run)["num_cores"] == os.cpu_count() and store.code(run)["paramserver"]
+
+
+@pytest.mark.slow
+def test_a_server_to_which_nobody_came_and_one_that_keeps_nothing_leave_nothing(cluster: Cluster) -> None:
+    server = cluster.server(*FLAGS)
+    server.signal(2)
+    assert server.wait() == 130
+    trained(cluster, "--no-store")
+    assert not (cluster.folder / "runs").exists()
+
+
+def gated(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Process]:
+    """A run that goes on until it is ended."""
+    server = cluster.server("--mode", "async", "--task", "linear", "--steps", "1000000", *flags, **{**OFTEN, **env})
+    return server, cluster.worker(0, "--set", "slowdown.base_s=0.005")
+
+
+def on_record(cluster: Cluster, is_so: Callable[[StoredRun], bool]) -> Callable[[], bool]:
+    return lambda: database(cluster).exists() and any(map(is_so, read(cluster)))
+
+
+def read(cluster: Cluster) -> list[StoredRun]:
+    """Nothing yet while the file is made."""
+    try:
+        return stored(cluster)
+    except StoreError:
+        return []
+
+
+def test_of_a_server_that_is_killed_what_was_written_stays(cluster: Cluster) -> None:
+    server, worker = gated(cluster)
+    server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
+    assert stored(cluster)[0].state == "running"
+    server.popen.kill()
+    server.popen.wait()
+    worker.popen.kill()
+    (run,) = stored(cluster)
+    assert run.state == "lost" and run.step > 5 and run.ended_at is None
+    with RunStore(database(cluster)) as store:
+        assert store.summary(run) is None
+        assert store.series(run)[-1].step == run.step
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: Cluster) -> None:
+    kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "10")
+    server, worker = gated(cluster, *kept)
+    server.until(on_record(cluster, lambda run: run.step > 35), "step on record")
+    server.popen.kill()
+    server.popen.wait()
+    (before,) = stored(cluster)
+    with RunStore(database(cluster)) as store:
+        at = max(one.version for one in store.checkpoints(before))
+        num_events = len(store.events(before))
+        assert store.series(before)[-1].version > 0
+    again = cluster.server("--mode", "async", "--task", "linear", "--steps", "1000000", *kept,
+                           "--listen", cluster.address, **OFTEN)  # fmt: skip
+    again.until(on_record(cluster, lambda run: run.starts == 2 and run.version > at + 5), "run that goes on")
+    worker.popen.kill()
+    again.signal(15)
+    assert again.wait() == 143
+    (run,) = stored(cluster)
+    assert (run.id, run.state, run.ended_by) == (before.id, "stopped", "its server was told to stop")
+    with RunStore(database(cluster)) as store:
+        series, events = store.series(run), store.events(run)
+    versions, ticks = [one.version for one in series], [one.tick for one in series]
+    assert versions == sorted(versions) and ticks == sorted(set(ticks))
+    began = [event.fields["version"] for event in events if event.kind == "start"]
+    assert len(began) == 2 and began[0] == 0 and began[1] >= at
+    assert [event.number for event in events] == list(range(1, len(events) + 1)) and len(events) > num_events
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_in_one_file(cluster: Cluster) -> None:
+    one, first = gated(cluster)
+    two, second = gated(cluster)
+    one.until(on_record(cluster, lambda _: len(stored(cluster)) == 2), "two runs")
+    one.until(lambda: all(run.step > 10 for run in stored(cluster)), "steps of both")
+    for worker in (first, second):
+        worker.popen.kill()
+    for server in (one, two):
+        server.signal(2)
+        assert server.wait() == 130
+        assert not server.events("store_off") and not server.events("store_locked")
+    assert sorted(run.id for run in stored(cluster)) == sorted(s.event("listening")["run"] for s in (one, two))
+
+
+def newer(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {VERSION + 1}")
+
+
+def damaged(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"no database" * 1000)
+
+
+def of_something_else(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE songs (name TEXT)")
+
+
+def no_folder(path: Path) -> None:
+    path.parent.write_text("a file")
+
+
+BAD = {newer: f"version {VERSION + 1}", damaged: "not a database", of_something_else: "something else", no_folder: ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", BAD)
+def test_a_file_that_cannot_be_used_is_said_once_and_the_run_goes_on(
+    cluster: Cluster, spoil: Callable[[Path], None]
+) -> None:
+    spoil(database(cluster))
+    before = database(cluster).read_bytes() if database(cluster).exists() else b""
+    server = trained(cluster)
+    (said,) = server.events("store_off")
+    assert said["level"] == "warning" and BAD[spoil] in said["reason"], said
+    assert (database(cluster).read_bytes() if database(cluster).exists() else b"") == before
+    assert not server.events("sink_off")
+
+
+@pytest.mark.slow
+def test_a_file_that_others_have_locked_is_tried_again(cluster: Cluster) -> None:
+    trained(cluster)
+    holder = sqlite3.connect(database(cluster), isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    server, worker = gated(cluster)
+    server.event("store_locked")
+    assert len(stored(cluster)) == 1  # reading goes on
+    holder.execute("ROLLBACK")
+    holder.close()
+    server.until(lambda: len(stored(cluster)) == 2 and stored(cluster)[0].step > 5, "run on record")
+    worker.popen.kill()
+    server.signal(2)
+    assert server.wait() == 130
+    assert len(server.events("store_locked")) == 1
+    with RunStore(database(cluster)) as store:
+        (run, _) = store.runs()
+        assert [event.kind for event in store.events(run)][:2] == ["start", "join"], "what came meanwhile is not lost"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_once_and_the_run_goes_on(cluster: Cluster) -> None:
+    """A limit on the size of files stands for the disk."""
+    server, worker = gated(cluster)
+    server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
+    resource.prlimit(server.popen.pid, resource.RLIMIT_FSIZE, (500_000, 500_000))  # its log is far from that
+    said = server.event("store_off")
+    assert said["level"] == "warning" and ("full" in said["reason"] or "I/O" in said["reason"]), said
+    reached = server.events("status")[-1]["step"]
+    server.until(lambda: server.events("status")[-1]["step"] > reached + 5, "step after that")
+    worker.popen.kill()
+    server.signal(2)
+    assert server.wait() == 130
+    assert len(server.events("store_off")) == 1 and not server.events("sink_off")
+    assert stored(cluster)[0].step > 5, "what was written before stays"
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_folder_that_may_not_be_written_is_a_warning_where_it_was_asked_for(
+    cluster: Cluster, is_asked_for: bool
+) -> None:
+    asked = (
+        {"PS_OUTPUT__TRACK_DIR": "/proc/self/runs"} if is_asked_for else {}
+    )  # where nobody makes folders, root neither
+    code = (
+        "import pathlib, runpy, sys\n"
+        "def mkdir(*_, **__): raise PermissionError(13, 'Permission denied')\n"
+        "pathlib.Path.mkdir = mkdir\n"
+        "sys.argv[0] = 'ps-server'; runpy.run_module('paramserver.ps', run_name='__main__')"
+    )
+    server = cluster.start("server", "-c", code, *FLAGS, "--listen", "127.0.0.1:0", **OFTEN, **asked)
+    cluster.address = server.event("listening")["address"]
+    assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
+    assert [said["level"] for said in server.events("store_off")] == ["warning" if is_asked_for else "info"]
