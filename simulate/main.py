@@ -114,10 +114,10 @@ def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) 
     """Say how well the second half of the recorded run is foreseen from its first; the runs with what was fitted."""
     from ..common.reporting.report import share
     from .recorded.fit import calibrate, fitted
-    from .recorded.traces import config_of
+    from .recorded.traces import config_of, framing_of
 
     try:
-        found = calibrate(lines, config_of(lines, runs[0][0]))
+        found = calibrate(lines, config_of(lines, runs[0][0]), framing_of(lines, *runs[0]))
     except UsageError as error:
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs
@@ -125,6 +125,10 @@ def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) 
     print(f"calibration: {found.num_workers} workers, {was.num:,} contributions of the second half by the first half")
     print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} foreseen ({found.rate_error:+.1%})")
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} foreseen")
+    if was.num_sent and was.num_received:
+        errors = found.bytes_errors
+        print(f"  bytes sent: {was.num_sent:,} recorded, {is_.num_sent:,} foreseen ({errors[0]:+.3%})")
+        print(f"  bytes received: {was.num_received:,} recorded, {is_.num_received:,} foreseen ({errors[1]:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
     chosen = []
     for config, world in runs:

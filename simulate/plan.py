@@ -14,7 +14,8 @@ from ..common.registry import MODES, canonical_mode
 from ..common.user_code import is_in_file
 from .machines.units import bandwidth, named, number, seconds
 from .machines.world import World
-from .sizes import body_sizes
+from .traffic.framing import Framing
+from .traffic.sizes import body_sizes
 
 DEFAULT_NUM_WORKERS = 4
 _MOST_CONFIGURED = 4096  # run.workers; a simulation may have more
@@ -153,6 +154,7 @@ def _world(config: Config, told: Told) -> World:
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,
+        framing=_framing(config, (up_bytes, down_bytes, start_bytes)),
         max_staged=config.server.max_staged,
         mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
         back_s=seconds("--failures", failures["back"]) if failures else 0.0,
@@ -165,6 +167,14 @@ def _world(config: Config, told: Told) -> World:
             fix=f"mtbf of at least {told.compute}",
         )
     return world
+
+
+def _framing(config: Config, sizes: tuple[int, int, int]) -> Framing:
+    """Of workers on other machines: they share no memory with the server."""
+    worker, answered = config.worker, config.worker.answer_codec
+    is_gradient = MODES.load(config.run.mode).contribution == "gradient"
+    codecs = worker.codec, "" if answered == "raw" else answered
+    return Framing(*sizes, *codecs, "direct" in worker.wanted_lanes, is_gradient)
 
 
 def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:

@@ -173,7 +173,7 @@ class Contributions:
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
         return effects.ContributionTaken(
             identity, event.base_version, version, outcome, event.num_samples, exchange_s,
-            event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps,
+            event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps, event.traffic,
         )  # fmt: skip
 
     # ---- decisions ------------------------------------------------------------------------

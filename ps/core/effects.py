@@ -114,6 +114,7 @@ class ContributionTaken(Fact):
     num_steps: int | None = None  # training steps in it; None: as many as its worker was told
     part: int = 0  # of a model that is stepped in parts, from 1
     run_steps: int = 0  # training steps of the run, as its worker says with it; 0: it says nothing
+    traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received so far; zeros: not counted
 
 
 @dataclass(slots=True)

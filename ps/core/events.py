@@ -189,6 +189,7 @@ class Contributed(OfAWorker):
     epoch: int = 0  # of a report, which may come without a body, or say that there is no mean
     is_broken: bool = False
     has_body: bool = True
+    traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received here so far, this one included
 
     @property
     def identity(self) -> Identity:
@@ -264,7 +265,7 @@ KINDS: tuple[type[Event], ...] = (
 # ---- of several shards --------------------------------------------------------------------------------
 
 # What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
-_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights")
+_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights", "traffic")
 
 
 def key_of(event: Event) -> tuple[Any, ...]:

@@ -44,6 +44,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 **({} if fact.num_steps is None else {"num_steps": fact.num_steps}),
                 **({"part": fact.part} if fact.part else {}),
                 **({"run_steps": fact.run_steps} if fact.run_steps else {}),
+                **({"bytes": fact.traffic} if any(fact.traffic) else {}),
             }  # fmt: skip
         case effects.Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}

@@ -352,6 +352,7 @@ class Intake:
             residual=header.residual,
             epoch=header.epoch,
             is_broken=header.broken,
+            traffic=(self._peer.traffic.num_sent, self._peer.traffic.num_received),
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}

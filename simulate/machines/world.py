@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ...common.config.schema import SlowdownConfig
+from ..traffic.framing import Framing
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class World:
     up_bytes: int = 0  # of a contribution
     down_bytes: int = 0  # of an answer with weights
     start_bytes: int = 0  # of the weights that a worker starts from
+    framing: Framing | None = None  # None: bytes of bodies are counted, and nothing around them
     max_staged: int = 4  # uploads that the server holds at once
     mtbf_s: float = math.inf  # mean time of a worker between two failures
     back_s: float = 30.0  # from a failure until its next process joins

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from ...common.config.schema import Config
@@ -22,6 +23,7 @@ from ...ps.core import effects
 from ...ps.observe.history import line_of
 from ..machines.world import World
 from ..run.simulation import Simulation
+from ..traffic.framing import Extra, Framing
 
 _FEWEST = 4  # contributions of a rank in the first half
 _COUNTING = ("accepted", "skipped")
@@ -37,6 +39,9 @@ class Cycle(NamedTuple):
     held_s: float
     staleness: int
     num_steps: int = 0  # training steps in it; 0: the history does not say so, they are as many in all
+    number: int = 0  # of the rank's
+    num_sent: int = -1  # bytes, of the contribution; -1: the history does not say so
+    num_received: int = -1  # of the answer to the one before
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Half:
     rate: float
     wait_share: float
     staleness: tuple[int, ...]  # sorted
+    num_sent: int = 0  # bytes, framing included; 0: not recorded
+    num_received: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,13 @@ class Calibration:
     world: World  # fitted
     exchange_s: float  # mean
     jitter: float  # of computing, mean over the ranks
+    extra: Extra = Extra()  # bytes of an exchange beyond what is counted, in the first half
+
+    @property
+    def bytes_errors(self) -> tuple[float, float]:
+        """Of what was sent and received, as parts of what was recorded."""
+        was, is_ = self.recorded, self.foreseen
+        return is_.num_sent / was.num_sent - 1, is_.num_received / was.num_received - 1
 
     @property
     def rate_error(self) -> float:
@@ -85,9 +99,9 @@ class Calibration:
         return found
 
 
-def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
-    """Of a run that `config` describes (its mode, options and length), by the server's history. UsageError where it
-    does not tell enough."""
+def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = None) -> Calibration:
+    """Of a run that `config` describes (its mode, options and length), by the server's history; bytes are foreseen where
+    their `framing` is given. UsageError where it does not tell enough."""
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
     half = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
@@ -113,8 +127,10 @@ def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
             fix="record a longer run of workers that all stay",
         )
     recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
-    world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20)
+    world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20, framing=framing)
     again = _simulated(config, world)
+    extra = _extra(found[:half], again) if framing is not None else Extra()
+    again = [_with(extra, cycle) for cycle in again]
     exchange_s = sum(exchange for one in recorded for _, exchange in one) / sum(map(len, recorded))
     jitter = sum(_jitter([compute for compute, _ in one]) for one in recorded) / len(recorded)
     return Calibration(
@@ -125,7 +141,27 @@ def calibrate(lines: Iterable[Line], config: Config) -> Calibration:
         world,
         exchange_s,
         jitter,
+        extra,
     )
+
+
+def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
+    """What a contribution, and the answer to one, had beyond what is counted: of most of those that both have."""
+    counted = {(one.rank, one.number): one for one in again}
+    pairs = [
+        (one, counted[key]) for one in recorded if one.num_sent >= 0 and (key := (one.rank, one.number)) in counted
+    ]
+    if not pairs:
+        return Extra()
+    up = median(one.num_sent - other.num_sent for one, other in pairs)
+    return Extra(up, median(one.num_received - other.num_received for one, other in pairs))
+
+
+def _with(extra: Extra, cycle: Cycle) -> Cycle:
+    if cycle.num_sent < 0:
+        return cycle
+    sent, received = cycle.num_sent + round(extra.up), cycle.num_received + round(extra.down)
+    return cycle._replace(num_sent=sent, num_received=received)
 
 
 def _simulated(config: Config, world: World) -> list[Cycle]:
@@ -143,11 +179,14 @@ def _simulated(config: Config, world: World) -> list[Cycle]:
 def fitted(calibration: Calibration, world: World, is_told: bool) -> World:
     """`world` with the recorded computing; where no links were told (`is_told`) with the recorded exchanges too, and
     nothing else that takes time."""
-    pairs = calibration.world.recorded
+    pairs, framing = calibration.world.recorded, world.framing
+    if framing is not None:
+        world = replace(world, framing=replace(framing, extra=calibration.extra))
     if is_told:
         return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in one) for one in pairs))
     bare = World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs)
-    return replace(bare, up_bytes=world.up_bytes, down_bytes=world.down_bytes, start_bytes=world.start_bytes)
+    sizes = {name: getattr(world, name) for name in ("up_bytes", "down_bytes", "start_bytes", "framing")}
+    return replace(bare, **sizes)
 
 
 def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
@@ -156,14 +195,19 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
     free_at: dict[int, float] = {}  # by rank: when it could go on
     open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not answered
     found: list[Cycle] = []
+    counted: dict[int, Sequence[int]] = {}  # bytes by rank, with its newest contribution
     for op, at, fields in lines:
         if op == "start" and "mode" in fields:
-            free_at, open_, found = {}, {}, []  # the newest run of the file
+            free_at, open_, found, counted = {}, {}, [], {}  # the newest run of the file
         elif op == "accept" and fields["outcome"] in _COUNTING and (rank := fields["rank"]) in free_at:
             compute_s = fields.get("compute_s", 0.0)
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
-            open_[rank] = at, Cycle(rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps", 0))
+            open_[rank] = at, Cycle(
+                rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps") or 0, fields["step"],
+                *_since(counted.get(rank), fields.get("bytes")),
+            )  # fmt: skip
+            counted[rank] = fields.get("bytes", ())
         elif op == "answer":
             rank = fields["rank"]
             free_at[rank] = at
@@ -176,6 +220,10 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
     return sorted(found, key=lambda cycle: cycle.at)
 
 
+def _since(before: Sequence[int] | None, now: Sequence[int] | None) -> tuple[int, int]:
+    return (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
+
+
 def measured(found: Sequence[Cycle], since: float) -> Half:
     """Of contributions after the moment `since`."""
     elapsed_s = found[-1].at - since if found else 0.0
@@ -186,6 +234,8 @@ def measured(found: Sequence[Cycle], since: float) -> Half:
         len(found) / elapsed_s if elapsed_s else 0.0,
         held_s / total_s if total_s else 0.0,
         tuple(sorted(cycle.staleness for cycle in found)),
+        sum(max(0, cycle.num_sent) for cycle in found),
+        sum(max(0, cycle.num_received) for cycle in found),
     )
 
 

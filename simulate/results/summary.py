@@ -85,14 +85,19 @@ def percentile(counts: Counter[int], part: float) -> int:
 
 
 def time_table(runs: list[tuple[str, Simulation]]) -> Table:
-    """Where the time of the workers went, and what travelled, without framing."""
+    """Where the time of the workers went, and what travelled, framing included."""
     names = ["computing", "held by mode", "max_staged", "server's work", "server's link", "own link", "up", "down"]
     columns = (Column(name, justify="right") for name in names)
     table = Table(Column("mode", style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
     for mode, run in runs:
         total = sum(run.tally.seconds.values()) or 1.0
         sent, received = (sum(getattr(one, name) for one in run.workers) for name in ("num_sent", "num_received"))
-        table.add_row(mode, *(share(run.tally.seconds[cause] / total) for cause in CAUSES), size(sent), size(received))
+        table.add_row(
+            mode,
+            *(share(run.tally.seconds[cause] / total) for cause in CAUSES),
+            size(round(sent)),
+            size(round(received)),
+        )
     return table
 
 
@@ -100,6 +105,6 @@ def _workers(simulation: Simulation) -> list[WorkerSummary]:
     found = []
     for worker in simulation.workers:
         row = simulation.run.roster.stats[worker.rank].summary()
-        row.bytes_sent, row.bytes_received, row.lane = worker.num_sent, worker.num_received, "simulated"
+        row.bytes_sent, row.bytes_received, row.lane = round(worker.num_sent), round(worker.num_received), "simulated"
         found.append(row)
     return found

@@ -75,7 +75,14 @@ class Server:
         self.agenda.push(at, self._here, worker)
 
     def _here(self, worker: Worker, _: object) -> None:
-        worker.num_sent += self._world.up_bytes
+        event, framing = worker.event, self._world.framing
+        assert event is not None
+        if framing is None:
+            worker.num_sent += self._world.up_bytes
+        else:
+            is_cut_short = worker.sent_steps != self._policy.local_steps
+            worker.num_sent += framing.up(event, is_cut_short)
+        event.traffic = round(worker.num_sent), round(worker.num_received)
         self._arrived(worker, None)
 
     # ---- what the run decides takes time --------------------------------------------------------
@@ -112,7 +119,7 @@ class Server:
         num_bytes = 0
         if answer.has_weights:
             num_bytes = world.start_bytes if answer.outcome == "START" else world.down_bytes
-        worker.num_received += num_bytes
+        worker.num_received += num_bytes if world.framing is None else world.framing.down(answer)
         if link.is_unlimited or not num_bytes:
             agenda.push(now + num_bytes / world.down + world.latency_s / 2, self._delivered, worker, answer)
         else:

@@ -35,5 +35,5 @@ class Worker:
     decided_at: float = 0.0
     left_at: float = 0.0  # the answer, from the server
     transfer_s: float = 0.0  # of the last exchange
-    num_sent: int = 0  # bytes
-    num_received: int = 0
+    num_sent: float = 0  # bytes
+    num_received: float = 0

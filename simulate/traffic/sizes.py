@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.config.schema import Config
-from ..common.errors import UsageError
-from ..common.registry import AUTO
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...common.registry import AUTO
 
 
 def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
@@ -27,21 +27,21 @@ def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
 
 
 def _encoded(name: str, layout: Any) -> int:
-    from ..common.codecs.base import body_bytes
-    from ..common.registry import CODECS
+    from ...common.codecs.base import body_bytes
+    from ...common.registry import CODECS
 
     return body_bytes(CODECS.load(name)(), layout)
 
 
 def _layout(config: Config, megabytes: float | None) -> Any:
-    from ..common.tensors.layout import Kind, Layout, TensorSpec
+    from ...common.tensors.layout import Kind, Layout, TensorSpec
 
     if megabytes is not None:
         return Layout([TensorSpec("weights", Kind.PARAMETER, "float32", (round(megabytes * 1e6 / 4),))])
     import torch
 
-    from ..worker.tensors.transfer import ModelTensors
-    from ..worker.training.tasks.loading import load_task
+    from ...worker.tensors.transfer import ModelTensors
+    from ...worker.training.tasks.loading import load_task
 
     try:
         task = load_task(config.task.name, config.task.args, seed=config.run.seed, device=torch.device("cpu"))

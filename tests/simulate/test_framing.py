@@ -1,0 +1,55 @@
+"""Bytes by formula are those of the real messages."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramserver.common.tensors.layout import new_body
+from paramserver.common.wire.frames import body_frames, frame
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core import effects, events
+from paramserver.ps.wire.conversation import answer_message
+from paramserver.simulate.traffic.framing import Framing
+from paramserver.worker.conversation.messages import Work, contribution
+from paramserver.worker.session import Progress
+
+COUNT = st.integers(0, 1 << 40)
+SIZES = st.sampled_from([1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20, (3 << 20) + 77])
+
+
+def sent(message: pb.WorkerMessage | pb.ServerMessage, num_bytes: int) -> int:
+    body = memoryview(new_body(num_bytes).numpy())
+    if num_bytes <= 64 << 10:
+        return len(frame(message, 0, [body] if num_bytes else []))
+    return len(frame(message)) + sum(map(len, body_frames([body])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNT, COUNT, st.integers(1, 1 << 20), SIZES, st.booleans(), st.sampled_from([0.0, 0.5]), st.booleans())
+def test_a_contribution(
+    number: int, version: int, samples: int, num_bytes: int, wants: bool, transfer_s: float, has_base: bool
+) -> None:
+    progress = Progress()
+    progress.num_counted, progress.version = number, version
+    work = Work(samples, 1.0, 0.25, [], transfer_s, evaluates=False, has_base=has_base)
+    message = contribution(progress, work, num_bytes, "raw", False)
+    message.contribution.wants_weights = wants
+    event = events.Contributed(
+        0, 1, message.contribution.step, version, samples, wants, compute_s=0.25, transfer_s=transfer_s
+    )
+    framing = Framing(up_bytes=num_bytes, is_direct=False, has_base=has_base)
+    assert framing.up(event) == sent(message, num_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNT, COUNT, st.integers(0, 1000), SIZES, st.booleans(), st.sampled_from([0.0, 0.5]), st.text(max_size=200))
+def test_an_answer(
+    number: int, version: int, steps: int, num_bytes: int, has_weights: bool, held_s: float, reason: str
+) -> None:
+    answer = effects.Answer(
+        3, 1, "APPLIED", reason, number, version, has_weights, 1, steps, steps, held_s, 4, 3, None, steps, False
+    )
+    num = num_bytes if has_weights else 0
+    framing = Framing(down_bytes=num_bytes, is_direct=False)
+    assert framing.down(answer) == sent(answer_message(answer, version, num), num)
