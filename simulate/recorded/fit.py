@@ -23,7 +23,7 @@ from ...ps.core import effects
 from ...ps.observe.history import line_of
 from ..machines.world import World
 from ..run.simulation import Simulation
-from ..traffic.framing import Extra, Framing
+from ..traffic.framing import NOTHING, Extra, Framing
 
 _FEWEST = 4  # contributions of a rank in the first half
 _COUNTING = ("accepted", "skipped")
@@ -67,7 +67,7 @@ class Calibration:
     world: World  # fitted
     exchange_s: float  # mean
     jitter: float  # of computing, mean over the ranks
-    extra: Extra = Extra()  # bytes of an exchange beyond what is counted, in the first half
+    extra: Extra = NOTHING  # bytes of an exchange beyond what is counted, in the first half
 
     @property
     def bytes_errors(self) -> tuple[float, float]:
@@ -100,8 +100,8 @@ class Calibration:
 
 
 def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = None) -> Calibration:
-    """Of a run that `config` describes (its mode, options and length), by the server's history; bytes are foreseen where
-    their `framing` is given. UsageError where it does not tell enough."""
+    """Of a run that `config` describes (its mode, options and length), by the server's history; bytes are foreseen
+    where their `framing` is given. UsageError where it does not tell enough."""
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
     half = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
@@ -129,7 +129,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
     world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20, framing=framing)
     again = _simulated(config, world)
-    extra = _extra(found[:half], again) if framing is not None else Extra()
+    extra = _extra(found[:half], again) if framing is not None else NOTHING
     again = [_with(extra, cycle) for cycle in again]
     exchange_s = sum(exchange for one in recorded for _, exchange in one) / sum(map(len, recorded))
     jitter = sum(_jitter([compute for compute, _ in one]) for one in recorded) / len(recorded)
@@ -148,11 +148,10 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
 def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
     """What a contribution, and the answer to one, had beyond what is counted: of most of those that both have."""
     counted = {(one.rank, one.number): one for one in again}
-    pairs = [
-        (one, counted[key]) for one in recorded if one.num_sent >= 0 and (key := (one.rank, one.number)) in counted
-    ]
+    said = [one for one in recorded if one.num_sent >= 0 and (one.rank, one.number) in counted]
+    pairs = [(one, counted[one.rank, one.number]) for one in said]
     if not pairs:
-        return Extra()
+        return NOTHING
     up = median(one.num_sent - other.num_sent for one, other in pairs)
     return Extra(up, median(one.num_received - other.num_received for one, other in pairs))
 

@@ -1,9 +1,10 @@
 """Bytes on the wire of a contribution and of its answer, as the server's own counters have them. Pure.
 
 Protobuf writes a field as its tag (one byte up to field 15, then two) and its value; zeros and empty strings do not
-travel. The numbers of the fields are those of proto/parameter_server.proto; the messages that are counted here are made in
-worker/conversation/messages.py and ps/wire/conversation.py. What depends on things that nothing is told of (hyperparameters
-that a schedule changes, pieces that leave while the backward pass still runs) is fitted where a run was recorded (`extra`).
+travel. Fields have the numbers of proto/parameter_server.proto; the messages that are counted are made in
+worker/conversation/messages.py and ps/wire/conversation.py. What depends on things that nothing is told of
+(hyperparameters that a schedule changes, pieces that leave while backward still runs) is fitted where a run was
+recorded (`extra`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Extra(NamedTuple):
     down: float = 0.0
 
 
+NOTHING = Extra()
+
+
 @dataclass(frozen=True)
 class Framing:
     """Of one run. Sizes in bytes; `codec` as a contribution names it; the answers' only if it is not raw."""
@@ -37,7 +41,7 @@ class Framing:
     answer_codec: str = ""
     is_direct: bool = True  # else over the stream itself
     has_base: bool = True  # gradient modes: who contributes says that it still has its weights
-    extra: Extra = Extra()
+    extra: Extra = NOTHING
 
     def up(self, event: events.Contributed, is_cut_short: bool = False) -> float:
         """Of this contribution, its messages and its body."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.schema import Config
+from paramserver.simulate.plan import Told, resolve, worlds
 from paramserver.simulate.recorded.fit import calibrate
 from paramserver.simulate.recorded.replay import replay
-from paramserver.simulate.recorded.traces import config_of, read_trace
+from paramserver.simulate.recorded.traces import config_of, framing_of, read_trace
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
 SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.lanes=grpc")
@@ -36,7 +37,13 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     accepted = sum(line.op == "accept" for line in lines)
     assert accepted == sum(worker["steps"] for worker in told["workers"]) == 180
 
-    found = calibrate(lines, config_of(lines, Config()))
+    sets = ["worker.lanes=grpc"]
+    config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Told())[0]
+    found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
+    # Nine bytes of an answer are how long it was held: there or not, as the server was busy.
+    was = found.recorded
+    assert found.foreseen.num_sent == was.num_sent > 0
+    assert abs(found.foreseen.num_received - was.num_received) <= 9 * was.num
     assert found.foreseen.num == found.recorded.num == 90
     # What the machine itself did differently in the second half, nobody can foresee from the first.
     drift = abs(found.recorded.rate / found.before.rate - 1)
