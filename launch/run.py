@@ -169,8 +169,16 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
         console.print(summary_table(finished[0]))
         _write(plans[0].summary, finished[0].model_dump())
     if report is not None and finished:  # after all that does not hang on its disk
-        write_report(report, plans[0].work, [(mode_label(summary.mode), summary) for summary in finished])
+        named = [(mode_label(summary.mode), summary) for summary in finished]
+        write_report(report, plans[0].work, named, differences=_differences([plan for plan, _ in ended]))
         console.print(f"the report is {report}/report.html", style="dim")
+
+
+def _differences(plans: list[Plan]) -> dict[str, list[object]]:
+    """Of runs that one command started: the mode, and the seed where there are several."""
+    found: dict[str, list[object]] = {"run.mode": [plan.mode for plan in plans]}
+    found |= {"run.seed": [plan.seed for plan in plans]} if plans[0].seed is not None else {}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
 def _name(plan: Plan) -> str:

@@ -17,7 +17,19 @@ import pytest
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks", "web")
+PACKAGES = (
+    "proto",
+    "common",
+    "ps",
+    "worker",
+    "launch",
+    "integrations",
+    "drills",
+    "simulate",
+    "benchmarks",
+    "web",
+    "catalog",
+)
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
 FILES = [
@@ -192,7 +204,7 @@ def test_messages_are_independent_of_the_transport(name: str) -> None:
 
 # What starts and tries the programs; the programs know nothing of it.
 OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks", "paramserver.integrations"}
-OUTSIDE |= {"paramserver.simulate"}
+OUTSIDE |= {"paramserver.catalog", "paramserver.simulate"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
@@ -347,7 +359,7 @@ def test_no_code_asks_which_mode_it_is(name: str) -> None:
 
 # ---- rooms ------------------------------------------------------------------------------------------
 
-ROOMY = ("common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks")
+ROOMY = ("common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks", "catalog")
 
 
 @pytest.mark.parametrize("package", ROOMY)

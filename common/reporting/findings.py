@@ -97,6 +97,7 @@ def findings(runs: Runs) -> list[str]:
         told.append(_best(what, spreads(runs, lambda run: target.reached(run)[0]), False, _seconds))
     told.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
     told.append(_range("Waiting, of the workers' time", spreads(runs, lambda run: run.wait_share), share))
+    told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), lambda value: f"{value:.2f}"))
     told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), lambda value: size(int(value))))
     return [one for one in told if one]
 

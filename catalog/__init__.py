@@ -1,0 +1,1 @@
+"""ps-runs: runs on record, listed, shown and compared."""

@@ -1,0 +1,114 @@
+"""Runs on record side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Column, Table
+from rich.text import Text
+
+from ..common.errors import UsageError
+from ..common.reporting.compared import write_report
+from ..common.reporting.findings import findings
+from ..common.reporting.report import comparison_table, report_console
+from ..common.reporting.summary import Summary, WorkerSummary
+from ..common.runstore.reading import RunStore, StoredRun, config_differences
+from .showing import plain, print_json
+
+# What differs between any two runs, or says nothing of how they trained.
+_NOT_HOW = ("output.", "log.", "launch.", "server.listen", "checkpoint.dir", "server.metrics", "worker.rank")
+_SEED = "run.seed"
+_MOST_IN_A_LABEL = 2
+
+
+def compare(path: Path, told: Sequence[str], report: str | None, *, as_json: bool) -> None:
+    """The table, sentences, and the differences; of runs that differ only in their seed, one name."""
+    with RunStore(path) as store:
+        runs = list({run.key: run for run in map(store.find, told)}.values())
+        if len(runs) < 2:
+            raise UsageError("one run is compared with another", fix="ps-runs compare A B; ps-runs list names them")
+        found = [store.summary(run) or so_far(store, run) for run in runs]
+        differs = {
+            key: values for key, values in config_differences(store.config(run) for run in runs).items()
+            if not key.startswith(_NOT_HOW)
+        }  # fmt: skip
+    labels = labels_of(runs, differs)
+    named, notes = list(zip(labels, found, strict=True)), notes_on(runs)
+    said = findings(named) if len({run.work for run in runs}) == 1 else []
+    if as_json:
+        print_json({
+            "runs": [{"run": run.model_dump(), "label": label, "summary": one.model_dump()}
+                     for run, (label, one) in zip(runs, named, strict=True)],
+            "differences": differs, "findings": said, "notes": notes,
+        })  # fmt: skip
+    else:
+        _show(named, differs, [*said, *notes])
+    if report is not None:
+        title = ", ".join(dict.fromkeys(run.work for run in runs))
+        write_report(report, title, named, notes, differs)
+        if not as_json:
+            print(f"the report is {report}/report.html")
+
+
+def so_far(store: RunStore, run: StoredRun) -> Summary:
+    """What a run that goes on, or ended without a word, has come to."""
+    last = store.series(run)[-1:]
+    rows = store.worker_series(run, after=last[0].tick - 1) if last else []
+    same = set(WorkerSummary.model_fields)
+    workers = [
+        WorkerSummary(**{"steps": row.step, **{k: v for k, v in row.model_dump().items() if k in same - {"steps"}}})
+        for row in rows
+    ]
+    return Summary(
+        mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, final=run.figures,
+        curve=list(store.evaluations(run)), workers=workers, ended_by=run.ended_by,
+    )  # fmt: skip
+
+
+def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
+    """A run's name; of one without, its mode and what sets it apart from others of the mode. Those of which nothing but
+    the seed differs have one label."""
+    told = []
+    for index, run in enumerate(runs):
+        others = [place for place, other in enumerate(runs) if other.mode == run.mode and other.work == run.work]
+        own = [
+            f"{key.rpartition('.')[2]}={values[index]}" for key, values in differs.items()
+            if key not in (_SEED, "run.mode") and any(values[place] != values[index] for place in others)
+        ]  # fmt: skip
+        of_work = f" {run.work}" if len({one.work for one in runs}) > 1 else ""
+        apart = f" {', '.join(own)}" if len(own) <= _MOST_IN_A_LABEL else f" {run.id[:6]}"
+        told.append(run.name or f"{run.mode}{of_work}{apart if own else ''}")
+    return told
+
+
+def notes_on(runs: Sequence[StoredRun]) -> list[str]:
+    """What speaks against comparing them."""
+    notes = []
+    works, models = {run.work for run in runs}, {run.model for run in runs if run.model}
+    if len(works) > 1:
+        notes.append(f"The runs are of different tasks ({', '.join(sorted(works))}): losses and accuracies of one say "
+                     "nothing about the other's; times, waits and traffic are shown.")  # fmt: skip
+    elif len(models) > 1:
+        notes.append("The runs train different models: their figures are those of each model.")
+    for run in runs:
+        if run.state in ("running", "lost"):
+            how = "goes on" if run.state == "running" else "ended without a word"
+            notes.append(f"{run.label} {how}: its figures are those of step {run.step:,}.")
+    return notes
+
+
+def _show(runs: list[tuple[str, Summary]], differs: dict[str, list[Any]], said: list[str]) -> None:
+    console = report_console()
+    console.print(comparison_table([(escape(plain(label)), summary) for label, summary in runs]))
+    if differs:
+        columns = (Column(Text(plain(label))) for label, _ in runs)
+        table = Table("setting", *columns, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+        for key, values in differs.items():
+            table.add_row(Text(plain(key)), *(Text(plain(str(value))) for value in values))
+        console.print()
+        console.print(table)
+    for one in said:
+        console.print(Text(plain(one), style="dim"))

@@ -1,0 +1,207 @@
+"""ps-runs: on runs of real servers, and on files with many."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramserver.common.reporting.curve import Point
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.runstore.reading import RunStore
+from paramserver.common.runstore.schema import VERSION
+from paramserver.common.runstore.writing import Beginning, RunWriter
+from paramserver.tests.loopback.conftest import Cluster
+
+EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
+
+
+def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str = "digits", ends: bool = True,
+          **config: Any) -> None:  # fmt: skip
+    """A run of three statuses and two evaluations."""
+    told = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
+    writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, beat_s=1.0,
+                                       config=told, code={}, machine={"host": "here"}))  # fmt: skip
+    for step in (0, 50, 100):
+        worker = WorkerStatus(rank=0, step=step, loss=1 / (step + 1), samples=10 * step)
+        writer.status(time.time(), Status(version=step, step=step, samples=10 * step, num_bytes=1000 * step,
+                                          elapsed_s=step / 10, workers=[worker]))  # fmt: skip
+    points = [
+        Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200}) for step in (50, 100)
+    ]
+    for point in points:
+        writer.evaluation(point, 1000 * point.step, True)
+    if ends:
+        workers = [WorkerSummary(rank=0, steps=100, samples=1000, compute_s=1.0, bytes_sent=50_000)]
+        curve = [point.model_copy(update={"num_bytes": 1000 * point.step}) for point in points]
+        assert writer.end(time.time(), Summary(mode=mode, wall_s=10.0 + seed, final={"accuracy": 0.5}, curve=curve,
+                                               version=100, workers=workers), "")  # fmt: skip
+    assert writer.flush()
+    writer.close()
+
+
+def ps_runs(*arguments: str, folder: Path, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "paramserver.catalog", *arguments], cwd=folder, capture_output=True,
+                          text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    file = tmp_path / "runs" / "paramserver.db"
+    write(file, "aaaa00000001")
+    write(file, "aaaa00000002", seed=1)
+    write(file, "bbbb00000003", mode="async", lr=0.2)
+    write(file, "cccc00000004", work="gpt", ends=False)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:  # its writer is a process that is gone
+        db.execute("UPDATE runs SET process = '999999999 1' WHERE id = 'cccc00000004'")
+    return tmp_path
+
+
+def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
+    found = json.loads(ps_runs("list", "--json", folder=folder))
+    assert [run["id"] for run in found] == ["cccc00000004", "bbbb00000003", "aaaa00000002", "aaaa00000001"]
+    assert [run["state"] for run in found] == ["lost", "done", "done", "done"], "its writer is gone"
+    assert "ended without a word" in ps_runs("list", folder=folder)
+    assert "bbbb00000003 is baseline" in ps_runs("tag", "bbbb", "baseline", folder=folder)
+    assert "baseline" in ps_runs("list", folder=folder) and "host here" in ps_runs("show", "baseline", folder=folder)
+    told = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
+    assert "another run is called baseline" in told
+    assert "did you mean 'baseline'?" in ps_runs("show", "baselin", folder=folder, code=2)
+    assert "may be" in ps_runs("show", "aaaa", folder=folder, code=2)
+    everything = json.loads(ps_runs("show", "baseline", "--json", folder=folder))
+    assert [point["step"] for point in everything["series"]] == [0, 50, 100]
+    assert everything["config"]["optimizer"]["lr"] == 0.2
+    rows = list(csv.DictReader(io.StringIO(ps_runs("export", "baseline", folder=folder))))
+    assert [row["step"] for row in rows] == ["0", "50", "100"]
+    ps_runs("delete", "baseline", "aaaa00000001", folder=folder)
+    found = json.loads(ps_runs("list", "--json", folder=folder))
+    assert [run["id"] for run in found] == ["cccc00000004", "aaaa00000002"]
+
+
+def test_runs_are_compared_with_what_differs(folder: Path) -> None:
+    told = json.loads(ps_runs("compare", "aaaa00000001", "aaaa00000002", "bbbb", "--json", folder=folder))
+    assert [run["label"] for run in told["runs"]] == ["sync", "sync", "async"], "of two seeds one name"
+    assert told["differences"] == {
+        "run.mode": ["sync", "sync", "async"], "run.seed": [0, 1, 0], "optimizer.lr": [0.1, 0.1, 0.2],
+    }  # fmt: skip
+    assert any(line.startswith("Seconds in all: async is best") or "no difference" in line for line in told["findings"])
+    shown = ps_runs("compare", "aaaa00000001", "bbbb", "--report", "out", folder=folder)
+    assert "optimizer.lr" in shown and "out/report.html" in shown
+    html, text = ((folder / "out" / name).read_text() for name in ("report.html", "report.md"))
+    assert "accuracy over bytes" in html and "optimizer.lr" in html and "http" not in html
+    assert "| 5.0 | 50 | 0.2500 | 50,000 |" in text
+    drawn = sorted(path.name for path in (folder / "out").glob("*.png"))
+    assert (
+        drawn == ["accuracy-over-bytes.png", "accuracy-over-s.png", "accuracy-over-steps.png"] or "matplotlib" in html
+    )
+
+
+def test_runs_of_different_tasks_are_not_ranked(folder: Path) -> None:
+    told = json.loads(ps_runs("compare", "aaaa00000001", "cccc", "--json", "--report", "out", folder=folder))
+    assert told["findings"] == [] and "different tasks (digits, gpt)" in told["notes"][0]
+    assert "ended without a word" in told["notes"][1]
+    assert "different tasks" in (folder / "out" / "report.html").read_text()
+    assert "one run is compared" in ps_runs("compare", "cccc", folder=folder, code=2)
+
+
+def test_a_figure_is_drawn(folder: Path) -> None:
+    assert ps_runs("plot", "bbbb", folder=folder).count("•") == 3
+    ps_runs("plot", "bbbb", "--figure", "accuracy", "--over", "bytes", "--out", "a.svg", folder=folder)
+    assert (folder / "a.svg").read_text().count("<polyline") == 1
+    assert "has no figure loos" in ps_runs("plot", "bbbb", "--figure", "loos", folder=folder, code=2)
+
+
+def test_names_are_data(folder: Path) -> None:
+    write(folder / "runs" / "paramserver.db", "dddd00000005", mode=EVIL, work=EVIL, lr=EVIL)
+    for arguments in (["list"], ["show", "dddd"], ["compare", "dddd", "bbbb", "--report", "out"], ["plot", "dddd"]):
+        said = ps_runs(*arguments, folder=folder)
+        assert "\x1b[2J" not in said and "[bold red]" in said
+    for file in ("report.html",):
+        assert "<script" not in (folder / "out" / file).read_text()
+
+
+@pytest.mark.parametrize("what", ["newer", "damaged", "none"])
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, what: str) -> None:
+    file, expected = tmp_path / "paramserver.db", {"newer": f"version {VERSION + 1}", "damaged": "not a database"}
+    if what == "newer":
+        with sqlite3.connect(file) as db:
+            db.execute(f"PRAGMA user_version = {VERSION + 1}")
+    elif what == "damaged":
+        file.write_bytes(b"no database" * 1000)
+    assert expected.get(what, "there is no file") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
+
+
+def test_a_thousand_runs_are_listed_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "paramserver.db"
+    write(file, "aaaa00000000")
+    with sqlite3.connect(file) as db:
+        names = [row[1] for row in db.execute("PRAGMA table_info(runs)")]
+        others = ", ".join(name for name in names if name not in ("key", "id"))
+        for number in range(1, 1000):
+            db.execute(
+                f"INSERT INTO runs (id, {others}) SELECT ?, {others} FROM runs WHERE key = 1", [f"{number:012d}"]
+            )
+        db.execute("INSERT INTO documents SELECT key, 'config', printf('%.*c', 20000, 'x') FROM runs WHERE key > 1")
+    db.close()
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        with RunStore(file) as store:
+            assert len(store.runs()) == 1000
+        took.append(time.process_time() - began)
+    assert min(took) < 0.3
+
+
+def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "paramserver.db"
+    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, beat_s=1.0, config={},
+                                       code={}, machine={}))  # fmt: skip
+    for step in range(1, 5001):
+        writer.status(
+            float(step), Status(step=step, version=step, workers=[WorkerStatus(rank=0)]), is_last=step == 5000
+        )
+    assert writer.flush()
+    writer.close()
+    with RunStore(file) as store:
+        (run,) = store.runs()
+        steps = [point.step for point in store.series(run)]
+        assert 512 <= len(steps) <= 1024 and run.step == steps[-1] == 5000
+        gaps = {after - before for before, after in pairwise(steps[:-1])}
+        assert gaps == {8}
+        assert [point.tick for point in store.worker_series(run)] == [point.tick for point in store.series(run)]
+
+
+def test_the_command_starts_without_what_is_heavy() -> None:
+    heavy = ("torch", "numpy", "grpc", "google.protobuf", "starlette", "uvicorn", "matplotlib")
+    imports = "paramserver.catalog.main, paramserver.catalog.showing, paramserver.catalog.comparing"
+    code = f"import sys, {imports}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_real_run_is_shown_and_compared(cluster: Cluster) -> None:
+    for mode in ("async", "sync"):
+        done = cluster.command(
+            "launch", "-n", "2", "--task", "linear", "--mode", mode, "--steps", "40", "--eval-every", "10"
+        )
+        assert done.returncode == 0, done.stderr
+    assert "done" in ps_runs("show", "last", folder=cluster.folder)
+    ids = [run["id"] for run in json.loads(ps_runs("list", "--json", folder=cluster.folder))]
+    told = json.loads(ps_runs("compare", *ids, "--report", "out", "--json", folder=cluster.folder))
+    assert [run["label"] for run in told["runs"]] == ["sync", "async"] and told["findings"]
+    assert set(told["differences"]) == {"run.mode"}
+    assert "over bytes" in (cluster.folder / "out" / "report.html").read_text()
