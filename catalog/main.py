@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from ..common.config.cli import make_app, run_app
 
 PROGRAM = "ps-runs"
+_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 _HELP = """\b
 Runs on record: what trained where, with which settings, and what came of it.
@@ -56,7 +58,9 @@ def _file(given: Path | None) -> Path:
 @app.command("list")
 def list_(
     db: DbOption = None,
-    most: Annotated[int | None, typer.Option("-n", "--most", min=1, help="only so many, the newest")] = None,
+    most: Annotated[
+        int | None, typer.Option("-n", "--most", min=1, help="only so many, the newest; none: 50, with --json all")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """All runs, the newest first."""
@@ -135,7 +139,11 @@ def delete(
 
 def main() -> None:
     """Entry point of `ps-runs`."""
-    run_app(app, PROGRAM)
+    try:
+        run_app(app, PROGRAM)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_EXIT_OUTPUT_LOST)
 
 
 if __name__ == "__main__":

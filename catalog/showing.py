@@ -24,14 +24,17 @@ from ..common.runstore.reading import RunStore, StoredRun
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}
 _STATES = {"lost": "ended without a word"}
 _MOST_EVENTS = 12
+_MOST_LISTED = 50  # rich takes a second to lay out a thousand
 
 
 def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
     with RunStore(path) as store:
-        runs = store.runs(most)
+        runs = store.runs(most if most or as_json else _MOST_LISTED + 1)
     if as_json:
         print_json([run.model_dump() for run in runs])
         return
+    is_cut = most is None and len(runs) > _MOST_LISTED
+    runs = runs[:_MOST_LISTED] if is_cut else runs
     figures = list(dict.fromkeys(name for run in runs for name in run.figures))[:3]
     names = ["run", "started", "state", "work", "mode"]
     table = Table(*names, *(Column(name, justify="right") for name in ["steps", "took", *figures]), box=None,
@@ -44,6 +47,8 @@ def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
         table.add_row(name, when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
     console = report_console()
     console.print(table if runs else "no run is on record yet")
+    if is_cut:
+        console.print(Text(f"the newest {_MOST_LISTED}; -n 1000 shows more", style="dim"))
 
 
 def show_run(path: Path, told: str, *, as_json: bool) -> None:
