@@ -12,6 +12,9 @@ from ...common.errors import UsageError
 from ...common.registry import AUTO
 
 
+_ROW = 1024  # float32 of a row
+
+
 def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
     """(up, down, start): bytes of a contribution, of an answer's weights, and of the weights a worker starts from."""
     worker = config.worker
@@ -37,7 +40,9 @@ def _layout(config: Config, megabytes: float | None) -> Any:
     from ...common.tensors.layout import Kind, Layout, TensorSpec
 
     if megabytes is not None:
-        return Layout([TensorSpec("weights", Kind.PARAMETER, "float32", (round(megabytes * 1e6 / 4),))])
+        # A matrix, as most of a model is: what has one dimension travels in other codecs.
+        rows = -(-round(megabytes * 1e6 / 4) // _ROW)
+        return Layout([TensorSpec("weights", Kind.PARAMETER, "float32", (rows, _ROW))])
     import torch
 
     from ...worker.tensors.transfer import ModelTensors

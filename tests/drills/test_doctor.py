@@ -53,7 +53,7 @@ def test_what_is_wrong_with_machines() -> None:
     [
         (10_000, "This link carries raw gradients of every step", "--mode sync:"),
         (1000, "Raw, transfer takes more than a fifth of the time; --set worker.codec=q4", "--mode"),
-        (20, "No codec makes gradients of every step fit", "--local-steps"),
+        (20, "No codec makes gradients of every step fit", "--mode diloco --local-steps 42 --set worker.codec=q4"),
     ],
 )
 def test_advice_by_link(megabit: float, says: str, first: str) -> None:
@@ -66,7 +66,7 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     assert sync["raw"].steps_per_s == pytest.approx(exact, rel=0.02)
     assert sync["raw"].steps_per_s <= sync["int8"].steps_per_s <= sync["q4"].steps_per_s
     diloco = {one.codec: one for one in foreseen if one.mode == "diloco"}
-    assert all(one.of_ideal >= 0.78 for one in diloco.values())
+    assert all(one.of_ideal >= 0.77 for one in diloco.values())
     told = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
     assert says in told and first in told.partition("First try")[2]
 
