@@ -11,7 +11,6 @@ from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.registry import AUTO
 
-
 _ROW = 1024  # float32 of a row
 
 
