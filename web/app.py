@@ -21,6 +21,7 @@ from ..common.version import PROGRAM_VERSION
 from .feed import Feed, Message
 from .guard import told
 from .openapi import description
+from .stored import Store
 
 STATIC = Path(__file__).parent / "static"
 MOST_VIEWERS = 32
@@ -28,10 +29,11 @@ _KEEP_ALIVE_S = 15.0
 
 
 class Runs:
-    """The runs that can be looked at, by name."""
+    """The runs that can be looked at, by name: of this process, and on record."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
         self.live: dict[str, Feed] = {}
+        self.store = store
         self.num_viewers = 0
         self.stopped = asyncio.Event()
 
@@ -39,10 +41,24 @@ class Runs:
         """`live` is the newest one that goes on. HTTPException 404 names those there are."""
         if name == "live" and self.live:
             return next(reversed(self.live.values()))
-        if name not in self.live:
-            known = ", ".join(self.live) or "none"
-            raise HTTPException(404, f"no run {name[:80]}; there are: {known}")
-        return self.live[name]
+        if name in self.live:
+            return self.live[name]
+        watched = self.store.watched(name) if self.store is not None else None
+        if watched is None:
+            known = [*self.live, *(one["run"] for one in self.listed()[:20])]
+            raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
+        return Feed.of(watched)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """A line each, the newest first."""
+        stored = self.store.runs() if self.store is not None else []
+        return [*map(_line, reversed(self.live.values())), *(one for one in stored if one["run"] not in self.live)]
+
+    def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
+        """How a run that another process writes is read again; None for what is told by itself."""
+        if feed in self.live.values() or feed.is_over:
+            return None
+        return lambda: self.feed(feed.watched.about.run)
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
@@ -65,7 +81,7 @@ def make_app(runs: Runs) -> Starlette:
         return handle
 
     async def listed(request: Request) -> Response:
-        return JSONResponse([_line(feed) for feed in runs.live.values()])
+        return JSONResponse(runs.listed())
 
     async def whole(request: Request) -> Response:
         return Response(runs.feed(request.path_params["run"]).whole().data, media_type="application/json")
@@ -95,6 +111,9 @@ def make_app(runs: Runs) -> Starlette:
     async def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
 
+    async def all_runs(request: Request) -> Response:
+        return FileResponse(STATIC / "runs.html", headers={"Cache-Control": "no-cache"})
+
     async def icon(request: Request) -> Response:
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
@@ -105,6 +124,7 @@ def make_app(runs: Runs) -> Starlette:
     return Starlette(
         routes=[
             Route("/", page),
+            Route("/runs", all_runs),
             Route("/favicon.ico", icon),
             Route("/api/openapi.json", described),
             Route("/api/health", health),
@@ -186,7 +206,7 @@ async def _websocket(runs: Runs, websocket: WebSocket) -> None:
 
 async def _until(runs: Runs, feed: Feed) -> AsyncIterator[Message | None]:
     """A feed's messages until it or the page ends; None now and then, where nothing comes."""
-    messages = feed.messages()
+    messages = feed.messages(runs.again(feed))
     stopped: asyncio.Future[object] = asyncio.ensure_future(runs.stopped.wait())
     coming: asyncio.Future[Message | None] | None = None
     try:

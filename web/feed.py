@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..common.reporting.watched import About, Tick, Watched
 
+_AGAIN_S = 1.0
 _KEPT = 4  # ticks for viewers that are a little late
 
 Control = Callable[[dict[str, object]], Awaitable[str]]  # asks the run for something; what came of it, or a ValueError
@@ -37,6 +38,14 @@ class Feed:
         self._whole: Message | None = None
         self._changed = asyncio.Event()
 
+    @classmethod
+    def of(cls, watched: Watched) -> Feed:
+        """Of a run on record, as it was read."""
+        feed = cls(watched.about)
+        feed.watched = watched
+        feed.is_over = watched.newest is None or watched.newest.is_over
+        return feed
+
     def push(self, tick: Tick) -> None:
         self.watched.add(tick)
         self._number += 1
@@ -59,8 +68,19 @@ class Feed:
             self._whole = Message("whole", self._number, self.watched.model_dump_json())
         return self._whole
 
-    async def messages(self) -> AsyncIterator[Message]:
-        """For one viewer, until the run is over; whoever takes them sets the pace."""
+    async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:
+        """For one viewer, until the run is over; whoever takes them sets the pace. `again`: it is read anew, all of it,
+        every second."""
+        if again is not None:
+            number, feed = 0, self
+            while not feed.is_over:
+                number += 1
+                yield feed.whole()._replace(number=number)
+                await asyncio.sleep(_AGAIN_S)
+                feed = again() or feed
+            yield feed.whole()._replace(number=number + 1)
+            yield Message("over", number + 1, "{}")
+            return
         seen = -1
         while True:
             late = [tick for tick in self._ticks if tick.number > seen]

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "paramserver"
 _MOST_BODY = 64 << 10  # bytes
+_PAGES = ("/", "/runs")
 _READS = ("GET", "HEAD")
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
@@ -65,19 +66,19 @@ class Guard:
             return told(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
         if int(headers.get("content-length") or 0) > _MOST_BODY:
             return told(413, f"a body has {_MOST_BODY} bytes at most", "nothing here takes that many")
-        if scope["type"] == "http" and scope["path"] == "/" and (given := _query_token(scope)):
+        if scope["type"] == "http" and scope["path"] in _PAGES and (given := _query_token(scope)):
             if not self._is_token(given):
                 return told(403, "the token in this address is not this server's", "take the address it printed last")
-            return self._logged_in(given)
+            return self._logged_in(scope["path"], given)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS
         if (self._is_open or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
             return told(401, "this needs the token", fix)
         return None
 
-    def _logged_in(self, token: str) -> Response:
+    def _logged_in(self, path: str, token: str) -> Response:
         """On to the page, without the token in what history and screenshots show."""
-        response = RedirectResponse("/", 303)
+        response = RedirectResponse(path, 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=self._is_tls)
         return response
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import ssl
+from pathlib import Path
 from threading import Thread
 
 import uvicorn
@@ -17,10 +18,12 @@ from ..common.config.schema import Config
 from ..common.errors import AuthError, BindError
 from ..common.reporting.log import get_logger
 from ..common.reporting.watched import About, Tick
+from ..common.runstore.schema import FILE
 from ..common.security import is_loopback, read_token
 from .app import Runs, make_app
 from .feed import Control, Feed
 from .guard import Guard
+from .stored import Store
 
 log = get_logger()
 
@@ -38,8 +41,11 @@ class _Server(uvicorn.Server):
 class Page:
     """Of a process that has one run at a time."""
 
-    def __init__(self, config: Config) -> None:
-        """AuthError for an address that others can reach without TLS and a token."""
+    def __init__(self, config: Config, store: Path | None = None, opens: str = "/") -> None:
+        """`store`: the file of runs, None: the configuration's; `opens`: the path that is printed.
+
+        AuthError for an address that others can reach without TLS and a token.
+        """
         assert config.server.web is not None
         self._address = config.server.web
         self._security = config.security
@@ -53,12 +59,14 @@ class Page:
                 fix="ps-certs init makes certificates and a token; on one machine use --web 127.0.0.1:8080, "
                 "and from elsewhere ssh -L 8080:127.0.0.1:8080; on a network you trust add --insecure",
             )
+        self._store = store or Path(config.output.track_dir) / FILE
+        self._opens = opens
         self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
         self._tokens = [self._token, *([run_token] if run_token else [])]
         self._hosts = [] if self._is_open else ["localhost", "127.0.0.1", "::1", host]
         self._thread: Thread | None = None
         self._feed: Feed | None = None
-        self.address = ""
+        self.address = self.url = ""
 
     def start(self) -> None:
         """Listen; BindError when the address cannot be had."""
@@ -66,7 +74,7 @@ class Page:
         host, port = split_address(self._address)[0], listening.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._loop = asyncio.new_event_loop()
-        self._runs = Runs()
+        self._runs = Runs(Store(self._store))
         guard = Guard(make_app(self._runs), self._hosts, self._tokens, self._is_open, self._security.cert is not None)
         self._server = _Server(
             uvicorn.Config(
@@ -79,8 +87,8 @@ class Page:
         self._thread.start()
         scheme = "https" if self._security.cert is not None else "http"
         readable = "whoever has the token" if self._is_open else "this machine"
-        url = f"{scheme}://{self.address}/?token={self._token}"
-        log.info("page", url=url, address=self.address, readable_by=readable)
+        self.url = f"{scheme}://{self.address}{self._opens}?token={self._token}"
+        log.info("page", url=self.url, address=self.address, readable_by=readable)
 
     def _bind(self) -> socket.socket:
         host, port = split_address(self._address)

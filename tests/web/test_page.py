@@ -185,3 +185,33 @@ def test_the_vendored_library_is_what_was_published() -> None:
         "uPlot.LICENSE": "26ad5134b24da27b", "uPlot.iife.min.js": "8df9b8c2bc60abbd",
         "uPlot.min.css": "c57618bc6a0fa8e8",
     }  # fmt: skip
+
+
+def test_runs_on_record_and_one_that_another_process_writes(cluster: Cluster, tab: Callable[..., Tab]) -> None:
+    """A page without a server: a finished run as its summary was, and a live one that moves."""
+    done = cluster.command("launch", "-n", "2", "--task", "xor", "--steps", "200", "--summary", "s.json")
+    assert done.returncode == 0, done.stderr
+    cluster.server("--mode", "async", "--steps", "100000", "--set", "server.status_interval_s=0.2")
+    cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
+    code = "import sys, pathlib, paramserver.web.board as web; web.board(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    board = cluster.start("board", "-c", code, "runs/paramserver.db", "127.0.0.1:0")
+    board.until(lambda: "runs of" in board.output and board.output.endswith("\n"), "address")
+    url = board.output.split()[-1]
+    assert "/runs?token=" in url
+    shown = tab()
+    shown.page.goto(url)
+    until(shown, "() => document.querySelectorAll('#runs tbody tr').length === 2")
+    assert "token" not in shown.page.url
+    shown.page.get_by_role("searchbox").fill("xor")
+    until(shown, "() => document.querySelectorAll('#runs tbody tr').length === 1")
+    shown.page.locator("#runs tbody a").click()
+    until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert shown.figure("version") == f"{summary['version']:,}"
+    assert shown.figure("samples") == f"{sum(one['samples'] for one in summary['workers']):,}"
+    assert shown.cells("contributions") == [f"{one['steps']:,}" for one in summary["workers"]]
+    shown.page.get_by_role("link", name="all runs").click()
+    shown.page.get_by_role("row").filter(has_text="running").locator("a").click()
+    until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
+    until(shown, f"first => ({STEP})() > first + 10", shown.page.evaluate(STEP) or 0)
+    assert shown.page.locator("#controls").is_hidden()

@@ -1,0 +1,29 @@
+// All runs on record, the newest first; those that go on are looked at again every few seconds.
+import { $, duration, figure, make, size, whole } from './text.js';
+const MOST = 200;
+const COLUMNS = [
+  ['run', one => make('a', { href: `/?run=${encodeURIComponent(one.run)}` }, one.name || `${one.mode}-${one.run.slice(0, 6)}`), 'text'],
+  ['state', one => one.state, 'text'], ['mode', one => one.mode, 'text'], ['task', one => one.task, 'text'],
+  ['started', one => new Date(one.started * 1000).toLocaleString([], { hour12: false }), 'text'],
+  ['workers', one => whole(one.workers || 0)], ['step', one => one.steps ? `${whole(one.step || 0)} / ${whole(one.steps)}` : whole(one.step || 0)],
+  ['time', one => duration(one.elapsed_s)], ['loss', one => figure(one.loss)],
+  ['figures', one => Object.entries(one.figures || {}).map(([name, value]) => `${name} ${figure(value)}`).join(', '), 'text'],
+  ['traffic', one => one.num_bytes === undefined ? '–' : size(one.num_bytes)], ['ended by', one => one.ended_by || '', 'text why'],
+];
+let runs = [];
+
+function show() {
+  const wanted = $('filter').value.trim().toLowerCase();
+  const found = runs.filter(one => !wanted || [one.run, one.name, one.mode, one.task, one.state].some(text => String(text || '').toLowerCase().includes(wanted)));
+  const table = $('runs');
+  if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...COLUMNS.map(([name, , kind]) => make('th', { scope: 'col', class: kind || '' }, name))));
+  table.tBodies[0].replaceChildren(...found.slice(0, MOST).map(one => make('tr', { 'data-run': one.run }, ...COLUMNS.map(([, cell, kind]) => make('td', { class: kind || '' }, cell(one))))));
+  $('count').textContent = `${whole(found.length)} of ${whole(runs.length)} runs${found.length > MOST ? `, the newest ${MOST} are shown` : ''}`;
+}
+
+async function load() {
+  try { runs = await fetch('/api/runs').then(answer => answer.json()); show(); } catch { $('count').textContent = 'nobody answers; trying again'; }
+  setTimeout(load, runs.some(one => ['running', 'live'].includes(one.state)) ? 3000 : 15000);
+}
+$('filter').addEventListener('input', show);
+load();

@@ -1,0 +1,137 @@
+"""Runs on record (`common/runstore`) as the page shows them: finished ones, and those that others write now."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import ParamServerError
+from ..common.reporting.status import Status, WorkerStatus
+from ..common.reporting.summary import Summary, WorkerSummary
+from ..common.reporting.watched import About, Happened, Tick, Totals, Watched
+from ..common.runstore.reading import RunStore, StoredEvent, StoredRun, WorkerPoint
+
+_FRESH_S = 0.9  # what was read is shown again within this time
+_MOST_EVENTS = 300
+
+
+class Store:
+    """The file of runs, opened for each question: it may be replaced, and a page may be open for days."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: dict[str, tuple[float, Watched]] = {}
+
+    def runs(self) -> list[dict[str, Any]]:
+        """A line each, the newest first; none where there is no file."""
+        try:
+            with RunStore(self._path) as store:
+                return [line(run) for run in store.runs()]
+        except ParamServerError:
+            return []
+
+    def watched(self, name: str) -> Watched | None:
+        """All that the page shows of one; None where it is not there."""
+        known = self._read.get(name)
+        if known is not None and time.monotonic() - known[0] < _FRESH_S:
+            return known[1]
+        try:
+            with RunStore(self._path) as store:
+                run = next((run for run in store.runs() if name in (run.id, run.name)), None)
+                found = of_run(store, run) if run is not None else None
+        except ParamServerError:
+            return None
+        self._read.clear()
+        if found is not None:
+            self._read[name] = time.monotonic(), found
+        return found
+
+
+def line(run: StoredRun) -> dict[str, Any]:
+    """Of a run in a list."""
+    said = run.model_dump(include={
+        "mode", "project", "state", "step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes",
+        "elapsed_s", "figures", "ended_by",
+    })  # fmt: skip
+    return {
+        "run": run.id,
+        "name": run.label,
+        "task": run.work,
+        "started": run.started_at,
+        "workers": run.num_workers,
+        **said,
+    }
+
+
+def of_run(store: RunStore, run: StoredRun) -> Watched:
+    """As its server's own page would show it, without what is not kept: who waits for whom, the last minute."""
+    about = About(
+        run=run.id, mode=run.mode, task=run.work, started=run.started_at, server_incarnation=run.starts,
+        version=str(store.code(run).get("program", "")), settings=store.config(run),
+    )  # fmt: skip
+    points, summary = store.series(run), store.summary(run)
+    watched = Watched(about=about, evaluations=list(store.evaluations(run)))
+    watched.series |= {
+        "elapsed_s": [one.elapsed_s for one in points], "step": [float(one.step) for one in points],
+        "version": [float(one.version) for one in points], "loss": [one.loss for one in points],
+        "samples": [float(one.samples) for one in points], "bytes": [float(one.num_bytes) for one in points],
+        "samples_per_s": [one.samples_per_s for one in points], "wait_share": [None] * len(points),
+        "staleness_mean": [None] * len(points),
+    }  # fmt: skip
+    watched.events.extend(happened(one) for one in store.events(run)[-_MOST_EVENTS:])
+    newest = points[-1].tick if points else 0
+    workers = store.worker_series(run, after=newest - 1) if points else []
+    watched.newest = _tick(run, workers, summary, store)
+    return watched
+
+
+def _tick(run: StoredRun, workers: list[WorkerPoint], summary: Summary | None, store: RunStore) -> Tick:
+    shown = [_worker(one) for one in workers]
+    evaluations = store.evaluations(run)
+    status = Status(
+        mode=run.mode, version=run.version, elapsed_s=run.elapsed_s, step=run.step, steps=run.steps,
+        num_joined=run.num_workers, waiting=run.waiting, workers=shown,
+        evaluated=evaluations[-1] if evaluations else None,
+    )  # fmt: skip
+    if summary is None:
+        fields = set(WorkerSummary.model_fields)
+        rows = [WorkerSummary(**{"steps": one.step, **one.model_dump(include=fields)}) for one in workers]
+        summary = Summary(mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, workers=rows)
+    durable = store.checkpoints(run)
+    return Tick(
+        at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary), summary=summary,
+        durable_version=durable[-1].version if durable else 0, is_over=run.state != "running",
+    )  # fmt: skip
+
+
+def _worker(one: WorkerPoint) -> WorkerStatus:
+    total = one.compute_s + one.transfer_s + one.wait_s or 1.0
+    same = one.model_dump(include=set(WorkerStatus.model_fields))
+    shares = {"compute_share": one.compute_s, "transfer_share": one.transfer_s, "wait_share": one.wait_s}
+    return WorkerStatus(**{**same, **{name: round(part / total, 3) for name, part in shares.items()}})
+
+
+_SENTENCES = {
+    "start": "the server began, at version {version}",
+    "join": "worker {rank} joined",
+    "leave": "worker {rank} is gone ({how})",
+    "snapshot": "snapshot of version {version} in {path}",
+    "evaluated": "step {step}: {figures}",
+    "control": "{told}",
+    "end": "the run is over, at version {version}",
+}
+
+
+def happened(event: StoredEvent) -> Happened:
+    """As a sentence."""
+    fields = {**event.fields, "rank": event.rank}
+    if isinstance(figures := fields.get("figures"), dict):
+        fields["figures"] = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    try:
+        text = _SENTENCES.get(event.kind, event.kind).format_map(fields)
+    except KeyError:
+        text = event.kind
+    return Happened(
+        at=event.at, kind={"leave": "left", "join": "joined"}.get(event.kind, event.kind), text=text, rank=event.rank
+    )
