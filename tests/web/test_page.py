@@ -193,8 +193,7 @@ def test_runs_on_record_and_one_that_another_process_writes(cluster: Cluster, ta
     assert done.returncode == 0, done.stderr
     cluster.server("--mode", "async", "--steps", "100000", "--set", "server.status_interval_s=0.2")
     cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
-    code = "import sys, pathlib, paramserver.web.board as web; web.board(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    board = cluster.start("board", "-c", code, "runs/paramserver.db", "127.0.0.1:0")
+    board = cluster.start("board", "-m", "paramserver.catalog", "board", "runs/paramserver.db")
     board.until(lambda: "runs of" in board.output and board.output.endswith("\n"), "address")
     url = board.output.split()[-1]
     assert "/runs?token=" in url
