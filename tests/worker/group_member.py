@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from paramserver.worker.strategies import group as groups
+from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
 
-groups._BUCKET_BYTES = 100  # several of them
+buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -30,7 +30,8 @@ OPTIMIZERS = {
 
 def batch(rank: int, step: int):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(3 + 2 * rank, 5, generator=generator, dtype=torch.float64)
+    num_samples = 3 + 2 * rank + (step % 10 in (7, 8))  # others than all have said of the step before
+    x = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
     return x, x.sin().sum(1, keepdim=True)
 
 
@@ -65,20 +66,29 @@ def main(rank, folder, optimizer, steps, kill_at, members):
         port = int(wait_for(folder / f"port.{ranks[0]}"))
         made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, meeting.address, timeout_s=20)
         made.like = list(net.parameters())
+        made.order = range(len(made.like) - 1, -1, -1)
         return made
 
     net = model()
     inner = OPTIMIZERS[optimizer](net.parameters())
     epoch, stall = group(1, members), 0.0
+    for index, one in enumerate(net.parameters()):
+        if rank != 1:  # whose gradients leave when all are there
+            one.register_post_accumulate_grad_hook(lambda p, index=index: epoch.ready(index, p.grad))
     for step in range(steps):
         x, y = batch(rank, step)
         inner.zero_grad()
+        if step == kill_at and rank == members[-1] and step % 2:
+            epoch._begin_sum = dying_after(epoch._begin_sum)  # in the middle of backward
         torch.nn.functional.mse_loss(net(x), y).backward()
         if step == kill_at and rank == members[-1]:
-            epoch._sum = dying_after(epoch._sum)
+            epoch._begin_sum = dying_after(epoch._begin_sum)
+        is_right = rank != 0 or step % 6 != 4
+        if not is_right:
+            net[0].weight.grad.mul_(0.5)  # after it has left
         gradients, began = [p.grad for p in net.parameters()], time.perf_counter()
         try:
-            mean = epoch.average(gradients, len(x))
+            mean = epoch.average(gradients, len(x), is_right=is_right)
         except Broken:
             members = members[:-1]
             epoch = group(2, members)

@@ -37,9 +37,17 @@ def alone(members, optimizer, steps, kill_at=-1):
     inner = OPTIMIZERS[optimizer](net.parameters())
     for step in range(steps):
         live = members[:-1] if 0 <= kill_at <= step else members
-        x, y = (torch.cat(parts) for parts in zip(*(batch(rank, step) for rank in live), strict=True))
-        inner.zero_grad()
-        torch.nn.functional.mse_loss(net(x), y).backward()
+        found, total = [], 0
+        for rank in live:
+            x, y = batch(rank, step)
+            net.zero_grad()
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            if rank == 0 and step % 6 == 4:
+                net[0].weight.grad.mul_(0.5)
+            found.append([p.grad.clone() * len(x) for p in net.parameters()])
+            total += len(x)
+        for p, *parts in zip(net.parameters(), *found, strict=True):
+            p.grad = sum(parts) / total
         inner.step()
     return list(net.parameters())
 
@@ -60,10 +68,11 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_is_killed_in_the_middle_of_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("kill_at", [10, 13])  # at step(), in the middle of backward
+def test_who_is_killed_in_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path, kill_at):
     members = [0, 1, 2, 3]
-    expected, stalls = alone(members, "adam", 30, kill_at=10), []
-    for codes, told in run(tmp_path, members, "adam", 30, kill_at=10, rounds=5):
+    expected, stalls = alone(members, "adam", 30, kill_at=kill_at), []
+    for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5):
         assert codes == [0] * (len(members) - 1) + [-9]
         assert max(difference(one, expected) for one in told) <= 1e-6
         stalls += [one["stall"] for one in told]
@@ -105,14 +114,17 @@ def test_a_torch_without_the_backend_is_refused(monkeypatch):
         Meeting("127.0.0.1")
 
 
-def test_a_gradient_that_a_member_lacked_does_not_lie_where_the_next_mean_will():
+@pytest.mark.parametrize("own", [None, torch.full((3,), 2.0)])
+def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     """It is averaged from there, and once more where that came to nothing."""
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
-    weights, flat = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
+    weights, stepped = torch.nn.Parameter(torch.zeros(3)), []
+    weights.grad = own
     model = SimpleNamespace(tensors=[weights], layout=layout)
     here = SimpleNamespace(
-        _model=model, own=(None, lambda: None), _held_version=0, _has_stepped=False, _has_state=False
-    )
-    Equals._step(here, [flat])
-    flat.fill_(7.0)
-    assert torch.equal(weights.grad, torch.ones(3))
+        _model=model, own=(None, lambda: stepped.append(weights.grad.clone())), _held_version=0, _has_stepped=False,
+        _has_state=False,
+    )  # fmt: skip
+    Equals._step(here, [torch.ones(3)])
+    assert torch.equal(stepped[0], torch.ones(3))
+    assert weights.grad is own

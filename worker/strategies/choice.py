@@ -14,7 +14,7 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
     if settings.source == "report":
         from .equals import Equals  # loads torch.distributed
 
-        return Equals(exchange)
+        return Equals(exchange, may_send_early)
     if not settings.pipelined:
         return Direct(exchange, may_send_early, may_come_late)
     return Overlapped(exchange) if settings.source == "delta" else Pipelined(exchange)

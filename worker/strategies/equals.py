@@ -12,7 +12,6 @@ A step whose weights the server wants is taken ahead of its answer, on top of a 
 from __future__ import annotations
 
 import copy
-import math
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,11 +28,14 @@ from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..lanes.up import COUNTED
+from ..session import Place
 from ..tensors.packed import pack, unpack
 from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
+from .buckets import Leaving, leaving_order
 from .direct import Direct
-from .group import Broken, Epoch, Group, Meeting, OutOfReach, own_address
+from .early import MIN_MODEL_BYTES
+from .group import Broken, Epoch, Group, Meeting, OutOfReach, Unsound, own_address
 
 log = get_logger()
 Found = TypeVar("Found")
@@ -49,8 +51,11 @@ class Equals(Direct):
 
     own: tuple[torch.optim.Optimizer, Callable[[], object]]
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, may_leave_early: bool) -> None:
+        """`may_leave_early`: gradients may be averaged during backward."""
         super().__init__(exchange, may_send_early=False)
+        self._may_leave_early = may_leave_early
+        self._leaving: Leaving | None = None
         self._meeting = Meeting(own_address(exchange.server))
         exchange.meeting = "{}:{}".format(*self._meeting.address)
         self._group: Group | None = None
@@ -65,12 +70,30 @@ class Equals(Direct):
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
         self._held_version = _NOBODY
+        self._order = leaving_order(model)
+        on_host = all(one.device.type == "cpu" for one in model.tensors)  # from a GPU each would be waited for
+        if self._may_leave_early and on_host and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
+            self._leaving = Leaving(model, self._leave_early)
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
         self.own = own, step
         self._weights, self._initial = Watch(self._model), copy.deepcopy(own.state_dict()["state"])
         self._enter()
+
+    def _leave_early(self, index: int, gradient: torch.Tensor) -> None:
+        if self._group is not None:
+            self._group.ready(index, gradient)
+
+    def replay(self, place: Place) -> None:
+        super().replay(place)
+        if self._leaving is not None:
+            self._leaving.is_paused = True
+
+    def replayed(self) -> int:
+        if self._leaving is not None:
+            self._leaving.is_paused = False
+        return super().replayed()
 
     # ---- the group --------------------------------------------------------------------------
 
@@ -100,6 +123,7 @@ class Equals(Direct):
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address))
             group.like = [one for one in self._model.sources("weights") if one is not None]
+            group.order = self._order
             self._level(group)
         except Broken as broken:
             log.warning("group_broken", rank=rank, reason=str(broken))
@@ -196,10 +220,10 @@ class Equals(Direct):
     # ---- a step -----------------------------------------------------------------------------
 
     def _contribute(self, work: Work) -> None:
+        is_right = self._leaving is None or self._leaving.settle()
         gradients = self._model.sources("gradient")
-        self._check(gradients)
         while True:
-            answer = self._round(gradients, work)
+            answer = self._round(gradients, work, is_right)
             if answer.outcome in COUNTED:
                 if not self.progress.is_done:
                     self._may_meet()  # where it fails, that is said with the next report
@@ -210,7 +234,7 @@ class Equals(Direct):
             if answer.outcome == Answer.REJECTED:
                 raise DivergedError(f"the weights of rank {self.progress.rank} are not finite", fix="lower --lr")
 
-    def _round(self, gradients: Sequence[torch.Tensor | None], work: Work) -> Answer:
+    def _round(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool) -> Answer:
         """Average, report, and step where the answer says that all have the mean."""
         if not self._may_meet():
             return self._report_broken(work)
@@ -218,8 +242,10 @@ class Equals(Direct):
         assert group is not None
         try:
             words = crc32(repr(work.hyperparameters).encode()), crc32(self._weights.sample())
-            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), words))
+            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), words, is_right))
             self._check_words(group, work)
+        except Unsound as unsound:
+            raise self._diverged(unsound.index) from None
         except Broken as broken:
             log.warning("group_broken", rank=self.progress.rank, reason=str(broken))
             return self._report_broken(work)
@@ -242,17 +268,12 @@ class Equals(Direct):
         """This worker's epoch came to nothing: the answer names the next."""
         return self._exchange.contribute("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
 
-    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for index, one in enumerate(gradients):
-            # A sum is read once, and may overflow; the look at each element is for what it finds.
-            if one is None or not one.is_floating_point() or math.isfinite(float(one.detach().sum())):
-                continue
-            if not bool(torch.isfinite(one).all()):
-                name = self._model.layout.entries[index].spec.name
-                raise DivergedError(
-                    f"the gradient of '{name}' of rank {self.progress.rank} is not finite, nor would the mean be",
-                    fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
-                )
+    def _diverged(self, index: int) -> DivergedError:
+        name = self._model.layout.entries[index].spec.name
+        return DivergedError(
+            f"the gradient of '{name}' of rank {self.progress.rank} is not finite, nor would the mean be",
+            fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
+        )
 
     def _check_words(self, group: Group, work: Work) -> None:
         """All are about to step by the same numbers from the same weights, or these would go apart: UsageError for

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import UsageError
+from .buckets import Plan
 
 _MEET_S = 10.0  # for all members of an epoch to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
-_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 _REACH_S = 5.0  # for a connection to a member
 
 
@@ -41,6 +41,21 @@ class Epoch(NamedTuple):
 
 class Broken(Exception):
     """A member is gone, or cannot be waited for: the group of this epoch is over."""
+
+
+class Unsound(Exception):
+    """The tensor of this index holds NaN or Inf, and so would the mean."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+class Said(NamedTuple):
+    """By all members of what they average."""
+
+    samples: tuple[int, ...]  # by member
+    held: tuple[int, ...]  # tensors that somebody has
 
 
 class OutOfReach(Broken):
@@ -70,6 +85,11 @@ class Group:
         self.epoch, self.index = epoch, epoch.members.index(rank)
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         self._under_way: list[Any] = []  # torch's works
+        self._plan: Plan | None = None  # by which the next are averaged before all have said their samples
+        self._said: Said | None = None  # by all, the last time
+        self._has_missed = False
+        self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
+        self._reason = ""  # why the group is over
         _reach(rank, epoch.members[0], _address(epoch.store))
         try:
             client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=meet_s))
@@ -114,65 +134,85 @@ class Group:
                 _reach(rank, one, store.get(f"here/{one}").decode())
 
     def average(
-        self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = ()
+        self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = (), is_right: bool = True
     ) -> list[torch.Tensor | None]:
         """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
         for who has none while others do. Integers are those of the lowest rank. The tensors given stay as they are.
 
-        What is returned lies in memory that the next call writes.
+        What is returned lies in memory that the next call writes, or the next `ready`.
 
         All members give tensors of the same shapes and dtypes, in the same order. Each says as many `words`, and
-        `self.words` has everyone's afterwards, [word][index]. Broken when the group is over.
+        `self.words` has everyone's afterwards, [word][index]. Where all said the same samples before, what they say
+        and what they average goes at once. `is_right`: what was `ready` is what is given. Broken when the group is
+        over, Unsound when this member's are not finite.
         """
+        mine, guess = dict(enumerate(tensors)), self._plan
+        if guess is not None:
+            self._leave_all(guess, mine, is_right)
+        said, all_are_right = self._said_by_all(tensors, num_samples, words, is_right)
+        is_hit = guess is not None and all_are_right and said == self._said
+        plan = guess if guess is not None and is_hit else self._plan_of(said, mine)
+        if not is_hit:
+            self._leave_all(plan, mine)
+            self._end_sums()
+        self._has_missed |= guess is not None and not is_hit
+        # Who had to average twice goes by nothing but what was said twice in a row. All members decide the same.
+        self._plan = plan if not self._has_missed or said == self._said else None
+        self._said = said
+        return [plan.places.get(index) for index in range(len(tensors))]
+
+    def ready(self, index: int, gradient: torch.Tensor) -> None:
+        """Of the tensors that will be averaged next, this one is there: it leaves when its bucket is full."""
+        plan = self._plan
+        if plan is None:
+            return
+        self._there[index] = gradient
+        with suppress(Broken):  # said by `average`
+            while self._num_left < len(plan.buckets) and self._there.keys() >= set(plan.buckets[self._num_left][0]):
+                self._leave(plan, self._there)
+
+    def _leave(self, plan: Plan, tensors: Mapping[int, torch.Tensor | None]) -> None:
+        number, self._num_left = self._num_left, self._num_left + 1
+        self._begin_sum(plan.gather(number, tensors))
+
+    def _leave_all(self, plan: Plan, tensors: Mapping[int, torch.Tensor | None], is_right: bool = True) -> None:
+        """While a bucket is under way the next one is gathered."""
+        while self._num_left < len(plan.buckets):
+            self._leave(plan, tensors)
+        self._num_left, self._there = 0, {}
+        unsound = min(plan.unsound, default=None)
+        plan.unsound.clear()
+        if unsound is not None and is_right:
+            raise Unsound(unsound)
+
+    def _said_by_all(
+        self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int], is_right: bool
+    ) -> tuple[Said, bool]:
+        """After everything that is under way."""
         num_members = len(self.epoch.members)
-        said = [word * (index == self.index) for word in words for index in range(num_members)]
-        told = torch.tensor([num_samples, *(one is not None for one in tensors), *said], dtype=torch.int64)
-        self._sum(told)
-        said, told = told[len(tensors) + 1 :].tolist(), told[: len(tensors) + 1]
-        self.words = [said[at : at + num_members] for at in range(0, len(said), num_members)]
-        share = num_samples / int(told[0])
-        held = [index for index, count in enumerate(told[1:].tolist()) if count]
-        shapes = self._shapes(tensors, held)
-        found: list[torch.Tensor | None] = [None] * len(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index in held:
-            by_dtype.setdefault(shapes[index].dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
-            flat = self._memory(dtype, sum(shapes[index].numel() for index in indices))
-            begun = end = 0
-            for index in indices:
-                begin, end = end, end + shapes[index].numel()
-                part, mine = flat[begin:end].view(shapes[index].shape), tensors[index]
-                if mine is None or not (dtype.is_floating_point or self.index == 0):
-                    part.zero_()
-                elif dtype.is_floating_point and not mine.is_sparse and mine.device == part.device:
-                    torch.mul(mine.detach(), share, out=part)
-                else:
-                    part.copy_(mine.detach().to_dense() if mine.is_sparse else mine.detach())
-                    if dtype.is_floating_point:
-                        part.mul_(share)
-                found[index] = part
-                if (end - begun) * dtype.itemsize >= _BUCKET_BYTES:
-                    self._begin_sum(flat[begun:end])
-                    begun = end
-            if end > begun:
-                self._begin_sum(flat[begun:end])
+        told = [word * (index == self.index) for word in (num_samples, *words) for index in range(num_members)]
+        sums = torch.tensor([not is_right, *(one is not None for one in tensors), *told], dtype=torch.int64)
+        self._begin_sum(sums)
         self._end_sums()
-        return found
+        num_wrong, *found = sums.tolist()
+        held = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
+        found = found[len(tensors) :]
+        samples, *self.words = (found[at : at + num_members] for at in range(0, len(found), num_members))
+        return Said(tuple(samples), held), not num_wrong
 
-    def _memory(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """The same each time: what was averaged last has been used when something is averaged again."""
-        if len(self._flat.get(dtype, ())) != size:
-            self._flat[dtype] = torch.empty(size, dtype=dtype)
-        return self._flat[dtype]
-
-    def _shapes(self, tensors: Sequence[torch.Tensor | None], held: Sequence[int]) -> dict[int, torch.Tensor]:
-        """What has the shape and dtype of each that somebody has; who lacks one is told them by `like`."""
-        given = ((index, tensors[index]) for index in held)
-        return {index: self.like[index] if one is None else one for index, one in given}
+    def _plan_of(self, said: Said, tensors: Mapping[int, torch.Tensor | None]) -> Plan:
+        like: dict[int, torch.Tensor] = {}
+        held = set(said.held)
+        for index in self.order or range(len(tensors)):
+            if index in held:
+                one = tensors[index]
+                like[index] = self.like[index] if one is None else one
+        share = said.samples[self.index] / sum(said.samples)
+        return Plan(like, share, self.index == 0, self._flat)
 
     words: Sequence[list[int]] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
+    order: Sequence[int] = ()  # in which they leave; none: as they are given
 
     def told(self, number: int) -> list[int]:
         """What each member says, by its index."""
@@ -195,7 +235,6 @@ class Group:
         self._end_sums()
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
-        """While it is under way the next bucket is gathered."""
         self._wait(lambda: self._under_way.append(self._group.allreduce([tensor])))  # type: ignore[attr-defined]
 
     def _end_sums(self) -> None:
@@ -206,8 +245,9 @@ class Group:
         try:
             collective()
         except (RuntimeError, AttributeError, IndexError) as error:  # the last two: it was closed meanwhile
+            self._reason = self._reason or _first_line(error)
             self.close()
-            raise Broken(f"epoch {self.epoch.number}: {_first_line(error)}") from None
+            raise Broken(f"epoch {self.epoch.number}: {self._reason}") from None
 
     def close(self) -> None:
         """Its connections end, and with them whatever others wait for from this member."""

@@ -1,0 +1,132 @@
+"""What a group averages, in buckets: memory of their own, in one order for all members; and gradients that leave during
+backward.
+
+Members must begin the same sums in the same order, so a bucket leaves when it is full and all before it have left, as
+in DDP (Li et al. 2020). The order is the reverse of the model's: backward ends with the first layer. How much the
+gradient of a member weighs is known when all have said their samples, at `step()`; what leaves before goes by what they
+said of the step before, and where that was wrong all average once more (`group.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Kind
+from ..tensors.transfer import ModelTensors
+
+log = get_logger()
+
+_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
+_FIRST_BYTES = 1 << 20  # the first leaves soon
+
+
+class Plan:
+    """Where each tensor lies that somebody has, and in which bucket; what is put there is weighted by `share`."""
+
+    def __init__(
+        self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor]
+    ) -> None:
+        """`like`: something of the shape and dtype of each, in the order in which they leave. `memory`, flat and of
+        each dtype, is used where it has the size, and replaced where not."""
+        self.share, self._is_lowest = share, is_lowest
+        self.places: dict[int, torch.Tensor] = {}
+        self.buckets: list[tuple[list[int], torch.Tensor]] = []
+        self.unsound: set[int] = set()  # tensors that hold NaN or Inf
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, one in like.items():
+            by_dtype.setdefault(one.dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            size = sum(like[index].numel() for index in indices)
+            if len(memory.get(dtype, ())) != size:
+                memory[dtype] = torch.empty(size, dtype=dtype)
+            self._divide(memory[dtype], indices, like)
+
+    def _divide(self, flat: torch.Tensor, indices: Sequence[int], like: dict[int, torch.Tensor]) -> None:
+        begun = end = 0
+        bucket: list[int] = []
+        for index in indices:
+            start, end = end, end + like[index].numel()
+            self.places[index] = flat[start:end].view(like[index].shape)
+            bucket.append(index)
+            full = _BUCKET_BYTES if self.buckets else _FIRST_BYTES
+            if (end - begun) * flat.itemsize >= full:
+                self.buckets.append((bucket, flat[begun:end]))
+                bucket, begun = [], end
+        if bucket:
+            self.buckets.append((bucket, flat[begun:end]))
+
+    def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:
+        """A bucket with what this member has in it; zeros for what it has not, and integers of the lowest only."""
+        indices, bucket = self.buckets[number]
+        for index in indices:
+            place, mine = self.places[index], tensors.get(index)
+            is_float = place.dtype.is_floating_point
+            if mine is None or not (is_float or self._is_lowest):
+                place.zero_()
+                continue
+            mine = mine.detach().to_dense() if mine.is_sparse else mine.detach()
+            if is_float and mine.device == place.device:
+                torch.mul(mine, self.share, out=place)
+            else:
+                place.copy_(mine)
+                if is_float:
+                    place.mul_(self.share)
+            # A sum is read once, and may overflow; the look at each element is for what it finds.
+            if is_float and not math.isfinite(float(place.sum())) and not bool(torch.isfinite(place).all()):
+                self.unsound.add(index)
+        return bucket
+
+
+def leaving_order(model: ModelTensors) -> list[int]:
+    """Of the exchanged tensors: parameters as backward fills them, then buffers, by dtype."""
+    entries = list(enumerate(model.layout.entries[: model.num_exchanged]))
+    parameters = [index for index, entry in reversed(entries) if entry.spec.kind is Kind.PARAMETER]
+    buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
+    return parameters + sorted(buffers, key=lambda index: model.layout.entries[index].spec.dtype)
+
+
+class Leaving:
+    """Watches the gradients of a model in backward; a group is told of those that are there.
+
+    One may change afterwards: clipping, a second backward that accumulates. Torch counts changes in place, so this is
+    seen at `step()`, where all members then average once more; from then on nothing of this one leaves early.
+    """
+
+    def __init__(self, model: ModelTensors, ready: Callable[[int, torch.Tensor], None]) -> None:
+        """`ready(index, gradient)` is called in backward."""
+        self._model, self._ready = model, ready
+        self._there: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often they had changed
+        self._is_wrong = self.is_paused = False
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
+            for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
+            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
+        ]
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        self._is_wrong |= index in self._there or gradient is None or gradient.is_sparse
+        if self._is_wrong or self.is_paused or gradient is None:
+            return
+        self._there[index] = (gradient, gradient._version)
+        self._ready(index, gradient)
+
+    def settle(self) -> bool:
+        """Called by `step()`: False where what has left is not what is there now."""
+        there, self._there = self._there, {}
+        changed = (self._has_changed(index, *seen) for index, seen in there.items())
+        is_right = not (self._is_wrong or any(changed))
+        if not is_right:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._is_wrong = [], False
+            log.info("overlap_off", reason="gradients change between backward and step(): they are averaged at step()")
+        return is_right
+
+    def _has_changed(self, index: int, seen: torch.Tensor, num_changes: int) -> bool:
+        return self._model.tensors[index].grad is not seen or seen._version != num_changes
