@@ -19,7 +19,7 @@ from . import effects
 from .counting.drawn import Data, Drawn
 from .counting.stats import WorkerStats
 from .effects import Effect, Log
-from .events import Contributed, Identity
+from .events import Contributed, Identity, Repeated
 from .judgement import halted, rejected_too_often
 from .roster import Roster, Worker
 
@@ -158,9 +158,10 @@ class Contributions:
             self._rejected_for[rank] = f"{found.what}: nothing folded"
             yield from self.perform(self._policy.rejected(rank, event.at), event.at)
 
-    def repeated(self, worker: Worker, number: int, at: float) -> list[Effect]:
+    def repeated(self, worker: Worker, event: Repeated) -> list[Effect]:
         """It asks again for the answer to a contribution that counts."""
-        worker.waiting_since = at
+        number, at = event.number, event.at
+        worker.waiting_since, worker.held = at, event.held
         version = self._policy.version
         decisions = self._policy.contributed(worker.rank, Contribution(number, version), at)
         identity = Identity(worker.rank, worker.incarnation, number)
@@ -270,16 +271,20 @@ class Contributions:
         has_weights = is_start or (policy.contribution != "report" and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
         steps_done = policy.steps_done(rank)
+        # In rounds a gradient of an older version is none of the next round's; what is evaluated has to be the newest.
+        is_continued = name == "REPEATED" and 0 <= worker.held < policy.version and not worker.evaluates
+        is_continued &= has_weights and not policy.has_rounds
         found.append(effects.Answer(
-            rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0), policy.version,
+            rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0),
+            worker.held if is_continued else policy.version,
             has_weights, policy.next_local_steps(rank), steps_done,
             worker.staleness, held_s, num_workers, index,
             self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
             bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
             policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
-            policy.has_newest_weights, policy.brings(rank),
+            policy.has_newest_weights, policy.brings(rank), is_continued=is_continued,
         ))  # fmt: skip
-        worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
+        worker.waiting_since, worker.staleness, worker.evaluates, worker.held = None, 0, False, -1
 
     # ---- for the summary, and what survives -------------------------------------------------
 

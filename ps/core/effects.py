@@ -190,6 +190,7 @@ class Answer(Fact):
     is_held: bool = True  # the server has this version's weights;
     brings: bool = False  # the next report is to bring weights,
     brings_optimizer: bool = False  # and one that does what the optimizer remembers
+    is_continued: bool = False  # the version is one it has some of, and not the newest
 
 
 @dataclass(slots=True)

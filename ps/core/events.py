@@ -202,6 +202,7 @@ class Repeated(OfAWorker):
 
     is_gathered: ClassVar[bool] = True
     number: int
+    held: int = -1  # the version that it has some of, where the shard can give it the rest
 
 
 @dataclass(slots=True)
@@ -265,7 +266,9 @@ KINDS: tuple[type[Event], ...] = (
 # ---- of several shards --------------------------------------------------------------------------------
 
 # What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
-_OWN = ("at", "judgement", "durable", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights", "traffic")
+_OWN = (
+    "at", "judgement", "durable", "held", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights", "traffic",
+)  # fmt: skip
 
 
 def key_of(event: Event) -> tuple[Any, ...]:

@@ -50,6 +50,7 @@ class Worker:
     staleness: int = 0  # of its contribution that is not answered yet
     wants_weights: bool = True  # with the answer to it
     evaluates: bool = False  # that answer's weights
+    held: int = -1  # the version that it has some of, and can have the rest of
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
 

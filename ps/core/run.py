@@ -282,7 +282,7 @@ class Run:
         if worker.rank not in self.policy.members or number != counted:
             what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
             return self.expel(worker, refusal(Reason.STEP_GAP, what), event.at)
-        return self._after(self.contributions.repeated(worker, number, event.at), event.at)
+        return self._after(self.contributions.repeated(worker, event), event.at)
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)

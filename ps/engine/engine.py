@@ -231,9 +231,16 @@ class Engine:
             self.folding.forget(peer.rank)
         return self.streams.attach(peer)
 
+    def may_return(self, peer: Peer) -> bool:
+        """Its process is a member, on this stream or as one that is back already on another."""
+        worker, incarnation = self.run.roster.workers.get(peer.rank), peer.incarnation
+        return worker is not None and (
+            worker.incarnation == incarnation or (worker.is_resumed and worker.incarnation == incarnation + 1)
+        )
+
     def detach(self, peer: Peer) -> None:
         """The stream is over."""
-        self.streams.detach(peer)
+        self.streams.detach(peer, self.may_return(peer))
         self.notify()
 
     def contributed(

@@ -22,7 +22,7 @@ from ..core import effects
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
-from ..tensors.answers.publication import Publication
+from ..tensors.answers.publication import Publication, Range
 from ..tensors.answers.reference import News
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
@@ -71,6 +71,22 @@ class ShardState:
     traffic: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """What a worker says that it has of an answer whose stream was lost."""
+
+    number: int  # of the contribution it is to; 0: the final weights
+    version: int
+    codec: str
+    num_bytes: int  # of the whole body
+    ranges: list[Range]
+    crc: int  # of what is in them
+
+    @property
+    def has_all(self) -> bool:
+        return self.ranges == [(0, self.num_bytes)]
+
+
 @dataclass(eq=False)
 class Peer:
     """One stream of a worker. `state` is for people: joining, waiting, uploading, computing, finished."""
@@ -86,6 +102,9 @@ class Peer:
     state: str = "joining"
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     reference: int = 0  # the number of the one that it has; 0: none
+    holds: Holds | None = None  # said with its question
+    # Weights that were sent to it, and nothing came from it since: their version, and whether as frames.
+    sent: tuple[int, bool] | None = None
     weights: Segment | None = None  # the initial ones, when it has brought them
     takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
     answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
@@ -139,13 +158,20 @@ class Streams:
         self.peers[peer.seat] = peer
         return peer
 
-    def detach(self, peer: Peer) -> None:
-        """The stream is over: what was still to be sent on it is given back."""
+    def detach(self, peer: Peer, may_return: bool) -> None:
+        """The stream is over: what was still to be sent on it is given back, or kept for a worker that may return."""
         self.peers.pop(peer.seat, None)
+        if may_return and peer.sent is not None:
+            publisher, (version, as_frames) = self._model.publisher, peer.sent
+            if publisher.latest.version == version:
+                publisher.keep(peer.rank, publisher.latest, as_frames)
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
             if isinstance(item, Go) and item.held is not None:
-                self._model.publisher.release(item.held, as_frames=_go_as_frames(peer, item.answer))
+                as_frames = _go_as_frames(peer, item.answer)
+                if may_return and item.answer.outcome in ("APPLIED", "REPEATED"):
+                    self._model.publisher.keep(peer.rank, item.held, as_frames)
+                self._model.publisher.release(item.held, as_frames)
 
     def end(self, error: ParamServerError) -> None:
         """All of them, with this refusal."""
@@ -175,18 +201,20 @@ class Streams:
             peer.say(asked)
 
     def answer(self, answer: effects.Answer) -> None:
-        if answer.has_weights:  # on all shards, whoever has a stream to this one
-            is_start = answer.outcome == "START"
+        is_start = answer.outcome == "START"
+        if answer.has_weights and not answer.is_continued:  # on all shards, whoever has a stream to this one
             self._model.references.answers(answer.version, is_start)
         peer = self.peers.get((answer.rank, answer.incarnation))
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
         delivered = self._model.delivered
-        if answer.has_weights and delivered is not None:
+        if answer.has_weights and delivered is not None and not answer.is_continued:
             note = partial(delivered.note, answer.rank, answer.version)
             self._tensors.submit(lambda: note(self._model.store.weights))
-        if not answer.has_weights:
+        if answer.is_continued:  # what was held for it
+            peer.say(Go(answer))
+        elif not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
         elif peer.encodes(answer) and peer.has_reference:
             assert isinstance(peer.answer_codec, ByTensor)

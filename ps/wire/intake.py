@@ -10,6 +10,7 @@ import asyncio
 import functools
 import math
 from functools import partial
+from itertools import pairwise
 
 from ...common.codecs.base import Codec, body_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
@@ -24,7 +25,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import SOUND, Judgement
 from ..engine.engine import Engine
-from ..engine.peers import Peer
+from ..engine.peers import Holds, Peer
 from ..snapshots.store_state import read_optimizer
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Body
@@ -97,7 +98,8 @@ class Intake:
                     if header.repeat:
                         self._peer.state, self._peer.base = "waiting", None
                         self._peer.reference = header.reference
-                        self._engine.offer(events.Repeated(*self._peer.seat, header.step))
+                        self._peer.holds = holds_of(header)
+                        self._engine.offer(events.Repeated(*self._peer.seat, header.step, self._version_here()))
                         return facts
                     self._check_facts(header)
                     if self._is_bare(header):
@@ -129,17 +131,24 @@ class Intake:
 
     def _keep_half(self, facts: Frame, upload: Upload) -> bool:
         """Whether what has come of a body is kept for the next stream of this process."""
-        (rank, incarnation), staging = self._peer.seat, self._engine.model.staging
-        worker = self._engine.run.roster.workers.get(rank)
-        is_here = worker is not None and (
-            worker.incarnation == incarnation or (worker.is_resumed and worker.incarnation == incarnation + 1)
-        )
+        rank, staging = self._peer.rank, self._engine.model.staging
+        is_here = self._engine.may_return(self._peer)
         is_worth_it = upload.num_bytes > _LEAST_KEPT and upload.ranges and not upload.is_complete
         # Memory of a segment is the worker's; what others wait for is theirs.
         if not (is_here and is_worth_it and staging.is_own(upload.body)) or staging.num_waiting:
             return False
         self._halves.keep(rank, facts.of(pb.Contribution).step, upload)
         return True
+
+    def _version_here(self) -> int:
+        """The one that the worker has some of, if it can have the rest, or needs none; -1 otherwise. A reference's
+        differences are the newest ones' beginning."""
+        peer, model = self._peer, self._engine.model
+        if peer.holds is None or peer.has_reference or not model.has_weights:
+            return -1
+        version, unsent = peer.holds.version, self._engine.folding.codec_memories.of(peer.rank).unsent
+        is_here = model.publisher.kept(peer.rank, version) is not None or (unsent is not None and unsent[0] == version)
+        return version if is_here or peer.holds.has_all else -1
 
     def _continued(self, header: pb.Contribution, begun: Upload | None) -> Upload:
         """What is here of the body of this contribution; the rest comes."""
@@ -320,6 +329,7 @@ class Intake:
                 self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
             raise
         event.has_body = body is not None
+        self._peer.sent = None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
         self._engine.contributed(event, body, self._without, rows, brought)
@@ -367,6 +377,8 @@ class Intake:
         if body is not None:
             return body
         self._halves.drop_all()
+        self._engine.folding.codec_memories.let_go()
+        self._engine.model.publisher.let_go_of_all()
         borrowing = asyncio.ensure_future(staging.borrow(position))
         try:
             return await self._stream.wait(
@@ -393,6 +405,18 @@ def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:
     figures = dict(sound[:_MAX_FIGURES])
     exit_code = min(max(1, said.exit_code), 255)
     return events.FiguresTold(rank, said.version, said.step, figures, said.failure[:_MAX_SAID], exit_code)
+
+
+def holds_of(said: pb.Contribution | pb.Finish) -> Holds | None:
+    """Of an answer whose stream was lost; None where it says nothing, or what cannot be."""
+    if not said.HasField("holds"):
+        return None
+    held = said.holds
+    borders = list(held.ranges)
+    if len(borders) % 2 or any(first >= second for first, second in pairwise(borders)):
+        return None
+    ranges = list(zip(borders[::2], borders[1::2], strict=True))
+    return Holds(held.step, held.version, held.codec, held.body_bytes, ranges, held.crc)
 
 
 @functools.cache

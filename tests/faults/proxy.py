@@ -67,7 +67,7 @@ class Proxy:
         self, target: str, plan: Callable[[int], Plan] = lambda _: Plan(), direct_port: int = 0, host: str = ""
     ) -> None:
         server, _, port = target.rpartition(":")
-        self._plan = plan
+        self.plan = plan
         here = host or ("127.0.0.2" if direct_port else "127.0.0.1")
         self._listeners = {socket.create_server((here, 0)): (server, int(port))}
         self.address = f"{here}:{next(iter(self._listeners)).getsockname()[1]}"
@@ -123,7 +123,7 @@ class Proxy:
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     number = len(self.connections)
-                    connection = _Connection(number, self._plan(number), client, server, target[1])
+                    connection = _Connection(number, self.plan(number), client, server, target[1])
                     self.connections.append(connection)
                 for is_up in (True, False):
                     threading.Thread(target=self._pass_on, args=(connection, is_up), daemon=True).start()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+
 import pytest
 import torch
 
-from paramserver.tests.faults.proxy import Plan
+from paramserver.tests.faults.proxy import Plan, Proxy
 
 PADDING = 8_000_000  # floats: 32 MB a body
 BODY = 4 * PADDING
@@ -28,4 +31,99 @@ def test_the_rest_of_a_body_goes_over_the_next_connection(job, figure, lane):
     assert continued["num_bytes"] <= BODY - CAME + LOST
     assert 3 * BODY <= sent <= 3 * BODY + LOST
     assert torch.equal(job.applied(), torch.ones(1, 2))
+    job.check()
+
+
+LOST_DOWN = 4 << 20
+ANSWER = {"raw": BODY, "bf16": BODY // 2, "int8": BODY // 4}  # bytes, about
+
+
+def held_of(servers):
+    """Of each server's answers that were continued, bytes that did not travel again."""
+    return [[event["held"] for event in server.events("answer_continued")] for server in servers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ANSWER)
+@pytest.mark.parametrize("lane", ["grpc", "direct"])
+def test_the_rest_of_an_answer_comes_over_the_next_connection(job, figure, lane, codec):
+    """The connection is reset in the middle of the first answer, behind the weights to start from."""
+    server = job.serve("async", 1, 3, "--set", "server.lease_s=30")
+    came = ANSWER[codec] * 3 // 4
+    proxy = job.proxy(lambda _: Plan(reset_after_down=None if proxy.num_resets else BODY + came))
+    with proxy:
+        worker = job.work(0, padding=PADDING, PS_SERVER=proxy.address, PS_WORKER__ANSWER_CODEC=codec)
+        job.end(worker, server)
+    ((held,),) = held_of([server])
+    received = sum(one.down for one in proxy.connections)
+    # START and final ones are raw; of differences one answer is the whole reference: so it is without a reset.
+    expected = 3 * BODY + 2 * ANSWER[codec] if codec == "int8" else 2 * BODY + 3 * ANSWER[codec]
+    figure("MB received again", (received - expected) / 1e6)
+    assert came - LOST_DOWN <= held <= came
+    assert expected - (1 << 20) <= received <= expected + LOST_DOWN
+    assert torch.equal(job.applied(), torch.ones(1, 3))
+    job.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lane", "codec"), [("grpc", "raw"), ("direct", "raw"), ("direct", "bf16")])
+def test_it_is_the_rest_of_an_older_version_where_others_have_gone_on(job, lane, codec):
+    server = job.serve("async", 2, 12, "--set", "server.lease_s=30")
+    came = BODY + ANSWER[codec] * 3 // 4
+    proxy = job.proxy(lambda _: Plan(reset_after_down=None if proxy.num_resets else came))
+    with proxy:
+        cut = job.work(0, padding=PADDING, PS_SERVER=proxy.address, PS_WORKER__ANSWER_CODEC=codec)
+        other = job.work(1, padding=PADDING)
+        job.end(cut, other, server)
+    ((held,),) = held_of([server])
+    assert held >= came - BODY - (LOST if lane == "grpc" else 3 << 20)
+    assert torch.equal(job.applied(), torch.ones(2, 12))
+    job.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("lane", ["grpc", "direct"])
+def test_of_two_shards_one_has_given_all_and_the_other_gives_the_rest(job, lane, mode):
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
+        port, direct_port = taken.getsockname()[1], also.getsockname()[1]
+    half = BODY // 2
+    server = job.serve(mode, 1, 3, "--shards", "2", "--set", "server.lease_s=30")
+    way = Proxy(
+        f"127.0.0.1:{port}",
+        lambda _: Plan(reset_after_down=None if way.num_resets else half + half * 3 // 4),
+        direct_port if lane == "direct" else 0,
+    )
+    with way:
+        where = ("--listen", f"127.0.0.1:{port}", "--set", f"server.advertise={way.address}")
+        where += ("--set", f"server.direct_port={direct_port}", "--set", "server.lease_s=30")
+        shard = job.shard(1, 2, *where)
+        worker = job.work(0, padding=PADDING)
+        job.end(worker, server, shard)
+    ((at_first,), (at_second,)) = held_of([server, shard])
+    assert at_first >= half - (1 << 20)
+    assert half * 3 // 4 - (3 << 20) <= at_second <= half * 3 // 4
+    # START, three answers, final weights; and the coordinator pulls them for the file.
+    assert sum(one.down for one in way.connections) <= 6 * half + LOST_DOWN
+    assert torch.equal(job.applied(), torch.ones(1, 3))
+    job.check()
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_meanwhile_sends_all_of_it(job):
+    """It has gone back to a snapshot, and knows of nothing that was sent."""
+    flags = ("--set", "server.lease_s=30", "--checkpoint-dir", "snapshots", "--checkpoint-every", "1")
+    server = job.serve("async", 1, 3, *flags)
+    proxy = job.proxy(lambda _: Plan(lose_after_down=BODY + BODY // 2))
+    with proxy:
+        worker = job.work(0, padding=PADDING, PS_SERVER=proxy.address)
+        job.until(lambda: sum(one.down for one in proxy.connections) >= BODY + BODY // 2, "half an answer")
+        server.signal(signal.SIGKILL)
+        server.popen.wait()
+        proxy.plan = lambda _: Plan()
+        again = job.serve("async", 1, 3, *flags, "--listen", job.address)
+        proxy.reset_all()
+        job.end(worker, again)
+    assert held_of([server, again]) == [[], []]
+    assert torch.equal(job.applied(), torch.ones(1, 3))
     job.check()

@@ -305,8 +305,10 @@ class Exchange:
     def _ask_again(self) -> Answer:
         """For the answer to the last contribution that counts."""
 
+        version = next((shard.down.version for shard in self._shards if shard.down.version is not None), None)
+
         def ask(shard: Shard) -> Answer:
-            shard.ask_again(self._welcome.step)
+            shard.ask_again(self._welcome.step, version)
             return shard.take(shard.receive())
 
         return self._took(self._crew.all(self._shards, ask))

@@ -21,10 +21,12 @@ from ...common.reporting.log import get_logger
 from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
-from ...common.wire.frames import INLINE_BYTES, Frame
+from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, Frame
 from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
 from ..lanes.down import Down, Target
+from ..lanes.half import Half, Targets, Write
+from ..lanes.reference import News
 from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
@@ -169,11 +171,15 @@ class Shard:
             self.client.send(state_frames(save(dict(work.optimizer)), "optimizer"))
         if work.rows:
             self.client.send(rows_frames(self.tables, work.rows))
+        self.down.forget()
         self.up.contribute(partial(contribution, self._progress, work, reference=self.down.reference), source)
 
-    def ask_again(self, number: int) -> None:
-        """For the answer to this contribution, which counts."""
-        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference})
+    def ask_again(self, number: int, version: int | None = None) -> None:
+        """For the answer to this contribution, which counts, or what of it has not come. `version` is what came of it
+        from other shards."""
+        holds = self.down.holds(number, version)
+        told = {"holds": holds} if holds is not None else {}
+        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference, **told})
 
     def receive(self) -> Frame:
         """The next answer, of which the weights have not been taken yet."""
@@ -214,6 +220,7 @@ class Shard:
         memory, target = None, target or self.transfer
         news = read_news(announced) if isinstance(announced, Answer) else None
         if received.data and len(received.data) == announced.body_bytes and not received.offset:  # small: it is here
+            self.down.forget()
             self.down.take(len(received.data), codec, lambda write: write(0, received.data), target, news=news)
             return
         if announced.HasField("segment"):
@@ -222,19 +229,36 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
-        targets = target.targets if memory is None and codec in ("", "raw") and news is None else None
+        half = self._half_of(announced, codec, news)
+        is_continued = half is not None and self.down.begin(half)
+        if half is None:
+            self.down.forget()
+        targets: Targets | None = target.targets if memory is None and codec in ("", "raw") and news is None else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
-            start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
-            kept.append((start, offset + num_bytes))
+            if not is_continued:
+                start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
+                kept.append((start, offset + num_bytes))
 
-        def receive(write: Callable[[int, memoryview], None]) -> None:
-            self.client.receive_body(received, num_bytes, write, memory, targets, leave)
+        def receive(write: Write) -> None:
+            places = targets
+            if half is not None:
+                write, places = half.noting(write), half.targets(places) if places is not None else None
+            self.client.receive_body(received, num_bytes, write, memory, places, leave)
 
         self.down.take(num_bytes, codec, receive, target, kept, news)
         if memory is not None:
             self.client.say(taken={})
+
+    def _half_of(self, announced: Answer | Final, codec: str, news: News | None) -> Half | None:
+        """What these weights are that come; None where they come whole or not at all."""
+        is_start = isinstance(announced, Answer) and announced.outcome not in COUNTED
+        if is_start or announced.body_bytes <= CHUNK_BYTES or not self.down.repeats(codec, news):
+            return None
+        number = announced.step if isinstance(announced, Answer) else 0
+        first = self.down.reference if news is not None else 0
+        return Half(number, announced.version, codec, announced.body_bytes, first)
 
     def _expect(self, *kinds: str) -> Frame:
         """The next frame of one of `kinds`; while only Waiting comes, say so now and then."""
@@ -270,7 +294,9 @@ class Shard:
 
     def finish(self, transfer_s: float, can_evaluate: bool, residual: float) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
-        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": residual})
+        holds = self.down.holds(0)
+        told = {"holds": holds} if holds is not None else {}
+        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": residual, **told})
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, final, codec="")

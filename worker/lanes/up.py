@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 from ...common.codecs.base import Codec, body_bytes
 from ...common.reporting.log import get_logger
 from ...common.wire.direct import Placed
-from ...common.wire.frames import INLINE_BYTES, divided, frame
+from ...common.wire.frames import INLINE_BYTES, check_sum, divided, frame
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, Source
@@ -144,17 +143,14 @@ class Up:
         facts = announced.contribution
         if held is None or (held.step, held.body_bytes, held.codec) != (facts.step, facts.body_bytes, facts.codec):
             return False
-        cut = list(divided(pieces, list(zip(held.ranges[::2], held.ranges[1::2], strict=False))))
-        crc = 0
-        for piece in (piece for _, parts, is_held in cut if is_held for piece in parts):
-            crc = zlib.crc32(piece, crc)
-        if crc != held.crc:
+        ranges = list(zip(held.ranges[::2], held.ranges[1::2], strict=False))
+        if check_sum(pieces, ranges) != held.crc:
             log.warning(
                 "not_continued", step=held.step, meaning="the bytes that came before are other ones: all are sent"
             )
             return False
         facts.continues = True
-        missing = [(at, parts) for at, parts, is_held in cut if not is_held]
+        missing = [(at, parts) for at, parts, is_held in divided(pieces, ranges) if not is_held]
         num_bytes = sum(len(piece) for _, parts in missing for piece in parts)
         log.info("continued", step=held.step, num_bytes=num_bytes, of=facts.body_bytes)
         self._send([frame(announced)])

@@ -1,0 +1,266 @@
+"""What one worker is told: answers, and the weights that come with them, by whichever lane."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Any
+
+from ....common.codecs.base import Codec, body_bytes
+from ....common.reporting.log import get_logger
+from ....common.tensors.layout import as_bytes, copy_of
+from ....common.wire.frames import (
+    CHUNK_BYTES,
+    INLINE_BYTES,
+    body_frames,
+    frame,
+    left_out_frame,
+    rest_frames,
+)
+from ....proto import parameter_server_pb2 as pb
+from ...core import effects
+from ...engine.engine import Engine
+from ...engine.peers import Done, Go, Item, Peer
+from ...tensors.answers.publication import Publication, Range, check_sum_of
+from ...tensors.answers.reference import News
+from ..stream import Stream, StreamLost
+from .grpc import Header, Lane
+
+log = get_logger()
+
+
+_OUTCOMES: dict[str, Any] = {name: pb.Answer.Outcome.Value(name) for name in pb.Answer.Outcome.keys()}  # noqa: SIM118
+
+
+def answer_message(
+    said: effects.Answer, version: int, num_bytes: int, segment: pb.Segment | None = None
+) -> pb.ServerMessage:
+    """One message, made anew each time: setting its fields takes a third of building it from them."""
+    message = pb.ServerMessage()
+    answer = message.answer
+    answer.outcome = _OUTCOMES[said.outcome]
+    answer.step = said.number
+    answer.version = version
+    answer.next_local_steps = said.next_local_steps
+    answer.body_bytes = num_bytes
+    answer.staleness = said.staleness
+    answer.held_s = said.held_s
+    answer.reason = said.reason
+    answer.num_workers = said.num_workers
+    answer.worker_index = said.worker_index
+    answer.training_steps = said.training_steps
+    answer.steps = said.steps or 0
+    answer.spare = said.has_spare
+    answer.in_step = said.in_step
+    if said.num_batches is not None:
+        answer.batches = said.num_batches
+    if segment is not None:
+        answer.segment.CopyFrom(segment)
+    if said.epoch:
+        answer.bring, answer.bring_optimizer = said.brings, said.brings_optimizer
+        answer.group.epoch, answer.group.meeting, answer.group.held = said.epoch, said.meeting, said.is_held
+        answer.group.members.extend(said.group)
+    return message
+
+
+class Delivery:
+    """To one worker. A START goes over the stream, whatever the `lane`: it also has what never changes."""
+
+    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._peer = peer
+        self._frames = Lane(engine, stream)
+        self.lane = self._frames
+
+    def whole(self, item: Item) -> bytes | None:
+        """What is one message; None for all else."""
+        if isinstance(item, str):
+            return pb.ServerMessage(waiting=pb.Waiting(reason=item)).SerializeToString()
+        if not isinstance(item, Go):
+            return None
+        go, said, num_bytes = item, item.answer, self._engine.model.store.layout.exchange_bytes
+        if said.outcome == "START" or (said.has_weights and (go.body is None or self._peer.encodes(said))):
+            return None
+        message = answer_message(said, said.version, num_bytes if said.has_weights else 0)
+        return frame(message, 0, [go.body] if go.body is not None else [])
+
+    async def answer(self, go: Go) -> None:
+        said = go.answer
+        kept = self._engine.states.at(self._peer.rank, said.number) if said.outcome == "START" else None
+
+        def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
+            found = answer_message(said, version, num_bytes, segment)
+            if kept is not None:
+                found.answer.began.CopyFrom(pb.Place(**kept.place))
+            return found
+
+        if (raw := self.whole(go)) is not None:
+            await self._stream.write(raw)
+        elif not said.has_weights:
+            await self._stream.say(header(said.version, 0, None))
+        elif said.outcome == "START":
+            if kept is not None:
+                await self._tell_state(kept.body)
+            await self._start(header, go)
+        elif go.news is not None:
+            await self._send_news(header, go, go.news)
+        elif self._peer.answer_codec is not None and self._peer.encodes(said):
+            await self._send_encoded(self._peer.answer_codec, header, go)
+        else:
+            await self._send(self.lane, header, said.version, go)
+        self._peer.holds = None
+        if self._engine.model.has_weights:
+            self._engine.model.publisher.let_go(self._peer.rank)
+        traffic, stream = self._peer.traffic, self._stream
+        traffic.num_received, stream.num_sent = traffic.num_received + stream.num_sent, 0
+
+    async def final(self, done: Done) -> None:
+        def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
+            final = pb.Final(version=version, evaluate=done.evaluate, body_bytes=num_bytes, segment=segment)
+            return pb.ServerMessage(final=final)
+
+        await self._send(self.lane, header, done.min_version)
+
+    async def _tell_state(self, body: bytes) -> None:
+        for offset in range(0, len(body), CHUNK_BYTES):
+            piece = pb.State(num_bytes=len(body), offset=offset, piece=body[offset : offset + CHUNK_BYTES])
+            await self._stream.say(pb.ServerMessage(state=piece))
+
+    async def _start(self, header: Header, go: Go) -> None:
+        model = self._engine.model
+        frozen = model.frozen_bytes()
+        if go.news is not None:
+            await self._send_news(header, go, go.news, [frozen])
+            return
+        await self._send(self._frames, header, go.answer.version, go, len(frozen))
+        for raw in body_frames([frozen], offset=model.store.layout.exchange_bytes):
+            await self._stream.write(raw)
+
+    async def _send(self, lane: Lane, header: Header, version: int, go: Go | None = None, more_bytes: int = 0) -> None:
+        """The weights of `version`, or newer ones; `more_bytes` of the body follow."""
+        model, peer = self._engine.model, self._peer
+        num_bytes = model.store.layout.exchange_bytes
+        if num_bytes <= INLINE_BYTES:
+            body = go.body if go is not None else None
+            await self._stream.write(
+                frame(header(version, num_bytes + more_bytes, None), 0, [body or model.small_body()])
+            )
+            return
+        publication = await self._publication(lane.as_frames, version, go)
+        if publication is None:
+            await self._say_all_held(header(version, num_bytes, None), num_bytes)
+            return
+        if not publication.owns_segment:
+            lane = self._frames  # all that was kept of it
+        is_next = go is not None and go.answer.outcome != "START" and peer.answer_codec is None
+        lane.left_out = model.changes.kept(peer.base) if is_next and peer.base is not None else ()
+        try:
+            held = self._held(go, "", num_bytes, publication.version)
+            if held and await self._is_same(publication.check_sum(held, lane.as_frames)):
+                lane.left_out = held
+        except BaseException:
+            model.publisher.release(publication, lane.as_frames)
+            raise
+        if num_bytes > CHUNK_BYTES and not more_bytes:
+            model.publisher.keep(peer.rank, publication, lane.as_frames)
+        await lane.send(header, publication, num_bytes + more_bytes)
+        peer.sent = publication.version, lane.as_frames
+
+    # ---- what broke off before ------------------------------------------------------------------
+
+    async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication | None:
+        """That is to be sent, to be given back; None where the worker has all of an older one, which is gone."""
+        publisher, peer = self._engine.model.publisher, self._peer
+        if go is None or not go.answer.is_continued:
+            return (go.held if go is not None else None) or await publisher.acquire(version, as_frames)
+        if (kept := publisher.kept(peer.rank, version)) is not None:
+            is_left_as_frames = not kept.owns_segment
+            if not is_left_as_frames or not peer.encodes(go.answer):
+                return publisher.hold(as_frames or is_left_as_frames, kept)
+        if peer.holds is None or not peer.holds.has_all:  # no refusal: with that it would cease to be a member
+            log.info("not_continued", rank=peer.rank, version=version, meaning="the memory is used: it joins again")
+            raise StreamLost
+        return None
+
+    def _held(self, go: Go | None, codec: str, num_bytes: int, version: int | None = None) -> Sequence[Range]:
+        """What the worker says that it has of this body."""
+        holds, number = self._peer.holds, go.answer.number if go is not None else 0
+        if holds is None or (holds.number, holds.codec) != (number, codec):
+            return ()
+        if version is not None and version != holds.version:
+            return ()
+        return holds.ranges if holds.ranges and holds.ranges[-1][1] <= num_bytes else ()
+
+    async def _is_same(self, check_sum: Awaitable[int]) -> bool:
+        """Whether it has these bytes."""
+        holds = self._peer.holds
+        assert holds is not None
+        is_same = holds.has_all or await check_sum == holds.crc
+        if is_same:
+            log.info(
+                "answer_continued", rank=self._peer.rank, step=holds.number, held=sum(b - a for a, b in holds.ranges)
+            )
+        else:
+            log.warning("answer_not_continued", rank=self._peer.rank, step=holds.number, meaning="it has other bytes")
+        return is_same
+
+    async def _say_all_held(self, announced: pb.ServerMessage, num_bytes: int) -> None:
+        await self._stream.say(announced)
+        await self._stream.write(left_out_frame(0, num_bytes))
+
+    async def _write_rest(
+        self, announced: pb.ServerMessage, pieces: Sequence[memoryview], held: Sequence[Range]
+    ) -> None:
+        """A body of this worker's alone, without what it has of it."""
+        if held and not await self._is_same(check_sum_of(pieces, held)):
+            held = ()
+        for raw in rest_frames(announced, pieces, held):  # copies
+            await self._stream.write(raw)
+
+    # ---- encoded --------------------------------------------------------------------------------
+
+    async def _send_news(self, header: Header, go: Go, news: News, more: Sequence[memoryview] = ()) -> None:
+        """What leads to a reference, and `more` of the body behind it."""
+        pieces = [*news.pieces, *more]
+        num_bytes = sum(map(len, pieces))
+        announced = header(news.version, num_bytes, None)
+        announced.answer.codec, announced.answer.reference = news.codec, news.number
+        for left_out in news.left_out:
+            announced.answer.left_out.add(tensors=self._engine.model.positions_of(left_out))
+        if news.checked is not None and news.checked.check is not None:
+            announced.answer.checked_reference, announced.answer.reference_crc = news.checked.number, news.checked.check
+        held = self._held(go, news.codec, num_bytes) if news.codec else ()
+        await self._write_rest(announced, pieces, held)
+
+    async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
+        """As this worker's codec has them, which remembers what the worker has: nobody else's frames."""
+        model, tensors = self._engine.model, self._engine.tensors
+        memory = self._engine.folding.codec_memories.of(self._peer.rank)
+        encode = partial(memory.encode, codec)
+        if model.store.layout.exchange_bytes <= INLINE_BYTES:
+            version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
+            encoded = await tensors.run(partial(encode, weights))
+        elif go.answer.is_continued and memory.unsent is not None and memory.unsent[0] == go.answer.version:
+            version, encoded = memory.unsent
+        else:
+            publication = await self._publication(False, go.answer.version, go)
+            if publication is None:
+                announced = header(go.answer.version, num_bytes := body_bytes(codec, model.store.layout), None)
+                announced.answer.codec = codec.name
+                await self._say_all_held(announced, num_bytes)
+                return
+            try:
+                async for _ in publication.progress():
+                    pass
+                version = publication.version
+                encoded = await tensors.run(partial(encode, publication.segment.body))
+            finally:
+                model.publisher.release(publication, as_frames=False)
+        announced = header(version, len(encoded), None)
+        announced.answer.codec = codec.name
+        memory.unsent = version, encoded
+        await self._write_rest(announced, [as_bytes(encoded)], self._held(go, codec.name, len(encoded), version))
+        memory.unsent = None
+        self._peer.sent = version, False
+        memory.spares.give_back(encoded)
