@@ -1,0 +1,5 @@
+"""Real processes, as in tests/loopback."""
+
+from paramserver.tests.loopback.conftest import cluster
+
+__all__ = ["cluster"]
