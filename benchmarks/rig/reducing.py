@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .turns import Measured, Samples
@@ -52,7 +53,7 @@ def by_size(calls: Mapping[int, Callable[[], object]]) -> Measured:
 
 @contextmanager
 def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
-    """A member of one group of ours, which averages models of these sizes (bytes)."""
+    """A member of groups of ours, which average models of these sizes (bytes)."""
     import torch.distributed as dist
 
     from ...worker.strategies.group import Epoch, Group, Meeting
@@ -62,15 +63,19 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     told = dist.FileStore(store.removeprefix("file://"), workers)
     if rank == 0:
         told.set("port", str(meeting.address[1]))
-    epoch = Epoch(1, tuple(range(workers)), ("127.0.0.1", int(told.get("port"))))
-    group = Group(epoch, rank, meeting.address)
-    gradients = {}
-    for size in sizes:
+    store_at = ("127.0.0.1", int(told.get("port")))
+    groups, calls = [], {}
+    for number, size in enumerate(
+        sizes
+    ):  # one for each model, as in a run: what was averaged last says how the next goes
+        group = Group(Epoch(number, tuple(range(workers)), store_at), rank, meeting.address)
         model = synthetic_model(size // 4)
         fill_gradients(model)
-        gradients[size] = [parameter.grad for parameter in model]
-    yield by_size({size: lambda held=held: group.average(held, 1) for size, held in gradients.items()})  # type: ignore[misc]
-    group.close()
+        calls[size] = partial(group.average, [parameter.grad for parameter in model], 1)
+        groups.append(group)
+    yield by_size(calls)
+    for group in groups:
+        group.close()
 
 
 @contextmanager
