@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Annotated
 
@@ -343,6 +344,7 @@ def _drain(*_: object) -> None:
 def main() -> None:
     """Entry point of `ps-bench`."""
     signal.signal(signal.SIGTERM, _drain)
+    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # true: what keeping the runs costs
     run_app(app, "ps-bench")
 
 

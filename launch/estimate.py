@@ -32,7 +32,7 @@ def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tu
         raise UsageError("a script, or a number of epochs, does not say how many steps it has", fix="--steps N")
     quiet: dict[str, Any] = {
         **flags, "output.save": None, "output.curve": None, "output.summary": None, "output.history": None,
-        "output.report": None, "checkpoint.dir": None, "run.eval_every": None,
+        "output.report": None, "checkpoint.dir": None, "run.eval_every": None, "output.store": False,
     }  # fmt: skip
     table = Table("mode", "a step", "all steps", "waiting", "traffic", "cost", "for waiting", box=None, pad_edge=False)
     for mode in modes:

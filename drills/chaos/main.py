@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -86,6 +87,7 @@ def chaos(
 def main(arguments: list[str]) -> None:
     """Run the command with what follows `ps-launch chaos`."""
     sys.argv[1:] = arguments
+    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill is no run that anybody looks for
     run_app(app, PROGRAM)
 
 

@@ -92,7 +92,14 @@ def _ran(arguments: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> 
     """What a short run came to. ParamServerError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
-        quiet = ["output.save=null", "output.history=null", "checkpoint.dir=null", "run.eval_every=null", *sets]
+        quiet = [
+            "output.store=false",
+            "output.save=null",
+            "output.history=null",
+            "checkpoint.dir=null",
+            "run.eval_every=null",
+            *sets,
+        ]
         command = [
             sys.executable, "-m", "paramserver.launch", *arguments, "--mode", mode, "--steps", str(steps), "--summary",
             str(path), *(f"--set={one}" for one in quiet),

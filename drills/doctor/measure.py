@@ -62,7 +62,12 @@ class Job:
 
     def probe(self, megabytes: float, lane: str, *sets: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """What each rank's probe said, and the lane it was given. ParamServerError where a job fails."""
-        settings = ("run.mode=async", f"worker.lanes={lane if lane == 'grpc' else f'{lane},grpc'}", *sets)
+        settings = (
+            "run.mode=async",
+            "output.store=false",
+            f"worker.lanes={lane if lane == 'grpc' else f'{lane},grpc'}",
+            *sets,
+        )
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
             "--log-format", "json", "--steps", _STEPS, *(f"--set={one}" for one in settings),

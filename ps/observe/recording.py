@@ -17,7 +17,17 @@ from ...common.runstore.process import commit_of, machine
 from ...common.runstore.schema import FILE
 from ...common.runstore.writing import Beginning, RunWriter
 from ...common.version import PROGRAM_VERSION
-from ..core.effects import Evaluated, Fact, RunEnded, RunStarted, Seated, SnapshotTaken, StatusTaken, WorkerLeft
+from ..core.effects import (
+    ControlTaken,
+    Evaluated,
+    Fact,
+    RunEnded,
+    RunStarted,
+    Seated,
+    SnapshotTaken,
+    StatusTaken,
+    WorkerLeft,
+)
 from ..engine.engine import Engine
 from . import reports
 from .bus import Sink
@@ -38,7 +48,7 @@ class RecordingSink(Sink):
 
     name = "store"
     does_io = True
-    kinds = (RunStarted, Seated, WorkerLeft, Evaluated, SnapshotTaken, StatusTaken, RunEnded)
+    kinds = (RunStarted, Seated, WorkerLeft, Evaluated, ControlTaken, SnapshotTaken, StatusTaken, RunEnded)
     close_s = 10.0
     capacity = 1_000  # statuses of 64 workers
 
