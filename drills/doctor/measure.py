@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.errors import ParamServerError, UsageError
 
-PROBE = Path(__file__).parents[1] / "tasks" / "probe.py"
+PROBE = Path(__file__).with_name("probe.py")
 LANES = ("shared", "direct", "grpc")
 _TINY_MB = 256 / 1e6
 _MARK = "PROBE "

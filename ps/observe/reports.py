@@ -143,7 +143,7 @@ def summary(engine: Engine) -> Summary:
         ended_by=run.ended_by,
         final=final,
         curve=[_with_bytes(engine, point) for point in run.curve.points],
-        best=run.curve.best,
+        best=_with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
         workers=_workers(engine),
         shards=_shards(engine),
     )

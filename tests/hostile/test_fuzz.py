@@ -103,7 +103,8 @@ class Fuzzer:
         value = random.choice(_INTEGERS)
         if field.type in (FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_INT32):
             return max(-(2**31), min(2**31 - 1, value - random.choice([0, 1, 2**31])))
-        return value % 2**32 if field.type == FieldDescriptor.TYPE_UINT32 else value
+        narrow = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_FIXED32)
+        return value % 2**32 if field.type in narrow else value
 
     def _mutate(self, raw: bytes) -> bytes:
         random, mutated = self._random, bytearray(raw)

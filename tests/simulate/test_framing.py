@@ -9,7 +9,7 @@ from paramserver.common.tensors.layout import new_body
 from paramserver.common.wire.frames import body_frames, frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import effects, events
-from paramserver.ps.wire.conversation import answer_message
+from paramserver.ps.wire.lanes.delivery import answer_message
 from paramserver.simulate.traffic.framing import Framing
 from paramserver.worker.conversation.messages import Work, contribution
 from paramserver.worker.session import Progress
