@@ -43,9 +43,10 @@ def held_of(servers):
     return [[event["held"] for event in server.events("answer_continued")] for server in servers]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ANSWER)
-@pytest.mark.parametrize("lane", ["grpc", "direct"])
+@pytest.mark.parametrize(
+    "lane", [pytest.param("grpc", marks=pytest.mark.campaign), pytest.param("direct", marks=pytest.mark.slow)]
+)
 def test_the_rest_of_an_answer_comes_over_the_next_connection(job, figure, lane, codec):
     """The connection is reset in the middle of the first answer, behind the weights to start from."""
     server = job.serve("async", 1, 3, "--set", "server.lease_s=30")
@@ -66,8 +67,14 @@ def test_the_rest_of_an_answer_comes_over_the_next_connection(job, figure, lane,
     job.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("lane", "codec"), [("grpc", "raw"), ("direct", "raw"), ("direct", "bf16")])
+@pytest.mark.parametrize(
+    ("lane", "codec"),
+    [
+        pytest.param("grpc", "raw", marks=pytest.mark.slow),
+        pytest.param("direct", "raw", marks=pytest.mark.campaign),
+        pytest.param("direct", "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_the_rest_of_an_older_version_where_others_have_gone_on(job, lane, codec):
     """An answer of 32 MB is cut in its middle: what lies in kernels' buffers the server takes for sent."""
     server = job.serve("async", 2, 6, "--set", "server.lease_s=30")
@@ -83,9 +90,15 @@ def test_it_is_the_rest_of_an_older_version_where_others_have_gone_on(job, lane,
     job.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("lane", ["grpc", "direct"])
+@pytest.mark.parametrize(
+    ("lane", "mode"),
+    [
+        pytest.param("direct", "sync", marks=pytest.mark.slow),
+        pytest.param("grpc", "async", marks=pytest.mark.slow),
+        pytest.param("grpc", "sync", marks=pytest.mark.campaign),
+        pytest.param("direct", "async", marks=pytest.mark.campaign),
+    ],
+)
 def test_of_two_shards_one_has_given_all_and_the_other_gives_the_rest(job, lane, mode):
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
         port, direct_port = taken.getsockname()[1], also.getsockname()[1]

@@ -133,10 +133,11 @@ def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
         (10, 5, 1, "blend", 2),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                (5, 1, 3, "blend", 1), (5, 1, 2, "shift", 2), (6, 2, 3, "blend", 2), (6, 2, 1, "shift", 1),
-                (6, 3, 2, "shift", 2), (6, 3, 1, "blend", 1), (10, 5, 2, "shift", 2),
-            )
+            for one in ((5, 1, 3, "blend", 1), (6, 2, 1, "shift", 1), (6, 3, 2, "shift", 2), (10, 5, 2, "shift", 2))
+        ),
+        *(
+            pytest.param(*one, marks=pytest.mark.campaign)
+            for one in ((5, 1, 2, "shift", 2), (6, 2, 3, "blend", 2), (6, 3, 1, "blend", 1))
         ),
     ],
 )  # fmt: skip
@@ -156,8 +157,14 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rul
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
                 (2, 2, "shift", 2, "q4", "q4", "direct,grpc"), (3, 0, "", 1, "int8", "q4", "grpc"),
+                (3, 1, "shift", 2, "sparse", "raw", "grpc"),
+            )
+        ),
+        *(
+            pytest.param(*one, marks=pytest.mark.campaign)
+            for one in (
                 (5, 0, "", 2, "q4", "int8", "direct,grpc"), (2, 3, "blend", 1, "sparse", "q4", "direct,grpc"),
-                (3, 1, "shift", 2, "sparse", "raw", "grpc"), (5, 2, "blend", 1, "raw", "int8", "direct,grpc"),
+                (5, 2, "blend", 1, "raw", "int8", "direct,grpc"),
             )
         ),
     ],
@@ -175,8 +182,14 @@ def test_codecs_that_remember_have_each_fragment_s_own(
     assert_is(cluster, reference(inner, h, num, tau, rule, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "codec"), [("blend", "raw"), ("shift", "raw"), ("blend", "q4")])
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [
+        pytest.param("blend", "raw", marks=pytest.mark.slow),
+        pytest.param("shift", "raw", marks=pytest.mark.campaign),
+        pytest.param("blend", "q4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, rule: str, codec: str) -> None:
     server = cluster.server(*flags(6, 3, 1, rule))
     gate, inner = cluster.folder / "go", "adamw-deep" if codec == "raw" else "adamw-wide"
@@ -191,8 +204,14 @@ def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Clus
     assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "codec"), [("blend", "raw"), ("shift", "raw"), ("shift", "q4")])
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [
+        pytest.param("blend", "raw", marks=pytest.mark.slow),
+        pytest.param("shift", "raw", marks=pytest.mark.campaign),
+        pytest.param("shift", "q4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, codec: str) -> None:
     """Steps of fragments that had not had their turn, and what was on its way or left out, are done again."""
     told = flags(
