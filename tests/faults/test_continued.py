@@ -70,9 +70,9 @@ def test_the_rest_of_an_answer_comes_over_the_next_connection(job, figure, lane,
 @pytest.mark.parametrize(
     ("lane", "codec"),
     [
-        pytest.param("grpc", "raw", marks=pytest.mark.slow),
+        pytest.param("grpc", "raw", marks=pytest.mark.campaign),
         pytest.param("direct", "raw", marks=pytest.mark.campaign),
-        pytest.param("direct", "bf16", marks=pytest.mark.slow),
+        pytest.param("direct", "bf16", marks=pytest.mark.campaign),
     ],
 )
 def test_it_is_the_rest_of_an_older_version_where_others_have_gone_on(job, lane, codec):
@@ -94,8 +94,8 @@ def test_it_is_the_rest_of_an_older_version_where_others_have_gone_on(job, lane,
     ("lane", "mode"),
     [
         pytest.param("direct", "sync", marks=pytest.mark.slow),
-        pytest.param("grpc", "async", marks=pytest.mark.slow),
-        pytest.param("grpc", "sync", marks=pytest.mark.campaign),
+        pytest.param("grpc", "async", marks=pytest.mark.campaign),
+        pytest.param("grpc", "sync", marks=pytest.mark.slow),
         pytest.param("direct", "async", marks=pytest.mark.campaign),
     ],
 )
