@@ -18,7 +18,7 @@ from ...common.errors import ParamServerError, UsageError
 from ...common.reporting.report import report_console, share
 from ...common.reporting.summary import Summary
 from . import advice
-from .measure import Job, Measured, measure
+from .measure import LANES, Job, Measured, measure
 
 PROGRAM = "ps-launch doctor"
 _STEPS = 30
@@ -49,6 +49,7 @@ def doctor(
     megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; none: the task's.")] = None,
     compute: Annotated[str | None, typer.Option(metavar="TIME", help="Of a step; none: the task's, measured.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement and worker.")] = 1.0,
+    lanes: Annotated[str, typer.Option(metavar="NAME,...", help="Only these.")] = ",".join(LANES),
     verify: Annotated[bool, typer.Option("--verify", help="Run each mode for a moment, beside what was said.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     sets: SetOption = None,
@@ -58,6 +59,9 @@ def doctor(
     compute_s = parsed("--compute", compute) if compute is not None else None
     if compute_s is not None and compute_s <= 0:
         raise UsageError(f"flag --compute: {compute}: a step takes some time", fix="--compute 100ms")
+    chosen = [name.strip() for name in lanes.split(",")]
+    if unknown := [name for name in chosen if name not in LANES]:
+        raise UsageError(f"flag --lanes: there is no lane '{unknown[0]}'", fix=f"known: {', '.join(LANES)}")
     if config is None and (megabytes is None or compute_s is None):
         raise UsageError("neither a CONFIG nor what it would say: the model's size and a step's time",
                          fix="ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms")  # fmt: skip
@@ -69,8 +73,10 @@ def doctor(
         each = [one for one in ran.workers if one.steps]
         compute_s = compute_s or sum(one.compute_s for one in each) / sum(one.steps for one in each)
         megabytes = megabytes or sum(one.bytes_sent for one in each) / sum(one.steps for one in each) / 1e6
-    found = measure(Job(arguments, seconds, workers, _say), megabytes)
+    found = measure(Job(arguments, seconds, workers, _say), megabytes, chosen)
     links = advice.best_links(found)
+    if not links:
+        raise UsageError(f"no worker was given a lane of {lanes}", fix="leave --lanes out")
     link = advice.typical(links)
     trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
     foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets or [])
