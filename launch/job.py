@@ -148,7 +148,7 @@ class Job:
                 self._summary = summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
                 cost = self._plan.config.cost
                 if summary.cost is None and cost.rate is not None:  # of one process alone
-                    summary.cost = Cost.of(cost.currency, cost.rate, summary, None)
+                    summary.cost = Cost.of(cost.currency, cost.rate, summary.wall_s, summary.wait_share, None)
                 return True
         return False
 

@@ -158,10 +158,7 @@ def _line(feed: Feed) -> dict[str, Any]:
 def _workers(feed: Feed) -> list[dict[str, Any]]:
     """What each does now, and its sums over the run."""
     tick = feed.watched.newest
-    if tick is None:
-        return []
-    sums = {one.rank: one.model_dump() for one in tick.summary.workers} if tick.summary is not None else {}
-    return [{**worker.model_dump(), "sums": sums.get(worker.rank)} for worker in tick.status.workers]
+    return [worker.model_dump() for worker in tick.status.workers] if tick is not None else []
 
 
 async def _control(feed: Feed, request: Request) -> Response:

@@ -96,11 +96,15 @@ def _tick(run: StoredRun, workers: list[WorkerPoint], summary: Summary | None, s
     )  # fmt: skip
     if summary is None:
         fields = set(WorkerSummary.model_fields)
-        rows = [WorkerSummary(**{"steps": one.step, **one.model_dump(include=fields)}) for one in workers]
+        rows = [WorkerSummary(**one.model_dump(include=fields)) for one in workers]
         summary = Summary(mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, workers=rows)
+    else:
+        counted = {one.rank: one.steps for one in summary.workers}
+        for one in shown:
+            one.contributions = counted.get(one.rank)
     durable = store.checkpoints(run)
     return Tick(
-        at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary), summary=summary,
+        at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary),
         durable_version=durable[-1].version if durable else 0, is_over=run.state != "running",
     )  # fmt: skip
 

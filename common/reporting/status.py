@@ -31,6 +31,7 @@ class WorkerStatus(BaseModel):
     lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
     codec: str = "raw"  # of its newest contribution
     # Over all its incarnations.
+    contributions: int | None = None  # accepted; None: not known
     samples: int = 0
     compute_s: float = 0.0
     transfer_s: float = 0.0

@@ -58,11 +58,10 @@ class Cost(BaseModel):
     per_epoch: float | None = None  # where it is known how many samples an epoch has
 
     @classmethod
-    def of(cls, currency: str, per_hour: float, summary: Summary, epoch_samples: int | None) -> Cost:
-        total = per_hour * summary.wall_s / 3600
-        epochs = summary.num_samples / epoch_samples if epoch_samples else 0
+    def of(cls, currency: str, per_hour: float, wall_s: float, wait_share: float, epochs: float | None) -> Cost:
+        total = per_hour * wall_s / 3600
         per_epoch = total / epochs if epochs else None
-        return cls(currency=currency, total=total, waiting=total * summary.wait_share, per_epoch=per_epoch)
+        return cls(currency=currency, total=total, waiting=total * wait_share, per_epoch=per_epoch)
 
     def __str__(self) -> str:
         each = f", {price(self.per_epoch)} an epoch" if self.per_epoch is not None else ""

@@ -31,13 +31,14 @@ class Totals(BaseModel):
     staleness_mean: float = 0.0
     staleness_max: int = 0
     cost: Cost | None = None
+    final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned, at the end
 
     @classmethod
     def of(cls, summary: Summary) -> Totals:
         return cls(
             wall_s=summary.wall_s, updates=summary.updates, samples=summary.num_samples, bytes=summary.num_bytes,
             wait_share=summary.wait_share, staleness_mean=summary.staleness_mean, staleness_max=summary.staleness_max,
-            cost=summary.cost,
+            cost=summary.cost, final=summary.final,
         )  # fmt: skip
 
 
@@ -77,7 +78,6 @@ class Tick(BaseModel):
     clock_s: float = 0.0  # as in `Span`
     status: Status
     totals: Totals = Field(default_factory=Totals)
-    summary: Summary | None = None  # so far, of the workers that `status` shows
     staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind, of the whole run
     durable_version: int = 0
     waits: list[Wait] = Field(default_factory=list)

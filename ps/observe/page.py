@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.report import figure
-from ...common.reporting.watched import About, Happened, Span, Tick, Totals, Wait
+from ...common.reporting.watched import About, Happened, Span, Tick, Wait
 from ...common.version import PROGRAM_VERSION
 from ..core import controls
 from ..core.effects import (
@@ -149,17 +149,13 @@ class PageSink(Sink):
 
     def _tick(self, taken: StatusTaken, is_over: bool = False) -> Tick:
         engine, status = self._engine, taken.status
-        summary = reports.summary(engine)
-        shown = {worker.rank for worker in status.workers}
-        totals = Totals.of(summary)
         events, self._events = self._events, []
         clock_s = engine.now() - self._began
         return Tick(
             at=time.time(),
             clock_s=clock_s,
             status=status,
-            totals=totals,
-            summary=summary.model_copy(update={"workers": [one for one in summary.workers if one.rank in shown]}),
+            totals=reports.totals(engine, status),
             staleness=dict(self._staleness),
             durable_version=engine.durable_version,
             waits=self._waits(status.workers),

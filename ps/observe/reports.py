@@ -9,6 +9,7 @@ from heapq import nsmallest
 from ...common.reporting.curve import Point
 from ...common.reporting.status import Status, Total, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary, WorkerSummary
+from ...common.reporting.watched import Totals
 from ..core.counting.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
@@ -81,11 +82,12 @@ def _worker(
         waiting_for=why.get(rank, ""),
         lane=traffic.lane,
         codec=traffic.codec,
+        contributions=stats.contributions,
         samples=stats.samples,
         compute_s=round(stats.compute_s, 3),
         transfer_s=round(stats.transfer_s, 3),
         wait_s=round(stats.wait_s, 3),
-        staleness_mean=round(stats.staleness_mean, 3),
+        staleness_mean=round(stats.staleness_mean, 4),
         staleness_max=stats.staleness_max,
         bytes_sent=sent,
         bytes_received=received,
@@ -149,13 +151,39 @@ def summary(engine: Engine) -> Summary:
     )
     prices = engine.config.cost
     if prices.rate is not None:
-        found.cost = Cost.of(prices.currency, prices.rate, found, run.contributions.epoch_samples)
+        epochs = _epochs(engine, found.num_samples)
+        found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, epochs)
     return found
 
 
 def _with_bytes(engine: Engine, point: Point) -> Point:
     """Unknown of those before a start of this server."""
     return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
+
+
+def totals(engine: Engine, taken: Status) -> Totals:
+    """What the summary would say of all ranks together: asked once a status, so without a row for each."""
+    contributions = late = most = 0
+    wait_s = total_s = 0.0
+    for one in engine.run.roster.stats.values():
+        contributions, late = contributions + one.contributions, late + one.staleness_sum
+        most = max(most, one.staleness_max)
+        wait_s, total_s = wait_s + one.wait_s, total_s + one.compute_s + one.transfer_s + one.wait_s
+    found = Totals(
+        wall_s=round(engine.elapsed_s(), 3), updates=engine.run.policy.version, samples=taken.samples,
+        bytes=taken.num_bytes, wait_share=wait_s / total_s if total_s else 0.0,
+        staleness_mean=late / contributions if contributions else 0.0, staleness_max=most,
+        final=dict(engine.run.final),
+    )  # fmt: skip
+    if (prices := engine.config.cost).rate is not None:
+        epochs = _epochs(engine, found.samples)
+        found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, epochs)
+    return found
+
+
+def _epochs(engine: Engine, num_samples: int) -> float | None:
+    epoch_samples = engine.run.contributions.epoch_samples
+    return num_samples / epoch_samples if epoch_samples else None
 
 
 def _direction(engine: Engine) -> tuple[float | None, float | None]:

@@ -20,12 +20,13 @@ def summary() -> Summary:
 
 
 def test_what_half_an_hour_costs() -> None:
-    cost = Cost.of("EUR", 2.0, summary(), 1000)
+    run = summary()
+    cost = Cost.of("EUR", 2.0, run.wall_s, run.wait_share, run.num_samples / 1000)
     assert (cost.total, cost.waiting) == (1.0, 0.25)
     assert cost.per_epoch == pytest.approx(1 / 3)
     assert str(cost) == "1.00 EUR, 0.33 an epoch; 0.25 for waiting"
-    assert Cost.of("EUR", 2.0, summary(), None).per_epoch is None
-    assert Cost.of("EUR", 2.0, Summary(mode="sync"), 1000).total == 0.0
+    assert Cost.of("EUR", 2.0, run.wall_s, run.wait_share, None).per_epoch is None
+    assert Cost.of("EUR", 2.0, 0.0, 0.0, 0.0).total == 0.0
 
 
 @pytest.mark.parametrize(("amount", "text"), [(0.0, "0.00"), (1234.5, "1,234.50"), (0.1, "0.10"), (0.00123, "0.0012")])
@@ -35,7 +36,7 @@ def test_prices_are_read_by_people(amount: float, text: str) -> None:
 
 def test_a_comparison_has_prices_where_there_are_some() -> None:
     priced = summary()
-    priced.cost = Cost.of("EUR", 2.0, priced, None)
+    priced.cost = Cost.of("EUR", 2.0, priced.wall_s, priced.wait_share, None)
     head, rows = comparison_cells([("sync", priced), ("async", summary())])
     assert head[-2:] == ["cost", "for waiting"]
     assert [row[-2:] for row in rows] == [["1.00 EUR", "0.25"], ["-", "-"]]

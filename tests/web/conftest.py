@@ -11,7 +11,6 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.common.reporting.watched import About, Tick, Totals
 from paramserver.tests.loopback.conftest import Cluster
 
@@ -108,11 +107,13 @@ def about(**fields: Any) -> About:
 def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
     """The run after so many steps."""
     workers = [
-        WorkerStatus(rank=rank, state="computing", step=number, loss=1.0 / (number + 1), samples_per_s=100.0 + rank)
+        WorkerStatus(
+            rank=rank, state="computing", step=number, loss=1.0 / (number + 1), samples_per_s=100.0 + rank,
+            contributions=number, samples=32 * number,
+        )
         for rank in range(num_workers)
-    ]
+    ]  # fmt: skip
     status = Status(mode="async", step=number, steps=1000, version=number, elapsed_s=float(number), workers=workers)
-    sums = [WorkerSummary(rank=rank, steps=number, samples=32 * number) for rank in range(num_workers)]
-    summary = Summary(mode="async", workers=sums, updates=number, wall_s=float(number))
-    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status, "summary": summary}
-    return Tick(**{**told, "totals": Totals.of(summary), "staleness": {0: number, 1: 2}, **fields})
+    totals = Totals(updates=number, wall_s=float(number), samples=32 * number * num_workers)
+    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status, "totals": totals}
+    return Tick(**{**told, "staleness": {0: number, 1: 2}, **fields})

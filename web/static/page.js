@@ -30,8 +30,7 @@ function showFigures(tick) {
   };
   if (totals.cost) { found.cost = `${price(totals.cost.total)} ${totals.cost.currency}`; found['for waiting'] = price(totals.cost.waiting); }
   if (totals.cost && totals.cost.per_epoch !== null) found['an epoch'] = price(totals.cost.per_epoch);
-  const summary = tick.summary;
-  if (tick.is_over && summary) for (const [name, value] of Object.entries(summary.final)) found[`final ${name}`] = figure(value);
+  for (const [name, value] of Object.entries(totals.final)) found[`final ${name}`] = figure(value);
   $('figures').replaceChildren(...Object.entries(found).map(([name, value]) => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd', {}, value))));
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;

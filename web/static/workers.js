@@ -2,15 +2,13 @@
 import { $, figure, make, share, size, whole } from './text.js';
 import { sparkline } from './charts.js';
 const COLUMNS = [
-  ['worker', (now) => now.rank], ['state', (now) => now.state, 'text'], ['step', (now) => whole(now.step)],
-  ['lead', (now) => now.lead], ['stale mean', (now, sums) => sums ? sums.staleness_mean.toFixed(2) : '–'],
-  ['stale max', (now, sums) => sums ? sums.staleness_max : '–'], ['loss', (now) => figure(now.loss)],
-  ['samples/s', (now) => whole(now.samples_per_s)], ['', (now, sums, past) => sparkline(past)],
-  ['time', (now) => shares(now)], ['contributions', (now, sums) => sums ? whole(sums.steps) : '–'],
-  ['samples', (now, sums) => sums ? whole(sums.samples) : '–'],
-  ['sent', (now, sums) => sums ? size(sums.bytes_sent) : '–'], ['received', (now, sums) => sums ? size(sums.bytes_received) : '–'],
-  ['lane', (now) => now.lane, 'text'], ['codec', (now) => now.codec, 'text'], ['restarts', (now, sums) => sums ? sums.restarts : '–'],
-  ['waits for', (now) => now.waiting_for, 'text why'],
+  ['worker', now => now.rank], ['state', now => now.state, 'text'], ['step', now => whole(now.step)], ['lead', now => now.lead],
+  ['stale mean', now => now.staleness_mean.toFixed(2)], ['stale max', now => now.staleness_max], ['loss', now => figure(now.loss)],
+  ['samples/s', now => whole(now.samples_per_s)], ['', (now, past) => sparkline(past)], ['time', now => shares(now)],
+  ['contributions', now => now.contributions === null ? '–' : whole(now.contributions)], ['samples', now => whole(now.samples)],
+  ['sent', now => size(now.bytes_sent)], ['received', now => size(now.bytes_received)],
+  ['lane', now => now.lane, 'text'], ['codec', now => now.codec, 'text'], ['restarts', now => now.restarts],
+  ['waits for', now => now.waiting_for, 'text why'],
 ];
 const past = new Map(); // samples a second by rank, the last ones
 
@@ -25,12 +23,11 @@ function shares(now) {
 export function showWorkers(tick) {
   const table = $('workers');
   if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...COLUMNS.map(([name, , kind]) => make('th', { scope: 'col', class: kind || '' }, name))));
-  const sums = new Map((tick.summary ? tick.summary.workers : []).map(one => [one.rank, one]));
   const rows = tick.status.workers.map(now => {
     const rates = past.get(now.rank) || [];
     rates.push(now.samples_per_s); if (rates.length > 60) rates.shift();
     past.set(now.rank, rates);
-    const cells = COLUMNS.map(([, cell, kind]) => make('td', { class: kind || '' }, cell(now, sums.get(now.rank), rates)));
+    const cells = COLUMNS.map(([, cell, kind]) => make('td', { class: kind || '' }, cell(now, rates)));
     return make('tr', { 'data-rank': now.rank }, ...cells);
   });
   table.tBodies[0].replaceChildren(...rows);
