@@ -18,8 +18,9 @@ After a problem the replay takes the history's word for it, so that one mistake 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..common.registry import MODES, mode_anywhere
 from ..ps.policies.rules import Rule
@@ -106,21 +107,21 @@ class Replay:
                 self._close_run()
             self._begin_run(line, version, numbers)
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        self._rules = self._rules_of(line)
+        self._rules = self._rules_of(line.fields)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._is_cut = True
 
-    def _rules_of(self, line: Line) -> list[Rule]:
+    def _rules_of(self, started: Mapping[str, Any]) -> list[Rule]:
         """Those of the run's mode. A history names no code to run: a mode in a file is one that the user has named too,
         wherever the file lay in that run. Of any other mode only what holds for all is checked."""
-        mode = self._modes.get(mode_anywhere(line["mode"]))
+        mode = self._modes.get(mode_anywhere(started["mode"]))
         if mode is None:
-            self.unchecked_modes[line["mode"]] = None
+            self.unchecked_modes[started["mode"]] = None
             self._may_be_open = True
             return []
         kind = MODES.load(mode)
         self._may_be_open = kind.answers_before_commit
-        return [rule(line.fields) for rule in kind.rules]
+        return [rule(started) for rule in kind.rules]
 
     def _note_cut(self) -> None:
         if self._is_cut:
@@ -181,7 +182,11 @@ class Replay:
         self._durable = max(version, self._durable or 0)
 
     def _on_control(self, line: Line) -> None:
-        if line["do"] == "set" and line.fields.get("done"):
+        if line["do"] != "set" or not line.fields.get("done"):
+            return
+        if "mode" in line.fields:
+            self._rules = self._rules_of(line.fields)
+        else:
             for rule in self._rules:
                 rule.changed(line.fields.get("name", ""), line.fields.get("value"))
 
@@ -343,7 +348,8 @@ class Replay:
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
         ahead = number - (self._least_number() or 0)
-        self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
+        if not line.fields.get("last"):  # who takes no more steps goes nowhere, however far ahead
+            self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
         member.version, member.is_answered = version, True
 
     def _begin_rank(self, rank: int, number: int) -> None:

@@ -118,7 +118,7 @@ class Server:
             "listening",
             address=self.address,
             security=security_text(config),
-            mode=config.run.mode,
+            mode=engine.run.mode,
             run=engine.run.name,
             **of,
         )
@@ -131,7 +131,7 @@ class Server:
         run = engine.run
         engine.tell(
             RunStarted(
-                run.name, run.incarnation, config.run.mode, run.policy.version, run.policy.num_committed(),
+                run.name, run.incarnation, run.mode, run.policy.version, run.policy.num_committed(),
                 config.run.workers, run.policy.staleness_bound, source=engine.model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
                 common=asdict(run.policy.common),

@@ -60,10 +60,14 @@ class Runs:
             return None
         return lambda: self.feed(feed.watched.about.run)
 
-    @asynccontextmanager
-    async def viewer(self) -> AsyncIterator[None]:
+    def check_room(self) -> None:
+        """HTTPException 503 where as many look as may."""
         if self.num_viewers >= MOST_VIEWERS:
             raise HTTPException(503, f"{MOST_VIEWERS} viewers look already, which is as many as may")
+
+    @asynccontextmanager
+    async def viewer(self) -> AsyncIterator[None]:
+        self.check_room()
         self.num_viewers += 1
         try:
             yield
@@ -88,8 +92,7 @@ def make_app(runs: Runs) -> Starlette:
 
     async def events(request: Request) -> Response:
         feed = runs.feed(request.query_params.get("run", "live"))
-        if runs.num_viewers >= MOST_VIEWERS:
-            raise HTTPException(503, f"{MOST_VIEWERS} viewers look already, which is as many as may")
+        runs.check_room()  # while there is still a status to refuse with
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_sse(runs, feed), media_type="text/event-stream", headers=headers)
 

@@ -62,7 +62,7 @@ class Guard:
         if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
             return told(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if origin is not None and _place_of(origin) != headers.get("host"):
             return told(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
         if int(headers.get("content-length") or 0) > _MOST_BODY:
             return told(413, f"a body has {_MOST_BODY} bytes at most", "nothing here takes that many")
@@ -107,6 +107,14 @@ def _name_of(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
+        return ""
+
+
+def _place_of(origin: str) -> str:
+    """Its host and port."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # a bracket without its other
         return ""
 
 

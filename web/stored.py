@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import ParamServerError
+from ..common.reporting.happenings import happened
 from ..common.reporting.status import Status, WorkerStatus
 from ..common.reporting.summary import Summary, WorkerSummary
-from ..common.reporting.watched import About, Happened, Tick, Totals, Watched
-from ..common.runstore.reading import RunStore, StoredEvent, StoredRun, WorkerPoint
+from ..common.reporting.watched import About, Tick, Totals, Watched
+from ..common.runstore.reading import RunStore, StoredRun, WorkerPoint
 
 _FRESH_S = 0.9  # what was read is shown again within this time
 _MOST_EVENTS = 300
@@ -38,7 +39,7 @@ class Store:
             return known[1]
         try:
             with RunStore(self._path) as store:
-                run = next((run for run in store.runs() if name in (run.id, run.name)), None)
+                run = store.named(name)
                 found = of_run(store, run) if run is not None else None
         except ParamServerError:
             return None
@@ -79,7 +80,7 @@ def of_run(store: RunStore, run: StoredRun) -> Watched:
         "samples_per_s": [one.samples_per_s for one in points], "wait_share": [None] * len(points),
         "staleness_mean": [None] * len(points),
     }  # fmt: skip
-    watched.events.extend(happened(one) for one in store.events(run)[-_MOST_EVENTS:])
+    watched.events.extend(happened(one.at, one.kind, one.rank, one.fields) for one in store.events(run)[-_MOST_EVENTS:])
     newest = points[-1].tick if points else 0
     workers = store.worker_series(run, after=newest - 1) if points else []
     watched.newest = _tick(run, workers, summary, store)
@@ -114,28 +115,3 @@ def _worker(one: WorkerPoint) -> WorkerStatus:
     same = one.model_dump(include=set(WorkerStatus.model_fields))
     shares = {"compute_share": one.compute_s, "transfer_share": one.transfer_s, "wait_share": one.wait_s}
     return WorkerStatus(**{**same, **{name: round(part / total, 3) for name, part in shares.items()}})
-
-
-_SENTENCES = {
-    "start": "the server began, at version {version}",
-    "join": "worker {rank} joined",
-    "leave": "worker {rank} is gone ({how})",
-    "snapshot": "snapshot of version {version} in {path}",
-    "evaluated": "step {step}: {figures}",
-    "control": "{told}",
-    "end": "the run is over, at version {version}",
-}
-
-
-def happened(event: StoredEvent) -> Happened:
-    """As a sentence."""
-    fields = {**event.fields, "rank": event.rank}
-    if isinstance(figures := fields.get("figures"), dict):
-        fields["figures"] = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-    try:
-        text = _SENTENCES.get(event.kind, event.kind).format_map(fields)
-    except KeyError:
-        text = event.kind
-    return Happened(
-        at=event.at, kind={"leave": "left", "join": "joined"}.get(event.kind, event.kind), text=text, rank=event.rank
-    )

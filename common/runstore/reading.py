@@ -176,6 +176,11 @@ class RunStore:
         rows = self._rows("SELECT * FROM runs WHERE key = ?", key)
         return _run(rows[0]) if rows else None
 
+    def named(self, told: str) -> StoredRun | None:
+        """By its whole id or its name, without a look at the others; the newest of several."""
+        rows = self._rows("SELECT * FROM runs WHERE id = ? OR name = ? ORDER BY key DESC LIMIT 1", told, told)
+        return _run(rows[0]) if rows else None
+
     # ---- of a run -----------------------------------------------------------------------------
 
     def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:

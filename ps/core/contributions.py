@@ -46,7 +46,7 @@ class Contributions:
     """Of all workers of one run."""
 
     def __init__(self, policy: Policy, roster: Roster, mode: str, max_rejected: int) -> None:
-        self._policy = policy
+        self.policy = policy
         self._roster = roster
         self._mode = mode
         self._max_rejected = max_rejected
@@ -68,7 +68,7 @@ class Contributions:
 
     def taken(self, worker: Worker, event: Contributed) -> list[Effect]:
         """A contribution of a live worker, whole on all shards."""
-        rank, policy, stats, at = worker.rank, self._policy, self._roster.stats[worker.rank], event.at
+        rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
         if event.residual or stats.residual:
@@ -111,7 +111,7 @@ class Contributions:
     def refuse(self, event: Contributed) -> list[Effect]:
         """It comes from nobody who may contribute now."""
         identity = event.identity
-        return [effects.Discard(identity), self._note(event, identity, "refused", self._policy.version)]
+        return [effects.Discard(identity), self._note(event, identity, "refused", self.policy.version)]
 
     def _counted(
         self, worker: Worker, stats: WorkerStats, event: Contributed, identity: Identity, found: list[Effect]
@@ -119,12 +119,12 @@ class Contributions:
         """Hold it until it is folded, and say what was not sound about it."""
         rank, judged = worker.rank, event.judgement
         worker.num_contributed += 1
-        num_steps = self._policy.local_steps if event.num_steps is None else event.num_steps
+        num_steps = self.policy.local_steps if event.num_steps is None else event.num_steps
         self._held[rank] = Held(
             identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
             worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
         )  # fmt: skip
-        stats.accepted(worker.staleness, event.num_samples, self._policy.lead(rank), event.at)
+        stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at)
         self._ended_at = event.at
         if self._empty:
             self._empty.pop(rank, None)
@@ -143,7 +143,7 @@ class Contributions:
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
         """Answered with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
-        rank, version, found = event.rank, self._policy.version, event.judgement
+        rank, version, found = event.rank, self.policy.version, event.judgement
         yield effects.Discard(event.identity)
         yield self._note(event, event.identity, "rejected", version)
         stats.rejected += 1
@@ -156,14 +156,14 @@ class Contributions:
             yield effects.End(rejected_too_often(rank, row, limit, version, found))
         else:
             self._rejected_for[rank] = f"{found.what}: nothing folded"
-            yield from self.perform(self._policy.rejected(rank, event.at), event.at)
+            yield from self.perform(self.policy.rejected(rank, event.at), event.at)
 
     def repeated(self, worker: Worker, event: Repeated) -> list[Effect]:
         """It asks again for the answer to a contribution that counts."""
         number, at = event.number, event.at
         worker.waiting_since, worker.held = at, event.held
-        version = self._policy.version
-        decisions = self._policy.contributed(worker.rank, Contribution(number, version), at)
+        version = self.policy.version
+        decisions = self.policy.contributed(worker.rank, Contribution(number, version), at)
         identity = Identity(worker.rank, worker.incarnation, number)
         found: list[Effect] = [effects.ContributionTaken(identity, version, version, "repeated", 0, -1.0)]
         self._perform(decisions, at, found)
@@ -211,7 +211,7 @@ class Contributions:
                     found.append(effects.Refuse(decision.rank, refused.incarnation, error))
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
-        in_mean, self._in_mean, policy = self._in_mean, [], self._policy
+        in_mean, self._in_mean, policy = self._in_mean, [], self.policy
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
         for held in in_mean:
             num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
@@ -255,7 +255,7 @@ class Contributions:
         worker = self._roster.workers.get(rank)
         if worker is None or worker.is_away:
             return  # it asks again when it is back
-        stats, policy, is_start = self._roster.stats[rank], self._policy, name == "START"
+        stats, policy, is_start = self._roster.stats[rank], self.policy, name == "START"
         if self._empty and rank in self._empty and name in ("APPLIED", "REPEATED"):
             name, reason = "REJECTED", self._empty[rank]  # it is not to build on what it sent
         elif name == "REJECTED":

@@ -6,20 +6,25 @@ does it at the same moment, the history has it and a replay repeats it.
     evict RANK          its call is refused, and it may not come back in this run
     hold RANK           it is answered when it is released; whether others wait for it is the mode's to say
     release RANK
-    set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; or one of
-                        the mode's options that may change (`Policy.changeable`)
+    set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; `mode`:
+                        another of the same kin (`Policy.kin`); or one of the mode's options that may change
+                        (`Policy.changeable`)
 
 What was set is kept in snapshots, and is forgotten by a server whose configuration says something new.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from ...common.errors import ParamServerError
+from ...common.registry import MODES
+from ..policies.base import Policy
 from . import effects
 from .effects import Effect, Log
 from .roster import evicted
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
     from .events import Controlled
     from .run import Run
 
-LR_SCALE = "lr_scale"
+LR_SCALE, MODE = "lr_scale", "mode"
 
 
 class CannotError(Exception):
@@ -37,7 +42,7 @@ class CannotError(Exception):
 
 def offered(run: Run) -> list[str]:
     """What may be asked of this run."""
-    settings = [*([LR_SCALE] if _has_rate(run) else []), *run.policy.changeable]
+    settings = [*([LR_SCALE] if _has_rate(run) else []), *([MODE] if _kin(run) else []), *run.policy.changeable]
     kept = ["snapshot"] if run.rhythm.is_kept else []
     return [*kept, "drain", "hold", "release", "evict", *(f"set {name}" for name in settings)]
 
@@ -56,7 +61,8 @@ def follow(run: Run, event: Controlled) -> Iterator[Effect]:
         yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, str(why), False)
         return
     yield Log("info", "control", {"asked": told})
-    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, told, True)
+    now = _as_started(run) if event.do == "set" and event.name == MODE else {}
+    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, told, True, now)
     yield from found
 
 
@@ -101,7 +107,11 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
     if name == LR_SCALE and _has_rate(run):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise CannotError(f"lr_scale must be a number of 0 or more, got {value!r:.40}")
-        before, run.contributions.lr_scale = run.contributions.lr_scale, float(value)
+        before: Any = run.contributions.lr_scale
+        run.contributions.lr_scale = float(value)
+    elif name == MODE and _kin(run):
+        before, policy = run.mode, _policy_of(run, value)
+        found += run.take_over(str(value), policy, event.at)
     elif name in policy.changeable:
         before = getattr(policy.options, name)
         options = _options(run, name, value)
@@ -109,8 +119,34 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
         found += run.performed(policy.change(options, event.at), event.at)
     else:
         names = ", ".join(one.removeprefix("set ") for one in offered(run) if one.startswith("set ")) or "nothing"
-        raise CannotError(f"'{name[:40]}' cannot be changed while {run.options.mode} runs; what can: {names}")
+        raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; what can: {names}")
     return f"{name} is {value}, was {before}"
+
+
+def _kin(run: Run) -> list[str]:
+    """Modes that may take over from this run's."""
+    of = {name: MODES.load(name).kin for name in MODES.names()} if run.options.policy_of is not None else {}
+    return [name for name, kin in of.items() if kin and kin == run.policy.kin and name != run.mode]
+
+
+def _policy_of(run: Run, mode: Any) -> Policy:
+    policy, make = run.policy, run.options.policy_of
+    if mode not in (known := _kin(run)) or make is None:
+        raise CannotError(
+            f"{run.mode} cannot become {mode!r:.40} while workers train; what it can: {', '.join(known)}. "
+            "Any other goes on from a snapshot: ps-server --resume auto --mode"
+        )
+    if policy.pull_every > 1:
+        raise CannotError(f"policy.pull_every is {policy.pull_every}: workers know weights too rarely for another mode")
+    try:
+        return make(mode)
+    except ParamServerError as error:
+        raise CannotError(f"{run.mode} cannot become {mode}: {error.message}") from None
+
+
+def _as_started(run: Run) -> dict[str, Any]:
+    policy = run.policy
+    return {"mode": run.mode, "staleness": policy.staleness_bound, "options": policy.options.model_dump(mode="json")}
 
 
 def _options(run: Run, name: str, value: Any) -> Any:
@@ -150,13 +186,18 @@ def saved(run: Run) -> dict[str, Any]:
     """JSON; `changed` by name: what the configuration says, and what holds."""
     now = run.policy.options.model_dump(mode="json")
     changed = {name: [before, now[name]] for name, before in run.changed.items()}
-    return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted)}
+    mode = {} if run.mode == run.options.mode else {MODE: [run.options.mode, run.mode]}
+    return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted), **mode}
 
 
 def restore(run: Run, kept: Any) -> None:
     """What is not there, or not what it should be, holds no more."""
     if not isinstance(kept, dict):
         return
+    match kept.get(MODE):
+        case [run.mode, mode]:
+            with contextlib.suppress(CannotError):
+                run.take_over(mode, _policy_of(run, mode), 0.0)
     scale, changed, options = kept.get(LR_SCALE), kept.get("changed"), run.policy.options
     if isinstance(scale, int | float):
         run.contributions.lr_scale = float(scale)

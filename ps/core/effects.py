@@ -222,6 +222,7 @@ class ControlTaken(Fact):
     value: Any
     told: str
     is_done: bool
+    now: dict[str, Any] = field(default_factory=dict)  # of another mode: what the start line has of one
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

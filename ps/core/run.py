@@ -41,6 +41,7 @@ class Options:
     epochs: int | None = None  # that the run is long; how many training steps that is, workers say
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
+    policy_of: Callable[[str], Policy] | None = None  # of another mode, as configured; UsageError where it cannot be
     waits_for_first_snapshot: bool = False  # several shards: one lost before the first would be the end
 
 
@@ -49,6 +50,7 @@ class Run:
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
         self.options = options
+        self.mode = options.mode
         self.policy = policy
         self.name = name
         self.incarnation = incarnation
@@ -283,6 +285,13 @@ class Run:
             what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
             return self.expel(worker, refusal(Reason.STEP_GAP, what), event.at)
         return self._after(self.contributions.repeated(worker, event), event.at)
+
+    def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
+        """Another mode of the same kin holds from here on."""
+        decisions = policy.take_over(self.policy, at)
+        self.mode, self.policy = mode, policy
+        self.contributions.policy = self.length.policy = policy
+        return self.performed(decisions, at)
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)

@@ -68,6 +68,10 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
     )
 
 
+def with_mode(config: Config, mode: str) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})})
+
+
 def options_of(config: Config) -> Options:
     """What a run is told of the configuration."""
     keeps = config.checkpoint.dir is not None
@@ -86,5 +90,6 @@ def options_of(config: Config) -> Options:
         patience=config.run.patience,
         every_steps=config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
+        policy_of=lambda mode: make_policy(with_mode(config, mode)),
         waits_for_first_snapshot=keeps and config.server.shards > 1,
     )

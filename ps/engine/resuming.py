@@ -13,7 +13,7 @@ from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model
 from ..tensors.model import names_of
 from .engine import Engine
-from .modes import make_policy
+from .modes import make_policy, with_mode
 from .peers import Traffic
 
 log = get_logger()
@@ -47,7 +47,7 @@ def _count_steps(config: Config, saved: dict[str, Any]) -> None:
     """What was saved in another mode says how many training steps it comes to; an older snapshot did not."""
     if "steps_done" in saved["training"]:
         return
-    then = make_policy(config.model_copy(update={"run": config.run.model_copy(update={"mode": saved["mode"]})}))
+    then = make_policy(with_mode(config, saved["mode"]))
     then.restore(saved["version"], saved["steps"], {})
     saved["training"] |= {"steps_done": {str(rank): steps for rank, steps in then.committed_steps().items()}}
 

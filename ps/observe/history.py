@@ -52,10 +52,12 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             return "answer", {
                 "rank": rank, "incarnation": incarnation, "step": fact.number, "version": fact.version,
                 "outcome": outcome,
+                **({} if fact.next_local_steps else {"last": True}),
             }  # fmt: skip
         case effects.ControlTaken(number, do, rank, name, value):
             return "control", {
                 "do": do, "rank": rank, "name": name, "value": value, "told": fact.told, "done": fact.is_done,
+                **fact.now,
             }  # fmt: skip
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "step": number, "resumed": is_resumed}

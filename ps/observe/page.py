@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.reporting.report import figure
+from ...common.reporting.happenings import happened
 from ...common.reporting.watched import About, Happened, Span, Tick, Wait
 from ...common.version import PROGRAM_VERSION
 from ..core import controls
@@ -34,6 +34,7 @@ from ..core.events import Controlled
 from ..engine.engine import Engine
 from . import reports
 from .bus import Sink
+from .history import line_of
 
 if TYPE_CHECKING:
     from ...web.serve import Page
@@ -83,21 +84,26 @@ class PageSink(Sink):
                     self._staleness[min(_MOST_BINS, max(0, fact.version - fact.base_version))] += 1
                 self._streams.add(at - self._began, fact)
             case ControlTaken():
+                self._happened(fact)
                 self._controlled(fact)
             case StatusTaken():
                 self._page.push(self._tick(fact))
             case RunEnded():
                 if self._started is not None:
-                    self._happened("ended", self._engine.run.ended_by or "the run is over")
+                    self._happened(fact, reason=self._engine.run.ended_by)
                     self._page.push(self._tick(StatusTaken(reports.status(self._engine)), is_over=True))
             case RunStarted():
                 self._started = fact  # of one process before `begin`, of several shards after it
-                self._happened(*_beginning(fact))
+                self._happened(fact)
                 if self._page.address:
                     self._show(fact)
+            case WorkerLeft():
+                self._happened(fact, reason=fact.reason)
+            case Evaluated():
+                fields = {"step": fact.step, "figures": fact.figures, "best": fact.is_best}
+                self._events.append(happened(time.time(), "evaluated", None, fields))
             case _:
-                kind, text, rank = sentence(fact)
-                self._happened(kind, text, rank)
+                self._happened(fact)
 
     def close(self) -> None:
         self._page.close()
@@ -133,8 +139,6 @@ class PageSink(Sink):
             del self._asked[number]
 
     def _controlled(self, fact: ControlTaken) -> None:
-        told = fact.told if fact.is_done else f"{fact.do} was asked for and not done: {fact.told}"
-        self._happened("control", told, fact.rank)
         waiting = self._asked.get(fact.number)
         if waiting is not None and not waiting.done():
             if fact.is_done:
@@ -144,8 +148,9 @@ class PageSink(Sink):
 
     # ---- what is told ----------------------------------------------------------------------
 
-    def _happened(self, kind: str, text: str, rank: int | None = None) -> None:
-        self._events.append(Happened(at=time.time(), kind=kind, text=text, rank=rank))
+    def _happened(self, fact: Fact, **more: str) -> None:
+        kind, fields = line_of(fact)
+        self._events.append(happened(time.time(), kind, fields.get("rank"), fields | more))
 
     def _tick(self, taken: StatusTaken, is_over: bool = False) -> Tick:
         engine, status = self._engine, taken.status
@@ -233,24 +238,3 @@ class Streams:
             for of_rank in spans.values()
             for one in of_rank
         ]
-
-
-def _beginning(fact: RunStarted) -> tuple[str, str]:
-    return "started", f"goes on from {fact.source}" if fact.source else f"{fact.mode}, from the beginning"
-
-
-def sentence(fact: Fact) -> tuple[str, str, int | None]:
-    """Kind, sentence and rank, for people."""
-    match fact:
-        case Seated():
-            how = "came back where it was" if fact.is_resumed else "joined" if fact.incarnation == 1 else "joined again"
-            return "joined", f"worker {fact.rank} {how}", fact.rank
-        case WorkerLeft():
-            why = f": {fact.reason}" if fact.reason else ""
-            return "left", f"worker {fact.rank} is gone ({fact.how}){why}", fact.rank
-        case SnapshotTaken():
-            return "snapshot", f"snapshot of version {fact.version} in {fact.path}", None
-        case Evaluated():
-            figures = ", ".join(f"{name} {figure(value)}" for name, value in fact.figures.items())
-            return "evaluated", f"step {fact.step}: {figures}{', the best so far' if fact.is_best else ''}", None
-    return type(fact).__name__, "", None

@@ -82,7 +82,7 @@ class RecordingSink(Sink):
         elif isinstance(fact, Evaluated):
             point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
             writer.evaluation(point, self._engine.bytes_when.get(fact.version), fact.is_best)
-            writer.event(at, "evaluated", None, point.model_dump())
+            writer.event(at, "evaluated", None, {**point.model_dump(), "best": fact.is_best})
         else:
             if isinstance(fact, SnapshotTaken):
                 writer.checkpoint(at, fact.version, fact.path, fact.sha256)

@@ -27,7 +27,7 @@ def status(engine: Engine) -> Status:
     passed = _bytes(engine)
     why = engine.waiting(now, ranks)
     return Status(
-        mode=engine.config.run.mode,
+        mode=run.mode,
         version=run.policy.version,
         elapsed_s=round(engine.elapsed_s(), 2),
         step=run.policy.min_steps_done,
@@ -134,7 +134,7 @@ def summary(engine: Engine) -> Summary:
             final["train_loss"] = sum(losses) / len(losses)
     cosine, gain = _direction(engine)
     found = Summary(
-        mode=engine.config.run.mode,
+        mode=run.mode,
         cosine=cosine,
         gain=gain,
         staleness_bound=run.policy.staleness_bound,

@@ -77,6 +77,9 @@ class Policy(ABC):
     answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: bool = False
+    # Modes of one kin may take over from each other while workers train (`take_over`): what workers do is the same in
+    # all, and so is what a contribution counts. Empty: this one from none.
+    kin: ClassVar[str] = ""
     # Options that may be changed while the run goes on (`change`).
     changeable: ClassVar[tuple[str, ...]] = ()
     # What is done to a gradient that comes late before it is folded.
@@ -250,6 +253,16 @@ class Policy(ABC):
     def change(self, options: Any, now: float) -> list[Decision]:
         """Other values of `changeable` options hold from here on."""
         self.options = options
+        self._waiting.ask_all()
+        return self._settle(now)
+
+    def take_over(self, before: Policy, now: float) -> list[Decision]:
+        """Go on where another of this `kin` stands, between two events, with all that every mode keeps; what was of its
+        own rule is forgotten."""
+        bare = object.__new__(type(self))
+        Policy.__init__(bare, before.common, self.options)
+        for name in vars(bare).keys() - {"options"}:
+            setattr(self, name, getattr(before, name))
         self._waiting.ask_all()
         return self._settle(now)
 

@@ -14,6 +14,7 @@ class SinglePolicy(Policy):
     """Options of its own that extend `LateOptions` have these rules; without, nothing is done about lateness."""
 
     may_pipeline = True
+    kin = "single"
     rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule, CutRule)
     less_momentum: ClassVar[bool] = False  # where `late_momentum` says nothing
 

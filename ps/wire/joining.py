@@ -17,6 +17,7 @@ from ...common.version import PROGRAM_VERSION
 from ...common.wire.protocol import layout_from_proto, optimizer_from_proto, struct
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
+from ..core.run import Run
 from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..policies.base import Policy
@@ -142,7 +143,7 @@ class Joining:
             rank=peer.rank,
             incarnation=peer.incarnation,
             step=peer.number,
-            settings=settings_of(self._config, run.policy),
+            settings=settings_of(self._config, run),
             probe=self._probe.shown,
             server_incarnation=run.incarnation,
             resumed=peer.is_resumed,
@@ -213,10 +214,11 @@ def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
     return pb.RunSettings.DELTA_OF_FRAGMENT if policy.fragments > 1 else _KINDS[policy.contribution]
 
 
-def settings_of(config: Config, policy: Policy) -> pb.RunSettings:
+def settings_of(config: Config, run: Run) -> pb.RunSettings:
     """What every worker is told of the run."""
+    policy = run.policy
     return pb.RunSettings(
-        mode=config.run.mode,
+        mode=run.mode,
         contribution=_kind_of(policy),
         num_workers=config.run.workers or 0,
         steps=config.run.steps or 0,

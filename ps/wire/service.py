@@ -202,7 +202,7 @@ class ParameterServerService:
             _message(pb.WorkerStatus, worker, loss=math.nan if worker.loss is None else worker.loss)
             for worker in status.workers
         ]
-        settings = settings_of(self._config, self._engine.run.policy)
+        settings = settings_of(self._config, self._engine.run)
         return _message(pb.StatusReply, status, run=self._engine.run.name, workers=workers, settings=settings)
 
 

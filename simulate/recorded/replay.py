@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...common.errors import UsageError
@@ -37,6 +38,7 @@ _DECIDED = {
     "accept": ("rank", "incarnation", "step", "base_version", "version", "outcome"),
     "commit": ("version", "contributions", "members"),
     "answer": ("rank", "incarnation", "step", "version", "outcome"),
+    "control": ("do", "rank", "name", "value"),
 }
 _JUDGED = {"rejected": Judgement("reject", "recorded"), "skipped": Judgement("skip", "recorded")}
 _GOES_SILENT = ("closed", "lease", "replaced")
@@ -95,7 +97,7 @@ class _Replay:
         if line.op == "start":
             self._begin(line)
             return True
-        if line.op not in _DECIDED or self._run is None:
+        if line.op not in _DECIDED or self._run is None or line.fields.get("done") is False:
             return True
         if not self._due:
             for rank in self._offering:
@@ -170,9 +172,12 @@ class _Replay:
                 self._apply(events.Finished(line["rank"], line["incarnation"]), line)
             case "leave":
                 self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
-            case "control" if line.fields.get("done"):
+            case "control":
                 said = line.fields
                 asked = events.Controlled(line["do"], said.get("rank"), said.get("name", ""), said.get("value"))
+                if "mode" in said:
+                    told = {**said["options"], **asdict(self._of_run.policy.common)}
+                    self._of_run.options = replace(self._of_run.options, policy_of=partial(policy_of, settings=told))
                 self._apply(asked, line)
             case "accept":
                 self._contributes(line)

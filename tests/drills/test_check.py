@@ -130,3 +130,11 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     assert "rank 0 is as far ahead as it must not be" in messages(lines)
     lines[0]["options_of_ours"] = 3
     assert "as far ahead as it must not be" not in messages(lines)
+
+
+def test_who_takes_no_more_steps_is_ahead_of_nobody() -> None:
+    lines = [start("ssp", staleness=1), *joined(0, 1)]
+    for step in (1, 2):
+        lines += applied(0, step, step, 0, 1)
+    lines[-1]["last"] = True
+    assert messages(lines) == ""

@@ -9,10 +9,15 @@ import signal
 import time
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
+from urllib.error import HTTPError
 
 import psutil
 import pytest
 
+from paramserver.drills.check import check
+from paramserver.simulate.recorded.replay import replay
+from paramserver.simulate.recorded.traces import read_trace
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
@@ -53,10 +58,17 @@ def server_of(job: Process) -> psutil.Process:
     raise AssertionError("no server")
 
 
-def test_a_job_with_a_page(cluster: Cluster) -> None:
+def check_history(path: Path) -> None:
+    """Nothing lost, nothing twice; and the same orders at the same places lead to the same decisions."""
+    assert check({"history": path.read_bytes().splitlines(keepends=True)}).problems == []
+    verdict = replay(read_trace(str(path)), {})
+    assert (verdict.problem, verdict.decided) == (None, "")
+
+
+def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.start(
         "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
-        "--steps", "100000", "--web",
+        "--steps", "100000", "--web", "--history", "history.jsonl",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
         "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret",
     )  # fmt: skip
@@ -68,6 +80,39 @@ def test_a_job_with_a_page(cluster: Cluster) -> None:
     until_beyond(job, address, 60)
     assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
     until_beyond(job, address, step_of(address) + 20)
+    with pytest.raises(HTTPError):
+        ask(address, "/api/runs/live/controls", {"do": "hold", "rank": 1})
+    ask(address, "/api/runs/live/controls", {"do": "hold", "rank": 0})
+    job.until(lambda: "somebody holds it" in str(ask(address, "/api/runs/live/workers")), "waits for its release")
+    ask(address, "/api/runs/live/controls", {"do": "release", "rank": 0})
     ask(address, "/api/runs/live/controls", {"do": "drain"})
     assert job.wait() == 0, job.output
+    check_history(tmp_path / "history.jsonl")
     assert "restart 1 of 3" not in job.output.partition("evicted")[2]
+
+
+def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path: Path) -> None:
+    """Also over the server's death; the history is checked by the rules of whichever mode held, and replayed."""
+    job = cluster.start(
+        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
+        "--steps", "100000", "--web", "--history", "history.jsonl", "--set", "policy.staleness=1",
+        "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
+        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret",
+    )  # fmt: skip
+    address = address_of(job)
+    until_beyond(job, address, 10)
+    done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "mode", "value": "ssp"})["done"]
+    assert done == "mode is ssp, was async"
+    job.until(lambda: ask(address, "/api/runs/live/status")["status"]["mode"] == "ssp", "ssp in the status")
+    until_beyond(job, address, step_of(address) + 40)  # a snapshot and more
+    os.kill(server_of(job).pid, signal.SIGKILL)
+    job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
+    until_beyond(job, address, step_of(address) + 20)
+    assert ask(address, "/api/runs/live/status")["status"]["mode"] == "ssp"
+    ask(address, "/api/runs/live/controls", {"do": "drain"})
+    assert job.wait() == 0, job.output
+    check_history(tmp_path / "history.jsonl")
+    said = (tmp_path / "history.jsonl").read_bytes()
+    stricter = said.replace(b'"mode":"ssp","staleness":1', b'"mode":"ssp","staleness":-1')
+    assert stricter != said
+    assert "at most -1 are allowed" in check({"history": stricter.splitlines(keepends=True)}).problems[0].message

@@ -14,7 +14,7 @@ class Length:
     """Of one run, kept in `policy.training_steps`. `by` is the rank that said it; None where nobody had to."""
 
     def __init__(self, policy: Policy, epochs: int | None) -> None:
-        self._policy = policy
+        self.policy = policy
         self._epochs = epochs
         self._asked = [policy.training_steps, epochs]  # of the configuration
         self.by: int | None = None
@@ -23,9 +23,9 @@ class Length:
 
     def told(self, rank: int, steps: int) -> Iterator[Effect]:
         """A worker knows its data set, or its task."""
-        has, fields = self._policy.training_steps, {"rank": rank, "steps": steps}
+        has, fields = self.policy.training_steps, {"rank": rank, "steps": steps}
         if has is None:
-            self._policy.training_steps, self.by = steps, rank
+            self.policy.training_steps, self.by = steps, rank
             yield Log("info", "length", fields)
         elif self.by is not None and has != steps and rank not in self._others:
             self._others.add(rank)
@@ -34,12 +34,12 @@ class Length:
             yield Log("warning", "lengths_differ", {**fields, "meaning": meaning, "fix": fix})
 
     def saved(self) -> dict[str, Any]:
-        told = None if self.by is None else [self._policy.training_steps, self._epochs]
+        told = None if self.by is None else [self.policy.training_steps, self._epochs]
         return {"asked": self._asked, "length": told}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """After the policy. What is not there is of an older snapshot, or asked of the workers again."""
         self.is_asked_anew = saved.get("asked", self._asked) != self._asked
         match saved.get("length"):
-            case [int(steps), epochs] if self._policy.training_steps is None and epochs == self._epochs:
-                self._policy.training_steps, self.by = steps, min(self._policy.num_counted, default=0)
+            case [int(steps), epochs] if self.policy.training_steps is None and epochs == self._epochs:
+                self.policy.training_steps, self.by = steps, min(self.policy.num_counted, default=0)

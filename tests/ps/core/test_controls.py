@@ -15,7 +15,12 @@ from paramserver.ps.engine.modes import policy_of
 
 def run_of(mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, **told: object) -> Run:
     settings = {"num_workers": num_workers, "local_steps": 4, **told}
-    options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
+    options = Options(
+        mode=mode,
+        num_workers=num_workers,
+        keeps_snapshots=keeps_snapshots,
+        policy_of=lambda mode: policy_of(mode, settings),
+    )
     run = Run(options, policy_of(mode, settings), "r")
     for rank in range(num_workers):
         run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
@@ -89,6 +94,48 @@ def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
     assert run.policy.staleness_bound == 3
 
 
+def test_another_mode_takes_over_with_all_that_counts() -> None:
+    run = run_of("async", staleness=1)
+    for _ in range(4):
+        contribute(run, 0)
+    found = ask(run, "set", name="mode", value="ssp")
+    assert told(found) == (True, "mode is ssp, was async")
+    (taken,) = [one for one in found if isinstance(one, effects.ControlTaken)]
+    assert (taken.now["mode"], taken.now["staleness"]) == ("ssp", 1)
+    assert (run.policy.version, run.policy.num_counted) == (4, {0: 4, 1: 0})
+    assert answered(contribute(run, 0)) == []
+    assert "5 contributions ahead, at most 1 allowed" in run.policy.waiting(0.0)[0]
+    for number in range(1, 4):
+        assert answered(contribute(run, 1)) == [1], number
+    assert answered(contribute(run, 1)) == [0, 1]
+    assert answered(contribute(run, 0)) == [] and run.mode == "ssp"
+    assert answered(ask(run, "set", name="mode", value="async")) == [0]
+    again = restored(run, mode="async", staleness=1)
+    assert (again.mode, again.policy.version) == ("async", 10)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp", "dssp"])
+@pytest.mark.parametrize("then", ["async", "ssp", "dssp"])
+def test_who_waits_when_the_mode_changes_is_answered_by_the_new_one(mode: str, then: str) -> None:
+    run = run_of(mode, num_workers=3, staleness=2)
+    for _ in range(3):
+        for rank in (0, 1):
+            if rank not in run.policy.waiting(0.0):
+                contribute(run, rank)
+    ask(run, "hold", 2)
+    contribute(run, 2)
+    is_done, _ = told(ask(run, "set", name="mode", value=then))
+    assert is_done == (mode != then)
+    assert run.policy.held == {2}
+    assert answered(ask(run, "release", 2)) == [2]
+    for _ in range(30):
+        for rank in range(3):
+            if rank not in run.policy.waiting(0.0):
+                contribute(run, rank)
+    assert run.policy.version == sum(run.policy.num_counted.values())
+    assert min(run.policy.num_counted.values()) >= 20
+
+
 def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
     run = run_of("sync", num_workers=3)
     contribute(run, 2)  # it is folded after rank 0 and 1
@@ -146,7 +193,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
 @pytest.mark.parametrize(
     ("mode", "asked", "why"),
     [
-        ("async", ("fly",), "nothing is called 'fly'; there are: drain, hold, release, evict, set lr_scale"),
+        ("async", ("fly",), "nothing is called 'fly'; there are: drain, hold, release, evict, set lr_scale, set mode"),
         ("ssp", ("hold", 5), "no worker 5 is in the run; there are: 0, 1"),
         ("ssp", ("hold",), "no worker None is in the run; there are: 0, 1"),
         ("ssp", ("release", 1), "worker 1 is not held; held: none"),
@@ -157,7 +204,11 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
         ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number of 0 or more, got '1'"),
         ("localsgd", ("set", None, "lr_scale", 1),
          "'lr_scale' cannot be changed while localsgd runs; what can: straggler_timeout_s"),
-        ("ssp", ("set", None, "seed", 1), "'seed' cannot be changed while ssp runs; what can: lr_scale, staleness"),
+        ("ssp", ("set", None, "seed", 1),
+         "'seed' cannot be changed while ssp runs; what can: lr_scale, mode, staleness"),
+        ("ssp", ("set", None, "mode", "sync"),
+         "ssp cannot become 'sync' while workers train; what it can: async, dssp. "
+         "Any other goes on from a snapshot: ps-server --resume auto --mode"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> None:
@@ -195,6 +246,7 @@ def test_what_was_set_goes_on_until_the_configuration_says_something_new() -> No
 _ASKED = st.one_of(
     st.tuples(st.sampled_from(["hold", "release", "evict"]), st.integers(0, 3)),
     st.tuples(st.just("set"), st.none(), st.just("straggler_timeout_s"), st.sampled_from([None, 0.5, 5.0])),
+    st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["sync", "async", "ssp", "dssp"])),
     st.tuples(st.just("step"), st.integers(0, 2)),
     st.tuples(st.just("tick"), st.integers(0, 10)),
 )

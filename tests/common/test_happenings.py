@@ -1,0 +1,37 @@
+"""What people read of an event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paramserver.common.reporting.happenings import happened
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        ("start", {"source": "", "mode": "ssp"}, ("started", "ssp, from the beginning")),
+        ("start", {"source": "snap/7", "mode": "ssp"}, ("started", "goes on from snap/7")),
+        ("join", {"incarnation": 1, "resumed": False}, ("joined", "worker 3 joined")),
+        ("join", {"incarnation": 2, "resumed": False}, ("joined", "worker 3 joined again")),
+        ("join", {"incarnation": 2, "resumed": True}, ("joined", "worker 3 came back where it was")),
+        ("leave", {"how": "goodbye"}, ("left", "worker 3 is gone (goodbye)")),
+        ("leave", {"how": "failed", "reason": "no memory"}, ("left", "worker 3 is gone (failed): no memory")),
+        ("snapshot", {"version": 9, "path": "snap/9"}, ("snapshot", "snapshot of version 9 in snap/9")),
+        ("evaluated", {"step": 4, "figures": {"loss": 0.5, "accuracy": 0.25}, "best": True},
+         ("evaluated", "step 4: loss 0.500, accuracy 0.250, the best so far")),
+        ("evaluated", {"step": 4, "figures": {"loss": 0.5}}, ("evaluated", "step 4: loss 0.500")),
+        ("control", {"do": "hold", "told": "worker 3 is held", "done": True}, ("control", "worker 3 is held")),
+        ("control", {"do": "hold", "told": "no worker 9", "done": False},
+         ("control", "hold was asked for and not done: no worker 9")),
+        ("end", {"version": 12, "reason": "stopped by a person"}, ("ended", "stopped by a person")),
+        ("end", {"version": 12}, ("ended", "the run is over, at version 12")),
+        ("teleported", {}, ("teleported", "teleported")),
+        ("snapshot", {}, ("snapshot", "snapshot")),
+    ],
+)  # fmt: skip
+def test_an_event_is_a_sentence(kind: str, fields: dict[str, Any], told: tuple[str, str]) -> None:
+    said = happened(1.7e9, kind, 3, fields)
+    assert (said.kind, said.text, said.rank) == (*told, 3)
