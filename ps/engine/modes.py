@@ -48,6 +48,10 @@ def _check_reports(config: Config) -> None:
         if value != none:
             told = f"{name} is {value}, and workers of mode {mode} average among themselves"
             raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
+    outstanding = getattr(config.policy.options(mode), "staleness", 0)
+    if config.run.steps is not None and outstanding >= config.run.steps:
+        told = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
+        raise UsageError(f"{told}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
 
 
 def _check_codecs(mode: str, up: str, down: str, fragments: int) -> None:

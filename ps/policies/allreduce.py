@@ -8,6 +8,11 @@ everyone of an epoch has taken a step, or nobody. Reports count when the round i
 A member that goes ends the epoch, and what was reported in it: the others average the gradients that they still hold
 once more, in the next one. Who joins is in the group from the next round on.
 
+With `staleness` K a worker computes while up to K of its gradients are on their way (Pipe-SGD, Li et al. 2018): that of
+step t is computed on the weights of version t - 1 - K, or newer ones, and everyone steps along their mean K steps
+later. Rounds are as ever; reports say how far behind they are (`base_version`), and one that is further is refused. Who
+would be more than K ahead waits for its own oldest mean, so nobody here holds it up.
+
 The server has the weights only where a report brought them (`brings`): for snapshots, and at the end.
 """
 
@@ -16,23 +21,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from ...common.config.option import Section
-from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
 from .rules import GroupRule
 from .shared.decisions import Accept, Wait
 
 
+class AllreduceOptions(Section):
+    staleness: int = Field(
+        0, ge=0, le=64, description="allreduce: means that may be outstanding, each of which is a model in memory"
+    )
+
+
 class AllreducePolicy(Policy):
+    Options = AllreduceOptions
+    options: AllreduceOptions
     contribution = "report"
     has_rounds = True
     rules = (GroupRule,)
 
-    def __init__(self, common: Common, options: Section) -> None:
+    def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
         self._reports: dict[int, Contribution] = {}  # of the open round, by rank
         self._is_over = False  # a member of the epoch has gone
         self._turn = 0  # grows with every epoch and every round
         self._brought = 0  # the newest version whose weights the server has
+
+    @classmethod
+    def told(cls, options: AllreduceOptions) -> str:
+        return f"staleness {options.staleness}" if options.staleness else ""
+
+    @property
+    def outstanding(self) -> int:
+        return self.options.staleness
+
+    @property
+    def staleness_bound(self) -> int | None:
+        return self.options.staleness or None
 
     def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
         super().restore(version, contributions, state)
@@ -65,9 +92,11 @@ class AllreducePolicy(Policy):
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
+        if self.version - contribution.base_version > self.outstanding and not contribution.is_broken:
+            told = f"on version {contribution.base_version}, and version {self.version + 1} is to be made of it"
+            return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"computed {told}: {self.outstanding} may lie between")]
         self._owe(member, Outcome.DROPPED)  # unless all others report too
-        told = (contribution.epoch or self.epoch, contribution.base_version, contribution.part)
-        if rank not in self.group or told != (self.epoch, self.version, 0):
+        if rank not in self.group or (contribution.epoch or self.epoch, contribution.part) != (self.epoch, 0):
             return [Discard(rank)]
         self._reports[rank] = contribution
         return [Wait(rank)]

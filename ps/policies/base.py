@@ -347,6 +347,11 @@ class Policy(ABC):
         return 1
 
     @property
+    def outstanding(self) -> int:
+        """Means of reports that a worker may go on without."""
+        return 0
+
+    @property
     def merge(self) -> Merge:
         """What workers do with deltas that are exchanged while they go on (policy.pipelined)."""
         return Merge()

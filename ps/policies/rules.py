@@ -62,6 +62,15 @@ class GroupRule(RoundRule):
 
     begins_late = True
 
+    def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
+        bound = int(self.options.get("staleness", 0))
+        if version - base_version <= bound:
+            return None
+        if not bound:
+            return super().counted(rank, number, base_version, version)
+        told = f"rank {rank} contribution {number} stands on version {base_version} and is accepted at {version}"
+        return f"{told}: at most {bound} may lie between"
+
 
 class SingleRule(Rule):
     """Every contribution is a version."""

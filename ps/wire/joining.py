@@ -230,6 +230,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         pull_every=policy.pull_every,
         fragments=policy.fragments if policy.fragments > 1 else 0,
         overlap_steps=policy.merge.after_steps,
+        outstanding=policy.outstanding,
         merge=policy.merge.rule,
         merge_alpha=policy.merge.alpha,
         task=config.task.name if ".py:" not in config.task.name else "",

@@ -51,6 +51,7 @@ class Settings:
     polyak: float = 0.0
     pipelined: bool = False
     fragments: int = 1  # of the parameters, of which one is exchanged at a time
+    outstanding: int = 0  # means of gradients that a worker goes on without, where workers average among themselves
     merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `pipelined`
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
@@ -286,6 +287,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         polyak=message.polyak,
         pipelined=message.pipelined,
         fragments=max(1, message.fragments),
+        outstanding=message.outstanding,
         merge=Merge(message.merge or "shift", message.merge_alpha, message.overlap_steps),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )

@@ -12,6 +12,10 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
     """For `may_send_early` and `may_come_late` see Direct."""
     settings = exchange.settings
     if settings.source == "report":
+        if settings.outstanding:
+            from .delayed import Delayed
+
+            return Delayed(exchange)
         from .equals import Equals  # loads torch.distributed
 
         return Equals(exchange, may_send_early)

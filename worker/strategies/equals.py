@@ -12,6 +12,7 @@ A step whose weights the server wants is taken ahead of its answer, on top of a 
 from __future__ import annotations
 
 import copy
+import inspect
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,9 +29,9 @@ from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..lanes.up import COUNTED
-from ..session import Place
+from ..session import Place, Progress
 from ..tensors.packed import pack, unpack
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .buckets import Leaving, leaving_order
 from .direct import Direct
@@ -77,6 +78,12 @@ class Equals(Direct):
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
+        if inspect.signature(type(own).step).parameters["closure"].default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(own).__name__} computes gradients within its step, and workers of mode {self.settings.mode} "
+                "average them before it",
+                fix="take an optimizer that steps along gradients that are there, such as AdamW; or --mode localsgd",
+            )
         self.own = own, step
         self._weights, self._initial = Watch(self._model), copy.deepcopy(own.state_dict()["state"])
         self._enter()
@@ -101,17 +108,22 @@ class Equals(Direct):
         """After a START."""
         while True:
             group = self._exchange.group
-            self._held_version = self.progress.version if group.held else _NOBODY
+            self._held_version = self._said.version if group.held else _NOBODY
             if group.held:
                 self._remember()
-            if self.progress.is_done or self._may_meet():  # done: there is no step to come
+            if self._said.is_done or self._may_meet():  # done: there is no step to come
                 return
             self._report_broken()
 
+    @property
+    def _said(self) -> Progress:
+        """What the server said last."""
+        return self._exchange.progress
+
     def _may_meet(self) -> bool:
         """Come together with the members of the newest epoch, if this is another one; False where that failed."""
-        told, rank = self._exchange.group, self.progress.rank
-        name = f"{self.progress.run}/{self.progress.server_incarnation}/{told.epoch}"
+        told, rank = self._exchange.group, self._said.rank
+        name = f"{self._said.run}/{self._said.server_incarnation}/{told.epoch}"
         if self._group is not None and self._group.epoch.name == name:
             return True
         if name == self._over:
@@ -143,7 +155,7 @@ class Equals(Direct):
             return
         told = str(broken)
         if not isinstance(broken, OutOfReach):
-            told = f"rank {self.progress.rank} and those it is to average with did not come together: {broken}"
+            told = f"rank {self._said.rank} and those it is to average with did not come together: {broken}"
         raise UnreachableError(
             told,
             fix="let workers reach each other's ports, and start each with the server's address as other hosts know it "
@@ -154,7 +166,7 @@ class Equals(Direct):
         """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
         mine = 2 * self._held_version + self._has_state
         held = self._here(lambda: group.told(mine))
-        newest, best = self.progress.version, max(held)
+        newest, best = self._said.version, max(held)
         if all(one == best for one in held) and best // 2 == newest:
             return
         if best // 2 != newest:
@@ -163,19 +175,25 @@ class Equals(Direct):
                 fix="keep snapshots (--checkpoint-dir), which a run goes on from",
             )
         giver = held.index(best)
-        body = self._pack() if giver == group.index else None
-        body = self._here(lambda: group.give(body, giver))
+        body = self._given_by(group, giver)
         if mine != best:
             self._unpack(body)
             self._held_version, self._has_state = newest, bool(best % 2)
-            log.info("taught", rank=self.progress.rank, by=group.epoch.members[giver], version=newest, bytes=len(body))
+            log.info("taught", rank=self._said.rank, by=group.epoch.members[giver], version=newest, bytes=len(body))
 
-    def _pack(self) -> bytes:
-        tensors = [one for one in self._model.sources("weights") if one is not None]
-        return pack({"tensors": [one.detach().cpu() for one in tensors], "optimizer": self.own[0].state_dict()})
+    def _given_by(self, group: Group, giver: int) -> bytes:
+        body = self._pack() if giver == group.index else None
+        return self._here(lambda: group.give(body, giver))
+
+    def _pack(self, **more: Any) -> bytes:
+        tensors = [one.detach().cpu() for one in self._model.sources("weights") if one is not None]
+        return pack({"tensors": tensors, "optimizer": self.own[0].state_dict(), **more})
 
     def _unpack(self, body: bytes) -> None:
-        found = unpack(body)
+        self._take(unpack(body))
+
+    def _take(self, found: dict[str, Any]) -> None:
+        """What another one has packed."""
         for mine, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
             assert mine is not None
             mine.data.copy_(theirs)
@@ -183,7 +201,7 @@ class Equals(Direct):
 
     def _remember(self) -> None:
         """With weights that came of the server: what its snapshot has of the optimizer. It may be the one of sync."""
-        own, version = self.own[0], self.progress.version
+        own, version = self.own[0], self._said.version
         self._has_state = True
         if not (version or self._has_stepped):
             return
@@ -192,7 +210,7 @@ class Equals(Direct):
         own.load_state_dict({"state": found or self._initial, "param_groups": own.state_dict()["param_groups"]})
         if version and not found and _remembers(own):
             self._has_state = False
-            if not self.progress.is_done:
+            if not self._said.is_done:
                 log.warning("optimizer_state_anew", meaning="the server has none of this version: moments begin anew")
 
     def _remembered(self) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -221,18 +239,20 @@ class Equals(Direct):
 
     def _contribute(self, work: Work) -> None:
         is_right = self._leaving is None or self._leaving.settle()
-        gradients = self._model.sources("gradient")
+        answer = self._until_taken(self._model.sources("gradient"), work, is_right)
+        if answer.outcome == Answer.START:
+            self._enter()
+
+    def _until_taken(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool = True) -> Answer:
+        """In as many groups as it takes. The contribution counts, or there is another START."""
         while True:
             answer = self._round(gradients, work, is_right)
-            if answer.outcome in COUNTED:
-                if not self.progress.is_done:
-                    self._may_meet()  # where it fails, that is said with the next report
-                return
-            if answer.outcome == Answer.START:
-                self._enter()
-                return
+            if answer.outcome in COUNTED and not self._said.is_done:
+                self._may_meet()  # where it fails, that is said with the next report
+            if answer.outcome in (*COUNTED, Answer.START):
+                return answer
             if answer.outcome == Answer.REJECTED:
-                raise DivergedError(f"the weights of rank {self.progress.rank} are not finite", fix="lower --lr")
+                raise DivergedError(f"the weights of rank {self._said.rank} are not finite", fix="lower --lr")
 
     def _round(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool) -> Answer:
         """Average, report, and step where the answer says that all have the mean."""
@@ -241,45 +261,60 @@ class Equals(Direct):
         group = self._group
         assert group is not None
         try:
-            words = crc32(repr(work.hyperparameters).encode()), crc32(self._weights.sample())
+            words = self._words(work)
             mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), words, is_right))
             self._check_words(group, work)
         except Unsound as unsound:
             raise self._diverged(unsound.index) from None
         except Broken as broken:
-            log.warning("group_broken", rank=self.progress.rank, reason=str(broken))
+            log.warning("group_broken", rank=self._said.rank, reason=str(broken))
             return self._report_broken(work)
         work = work._replace(epoch=group.epoch.number)
-        if not (self._exchange.brings or (work.evaluates and group.index == 0)):
-            answer = self._exchange.contribute("report", work)
-            if answer.outcome in COUNTED:
-                self._step(mean)
-            return answer
+        if self._exchange.brings or (work.evaluates and group.index == 0):
+            return self._bring(work, mean)
+        answer = self._say("report", work)
+        if answer.outcome in COUNTED:
+            self._step(mean)
+        return answer
+
+    def _bring(self, work: Work, mean: Sequence[torch.Tensor | None]) -> Answer:
+        """Report, with the weights that the mean leads to."""
         undo = self._copy()
         self._step(mean)
         if self._exchange.brings_optimizer:
             work = work._replace(optimizer=self._remembered())
-        answer = self._exchange.contribute("weights", work)
+        answer = self._say("weights", work)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
             undo()
         return answer
 
     def _report_broken(self, work: Work = _NOTHING) -> Answer:
         """This worker's epoch came to nothing: the answer names the next."""
-        return self._exchange.contribute("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
+        return self._say("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
+
+    def _say(self, source: Source, work: Work) -> Answer:
+        return self._exchange.contribute(source, work)
 
     def _diverged(self, index: int) -> DivergedError:
         name = self._model.layout.entries[index].spec.name
         return DivergedError(
-            f"the gradient of '{name}' of rank {self.progress.rank} is not finite, nor would the mean be",
+            f"the gradient of '{name}' of rank {self._said.rank} is not finite, nor would the mean be",
             fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
         )
+
+    def _words(self, work: Work) -> tuple[int, ...]:
+        """What must be the same for all whose weights are of the same version, which is the last of them."""
+        return crc32(repr(work.hyperparameters).encode()), crc32(self._weights.sample()), self._held_version
+
+    def _norm(self) -> float:
+        """Of the elements that were compared."""
+        return self._weights.norm()
 
     def _check_words(self, group: Group, work: Work) -> None:
         """All are about to step by the same numbers from the same weights, or these would go apart: UsageError for
         those that would not, who are fewer. Broken."""
-        numbers, weights = group.words
-        rank, ranks = self.progress.rank, group.epoch.members
+        numbers, weights, versions = group.words
+        rank, ranks = self._said.rank, group.epoch.members
         if numbers[group.index] != (most := _most(numbers)):
             told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
             other = ranks[numbers.index(most)]
@@ -287,11 +322,12 @@ class Equals(Direct):
                 f"the optimizer of rank {rank} would step with other numbers ({told}) than that of rank {other}",
                 fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
             )
-        if len(set(weights)) == 1:
+        if len(set(zip(versions, weights, strict=True))) == len(set(versions)):
             return
         # On unequal machines the last digits differ, and are let be.
-        norms = self._here(lambda: group.told(_bits(self._weights.norm())))
-        other = weights.index(_most(weights))
+        norms = self._here(lambda: group.told(_bits(self._norm())))
+        mine_too = [one for one, version in zip(weights, versions, strict=True) if version == versions[group.index]]
+        other = weights.index(_most(mine_too))
         mine, theirs = (_number(norms[index]) for index in (group.index, other))
         if abs(mine - theirs) > _MAY_DIFFER * theirs:
             raise UsageError(
@@ -302,14 +338,21 @@ class Equals(Direct):
             )
 
     def _step(self, mean: Sequence[torch.Tensor | None]) -> None:
-        """Gradients stay this worker's own: it may have to go back, and average them once more."""
+        self._apply(mean)
+        self._held_version += 1
+        self._has_stepped = self._has_state = True
+
+    def _apply(self, mean: Sequence[torch.Tensor | None], has_buffers: bool = True) -> None:
+        """Gradients stay this worker's own: it may have to go back, and average them once more. Buffers become those of
+        the mean, where it `has_buffers`."""
         model = self._model
         own = [one.grad for one in model.tensors]
         for index, one in enumerate(mean):
             if one is None:
                 continue
             if model.layout.entries[index].spec.kind is Kind.BUFFER:
-                model.tensors[index].data.copy_(one)
+                if has_buffers:
+                    model.tensors[index].data.copy_(one)
             else:
                 model.tensors[index].grad = one.to(model.tensors[index].device)
         try:
@@ -317,8 +360,6 @@ class Equals(Direct):
         finally:
             for tensor, gradient in zip(model.tensors, own, strict=True):
                 tensor.grad = gradient
-        self._held_version += 1
-        self._has_stepped = self._has_state = True
 
     def _copy(self) -> Callable[[], None]:
         """What undoes a step."""
@@ -338,7 +379,10 @@ class Equals(Direct):
 
     def _finish(self, can_evaluate: bool) -> Final | None:
         self._close_group()  # whoever averages without this one is not to wait
-        return super()._finish(can_evaluate)
+        final = super()._finish(can_evaluate)
+        if final is None:
+            self._enter()
+        return final
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         self._close_group()

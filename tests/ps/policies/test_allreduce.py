@@ -20,20 +20,25 @@ from paramserver.ps.engine.modes import make_policy
         ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce does not take one step"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1"),
         ({"policy": {"aggregation": "median"}}, "policy.aggregation is median, and mode allreduce"),
+        ({"run": {"steps": 3}, "policy": {"staleness": 3}}, "policy.staleness is 3, and the run has 3 training steps"),
         ({"policy": {"pipelined": True}}, "with mode allreduce: its workers compute on nothing but the newest weights"),
     ],
 )
 def test_a_setting_of_what_passes_the_server_is_refused(settings, words):
     with pytest.raises(UsageError) as found:
-        make_policy(Config.model_validate({"run": {"mode": "allreduce"}, **settings}))
+        make_policy(Config.model_validate(settings | {"run": {"mode": "allreduce", **settings.get("run", {})}}))
     assert words in found.value.message
     assert found.value.fix
 
 
-@pytest.mark.parametrize(
-    ("key", "flag"), [("policy.local_steps", "--local-steps"), ("policy.staleness", "--staleness")]
-)
-def test_a_flag_of_another_mode_is_refused(key, flag):
-    resolved = load_config(None, {"run.mode": "allreduce", key: 2}, [], {})
-    with pytest.raises(UsageError, match=f"flag {flag}: mode allreduce has no such option, it would change nothing"):
+def test_a_flag_of_another_mode_is_refused():
+    resolved = load_config(None, {"run.mode": "allreduce", "policy.local_steps": 2}, [], {})
+    told = "flag --local-steps: mode allreduce has no such option, it would change nothing"
+    with pytest.raises(UsageError, match=told):
         resolved.check_options(["allreduce"])
+
+
+@pytest.mark.parametrize("staleness", [-1, 65])
+def test_staleness_out_of_bounds_is_refused(staleness):
+    with pytest.raises(UsageError, match="flag --staleness"):
+        load_config(None, {"run.mode": "allreduce", "policy.staleness": staleness}, [], {}).check_options(["allreduce"])
