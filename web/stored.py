@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import ParamServerError
-from ..common.reporting.happenings import happened
 from ..common.reporting.status import Status, WorkerStatus
 from ..common.reporting.summary import Summary, WorkerSummary
 from ..common.reporting.watched import About, Tick, Totals, Watched
+from ..common.runstore.happenings import happened
 from ..common.runstore.reading import RunStore, StoredRun, WorkerPoint
 
 _FRESH_S = 0.9  # what was read is shown again within this time

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.reporting.happenings import happened
 from ...common.reporting.watched import About, Happened, Span, Tick, Wait
+from ...common.runstore.happenings import happened
 from ...common.version import PROGRAM_VERSION
 from ..core import controls
 from ..core.effects import (

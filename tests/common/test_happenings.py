@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.happenings import happened
+from paramserver.common.runstore.happenings import happened
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .report import figure
-from .watched import Happened
+from ..reporting.report import figure
+from ..reporting.watched import Happened
 
 _KINDS = {"start": "started", "join": "joined", "leave": "left", "end": "ended"}  # as the page says them
 
