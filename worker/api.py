@@ -19,7 +19,7 @@ import structlog
 from ..common.config.cli import report
 from ..common.config.schema import Config
 from ..common.config.sources import load_config
-from ..common.errors import ParamServerError
+from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import setup_logging
 from .training.alone import AloneSession
 from .training.ending import watch_exit
@@ -70,7 +70,11 @@ def open_session(config: Config, overlap: bool = False) -> Session:
     `overlap` is what worker.overlap means where it is not set: true only for a loop that leaves
     gradients as backward left them.
     """
-    if config.worker.evaluate:
+    if config.worker.server == "none" and config.worker.group:
+        raise UsageError(
+            "worker.group without a server: its processes would each train alone", fix="--server HOST:PORT"
+        )
+    if config.worker.evaluate and not config.worker.group:
         return SpareSession(config)
     if config.worker.server == "none":
         return AloneSession(config)

@@ -46,7 +46,8 @@ _HELP = """Train a task on this machine, as one worker of a run.
 
 [bold]Started by an engine[/bold], which says the rank (docs/engines.md)
 
-  torchrun --nproc-per-node 4 -m paramserver.worker
+  torchrun --nproc-per-node 4 -m paramserver.worker            four workers
+  torchrun --nproc-per-node 4 -m paramserver.worker --group    one worker of four processes
   srun -n 4 ps-worker
   mpirun -n 4 ps-worker
 """
@@ -76,7 +77,7 @@ def work(
 
 def _say_place(resolved: Resolved) -> None:
     """Whose word the rank is, when an engine's was taken: in a job within a job this is what people look for."""
-    place = find_place(os.environ)
+    place = find_place(os.environ, resolved.config.worker.group)
     rank = place.settings.get("worker.rank")
     if rank is None or resolved.origins.get("worker.rank") != f"environment {rank.name}":
         return
@@ -120,6 +121,8 @@ def _work(resolved: Resolved) -> None:
             evaluate_for(spare, _load_task(resolved, spare.settings, device), device, config.run.eval_every)
             return
         session = open_session(config, overlap=True)
+        if session.inner_rank:
+            say = None
         with session:
             task = _load_task(resolved, session.settings, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size

@@ -69,8 +69,11 @@ class Place:
     restarts: str = ""  # how often torchrun has started its workers again
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
-    """The place that the environment gives this process; empty when no engine started it."""
+def find_place(environ: Mapping[str, str], is_group: bool = False) -> Place:
+    """The place that the environment gives this process; empty when no engine started it. `is_group`: torchrun started
+    it as one of several that are one worker, and what it is in says whose place that has."""
+    if is_group:
+        return _place_of_group(environ)
     present = [engine for engine in ENGINES if environ.get(engine.rank)]
     if not present:  # a number of workers alone still says something
         workers = _first(environ, ENGINES[0].workers)
@@ -88,6 +91,18 @@ def find_place(environ: Mapping[str, str]) -> Place:
         overruled=tuple(other.name for other in present[1:]),
         restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is ENGINES[0] else "",
     )
+
+
+def _place_of_group(environ: Mapping[str, str]) -> Place:
+    """RANK and WORLD_SIZE are of the worker's own processes; its rank is another engine's, or the server's to give."""
+    torchrun = ENGINES[0]
+    own = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
+    outer = find_place({name: value for name, value in environ.items() if name not in own})
+    settings = {"worker.server": Said(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
+    settings |= outer.settings
+    if (local_rank := _first(environ, torchrun.local_rank)) is not None:
+        settings["worker.local_rank"] = local_rank
+    return Place(settings, outer.engine, outer.overruled)
 
 
 def _server(environ: Mapping[str, str], engine: Engine) -> Said | None:

@@ -93,9 +93,6 @@ def load_config(
     SLURM_PROCID could tell it. Raises UsageError.
     """
     told: list[tuple[str, Any, str]] = []  # key, value and origin; the later wins
-    if is_worker:
-        place = find_place(environ).settings
-        told += [(key, _number(said.value), f"environment {said.name}") for key, said in place.items()]
     if path is not None:
         told += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
     for name, key in _SHORT_NAMES.items():
@@ -110,6 +107,10 @@ def load_config(
             raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
         told.append((key.strip(), scalar(value), f"--set {key.strip()}"))
     told += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    if is_worker:  # what is told to be a group may have its place from elsewhere
+        is_group = next((value for key, value, _ in reversed(told) if key == "worker.group"), False) is True
+        place = find_place(environ, is_group).settings
+        told = [(key, _number(said.value), f"environment {said.name}") for key, said in place.items()] + told
     return _validated(told)
 
 

@@ -65,7 +65,10 @@ def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: s
         if config.launch.colocate:
             raise UsageError("--colocate: there are no hosts to put shards on", fix="--hosts hosts.yaml")
         return {}
-    return place(hosts, num_workers, config.server.shards, colocate=config.launch.colocate, folder=folder)
+    return place(
+        hosts, num_workers, config.server.shards, colocate=config.launch.colocate, folder=folder,
+        group=config.launch.group,
+    )  # fmt: skip
 
 
 def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> None:

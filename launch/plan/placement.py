@@ -52,9 +52,10 @@ def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
 
 
 def place(
-    hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str
+    hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
 ) -> dict[Child, Place]:
-    """A place for every process. `folder` is where the launcher was started. Raises UsageError."""
+    """A place for every process. `folder` is where the launcher was started; `group`: processes of each worker, which
+    take as many devices. Raises UsageError."""
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
     _check_addresses(servers, workers)
@@ -64,7 +65,7 @@ def place(
         for rank, host in enumerate(chosen):
             env = dict(host.env)
             if role == "worker" and host.devices:
-                env["CUDA_VISIBLE_DEVICES"] = str(host.devices[seen[host.host] % len(host.devices)])
+                env["CUDA_VISIBLE_DEVICES"] = _devices_of(host, seen[host.host], group)
             seen[host.host] += 1
             places[Child(role, rank)] = Place(
                 host=host.host,
@@ -75,6 +76,18 @@ def place(
                 per_hour=host.per_hour,
             )
     return places
+
+
+def _devices_of(host: Host, worker: int, group: int) -> str:
+    """Of the `worker`th worker of a host; more workers than devices share them."""
+    num = len(host.devices)
+    if num % group:
+        raise UsageError(
+            f"{host.host} has {num} devices, and workers of {group} processes each (launch.group) do not divide them",
+            fix=f"name a multiple of {group} devices there, or another --group",
+        )
+    first = worker * group % num
+    return ",".join(map(str, host.devices[first : first + group]))
 
 
 def _listen(host: Host) -> str:

@@ -49,6 +49,7 @@ DEFAULT_NUM_WORKERS = 2
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "server": ("-m", "paramserver.ps"),
     "worker": ("-m", "paramserver.worker"),
+    "group": ("-m", "paramserver.worker.inner"),  # several processes of one worker
 }
 
 # Files and directories of which each mode has its own where several run.
@@ -214,10 +215,12 @@ class Plan:
         servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
         num_hosts = len(set(self.hosts().values()))
         where = f" on {num_hosts} host{'s' if num_hosts > 1 else ''}" if num_hosts else ""
+        group = self.config.launch.group
+        of = f" of {group} processes{' each' if self.num_workers > 1 else ''}" if group > 1 else ""
         who = (
             "one worker alone, no server,"
             if self.server is None
-            else f"{servers} and {self.num_workers} worker{'s' if self.num_workers > 1 else ''}{where},"
+            else f"{servers} and {self.num_workers} worker{'s' if self.num_workers > 1 else ''}{of}{where},"
         )
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
         pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
@@ -271,11 +274,14 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     env = {"PS_LOG__FORMAT": "json", "PS_LOG__LEVEL": level, "PYTHONUNBUFFERED": "1"}
     shards = [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
     children = [*shards, *(Child("worker", rank) for rank in range(num_workers))] if mode != SINGLE else []
-    num_workers = 1 if mode == SINGLE else num_workers
+    num_workers, group = (1, 1) if mode == SINGLE else (num_workers, config.launch.group)
     worker_argv, worker_env = (*PROGRAMS["worker"], *arguments(config_path, for_workers(settings))), env
     if config.launch.script is not None:
         worker_argv = (config.launch.script, *request.script_args)
         worker_env = {**_script_env(resolved, own["output.history"]), **env}
+    if group > 1:
+        worker_argv = (*PROGRAMS["group"], str(group), *worker_argv)
+        worker_env = worker_env | {variable("worker.group"): "true"}
     return Plan(
         mode=mode,
         seed=seed,
@@ -290,7 +296,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, settings)),
         server_env=env | (_thread_env(config, machine, num_shards) if num_shards > 1 else {}),
         worker_argv=(machine.python, *worker_argv),
-        worker_env=worker_env | _thread_env(config, machine, num_workers),
+        worker_env=worker_env | _thread_env(config, machine, num_workers * group),
         identities={child: own_identity(config.security, child, machine.exists) for child in children},
         places=machine.places,
     )
@@ -322,12 +328,13 @@ def _placed(spec: ProcessSpec, place: Place | None, config: Config) -> ProcessSp
         return spec
     is_alone = spec.child.role == "server" and place.sharing == 1
     chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in place.env
+    num_each = config.launch.group if spec.child.role == "worker" else 1
     return dataclasses.replace(
         spec,
         argv=(place.python, *spec.argv[1:]),
         env={**spec.env, **place.env},
         host=place.host,
-        sharing=0 if is_alone or chosen else place.sharing,
+        sharing=0 if is_alone or chosen else place.sharing * num_each,
     )
 
 

@@ -65,6 +65,13 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
             f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
             fix="give the script: --script FILE.py -- ARGS",
         )
+    batch, group = resolved.config.run.batch_size, resolved.config.launch.group
+    if batch % group and script is None and modes != (SINGLE,):
+        raise UsageError(
+            f"a batch of {batch} samples (run.batch_size) cannot be divided among {group} processes of each worker "
+            "(launch.group)",
+            fix=f"a batch size that is a multiple of {group}",
+        )
     num_seeds = resolved.config.launch.seeds
     if resume not in (None, "latest", "never") and len(modes) * num_seeds > 1:
         many = f"of one mode, and {len(modes)}" if len(modes) > 1 else f"of one seed, and {num_seeds}"

@@ -95,6 +95,11 @@ class Exchange:
     def server(self) -> str:
         return self._config.server
 
+    @property
+    def told_settings(self) -> bytes:
+        """As the server said them."""
+        return self._welcome.settings.SerializeToString()
+
     def _shard(self, number: int, address: str) -> Shard:
         client = Client(address, self._credentials, self._limit)
         return Shard(number, client, self._config, self.progress, self._answer_comes, self._retry.reached)

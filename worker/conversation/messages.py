@@ -257,6 +257,11 @@ _SOURCES: dict[int, Source] = {
 }
 
 
+def settings_from(told: bytes) -> Settings:
+    """Of `Exchange.told_settings`, in another process of the same worker."""
+    return read_settings(pb.RunSettings.FromString(told))
+
+
 def read_settings(message: pb.RunSettings) -> Settings:
     """Raises UsageError for a run that this worker cannot take part in."""
     if message.contribution not in _SOURCES:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from ...common.errors import UsageError
 from ...common.tensors.layout import Kind
@@ -31,6 +32,8 @@ class Direct:
     before the next step begins; its weights may come a little later. `may_send_early`: gradients may leave during
     backward; `may_come_late`: weights may come during the next forward pass."""
 
+    may_skip = True  # whether a step may be left out (infinities in fp16) without asking others
+
     def __init__(self, exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> None:
         self._exchange = exchange
         self.settings = exchange.settings
@@ -44,6 +47,9 @@ class Direct:
         self._fragments: Fragments | None = None  # of one fragment at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
         self._given: tuple[int, dict[int, torch.Tensor]] = (0, {})  # the same, as they came with that START
+
+    def wraps(self, model: nn.Module) -> None:
+        """The model as the script has it. UsageError where what it is wrapped in does not go with this."""
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         """Offer the model; it has the run's weights when this returns. `is_parted`: it has several optimizers, and a
@@ -109,6 +115,9 @@ class Direct:
         if self._early is not None:
             self._early.is_paused = False
         return self.progress.replayed()
+
+    def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
+        """A step of so many samples, with this mean loss, is about to be taken along the gradients of these."""
 
     def contribute(self, work: Work, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from. Where

@@ -31,7 +31,11 @@ class Batches:
         is_over: Callable[[], bool],
         options: dict[str, Any],
         epochs: int | None = None,
+        inner: tuple[int, int] = (0, 1),
     ) -> None:
+        """`inner`: which of the processes of this worker this is, and how many there are; `shares` has the batch of one
+        of them."""
+        self._inner_rank, self._inner_size = inner
         self._shares, self._taken, self._progress = shares, taken, progress
         self._is_over, self._options, self._epochs = is_over, options, epochs
         self.hand = Hand()
@@ -130,7 +134,8 @@ class Batches:
         if memory is not None:
             memory.note()
         place = taken.place + len(self.hand)
-        seed_everything(step_seed(self._shares.seed, self._progress().rank or 0, place))
+        rank = (self._progress().rank or 0) * self._inner_size + self._inner_rank
+        seed_everything(step_seed(self._shares.seed, rank, place))
         batch, weight = next(self._batches)
         self.hand.weights.append(weight)
         return batch
@@ -165,7 +170,9 @@ class Batches:
     @property
     def _division(self) -> tuple[int, int]:
         progress = self._progress()
-        return max(1, progress.num_workers), progress.worker_index
+        num_workers = max(1, progress.num_workers)
+        # Together they have what one process would have: every num_workers-th sample from the worker's first on.
+        return num_workers * self._inner_size, progress.worker_index + num_workers * self._inner_rank
 
     @property
     def _has_all(self) -> bool:

@@ -111,6 +111,9 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler asks before it looks for infinities: step() follows unless there are any."""
         self._steps.memory.is_tried = True
+        if not self._steps.strategy.may_skip:
+            told = "a GradScaler in a worker that is several processes: each would leave out other steps"
+            raise UsageError(told, fix="bf16, which needs none; or wrap the model in DistributedDataParallel")
         return refuse_scaler(self._steps.tables)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

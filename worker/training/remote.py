@@ -25,6 +25,7 @@ from ..lanes.auto.measuring import suits
 from ..lanes.auto.rule import ORDER
 from ..session import Length, Progress
 from ..strategies.choice import make_strategy
+from ..strategies.direct import Direct
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
@@ -45,18 +46,35 @@ class RemoteSession(Session):
     def __init__(self, config: Config, overlap: bool = False) -> None:
         super().__init__()
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
-        self._exchange = Exchange(config.worker, config.worker.rank, config.output.history, worker_credentials(config))
         self._config = config
+        self._exchange: Exchange | None = None  # of several processes of one worker the first has it
         self._steps: Steps | None = None
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
-        may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
-        self._strategy = make_strategy(self._exchange, may_send_early, may_overlap)
+        if config.worker.group:
+            self._strategy = self._join_group()
+        else:
+            self._strategy = self._open(may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
-        self.settings = self._exchange.settings
+        self.settings = self._strategy.settings
         self.length = Length(self.settings.epochs)
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_figures)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
+
+    def _open(self, may_overlap: bool) -> Direct:
+        config, size = self._config, self._inner[1]
+        worker = config.worker.model_copy(update={"device": f"{config.worker.device} x {size}"} if size > 1 else {})
+        self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
+        may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
+        return make_strategy(self._exchange, may_send_early, may_overlap)
+
+    def _join_group(self) -> Direct:
+        """As one of the processes of a worker; gradients leave when they are the mean of all."""
+        from ..inner.strategy import Grouped, join  # loads torch.distributed
+
+        group = join(self._config)
+        self._inner = group.rank, group.size
+        return Grouped(group, lambda: self._open(may_overlap=False))
 
     @property
     def rank(self) -> int:
@@ -97,6 +115,7 @@ class RemoteSession(Session):
             raise second_optimizer()
         if self._strategy.source == "report":
             check_alone(self.settings.mode, len(inner), self._config)
+        self._strategy.wraps(model)
         if self._strategy.source in ("gradient", "report"):
             _check_forward(model)
         tensors = ModelTensors(model, (one for part in inner for group in part.param_groups for one in group["params"]))
@@ -127,7 +146,7 @@ class RemoteSession(Session):
             up, down = first_codec(name), CODECS.load(config.answer_codec)()
             check_codecs(settings.mode, settings.source, up, down, groups, momentum, settings.fragments)
 
-        auto = self._exchange.auto
+        auto = self._exchange.auto if self._exchange is not None else None
         if auto is None:
             check(config.codec, config.momentum)
             return
@@ -141,6 +160,9 @@ class RemoteSession(Session):
         auto.candidates = tuple(name for name in ORDER if suits(partial(check, name, 0.0)))
 
     def _make_rows(self, spec: TableSpec) -> Pull:
+        if self._config.worker.group:
+            told = "session.rows() in a worker that is several processes: each would need rows of its own"
+            raise UsageError(told, fix="start each process as a worker of its own, without --group")
         if self.settings.source != "gradient":
             raise UsageError(
                 f"session.rows() in mode {self.settings.mode}: its workers step themselves, and rows need gradients",
@@ -153,11 +175,12 @@ class RemoteSession(Session):
     def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
         if self._steps is None:
             raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
+        assert self._exchange is not None
         return self._exchange.pull_rows(number, ids)
 
     def _evaluate(self, model: nn.Module) -> None:
         version = self._strategy.settle()
-        if self.is_done:
+        if self.is_done or self._exchange is None:
             return
         try:
             self._strategy.measured(version, self.evaluation.figures(model))
@@ -215,7 +238,7 @@ class RemoteSession(Session):
         return final.evaluate
 
     def averaged(self, *models: nn.Module) -> bool:
-        if not self.settings.polyak:
+        if not self.settings.polyak or self._exchange is None:
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
         self._exchange.pull_averaged(ModelTensors(whole))

@@ -32,6 +32,7 @@ class Session:
     """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
 
     settings: Settings
+    _inner = (0, 1)  # inner rank, and of how many
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
@@ -50,6 +51,12 @@ class Session:
     def num_workers(self) -> int:
         """Workers the data is divided among."""
         return 1
+
+    @property
+    def inner_rank(self) -> int:
+        """Of a worker that is several processes (worker.group), which one this is; 0 has the conversation with the
+        server."""
+        return self._inner[0]
 
     @property
     def step(self) -> int:
@@ -163,8 +170,14 @@ class Session:
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         size, seed = batch_size or self.settings.batch_size, self.settings.seed
+        if size % self._inner[1]:
+            raise UsageError(
+                f"a batch of {size} samples cannot be divided among the {self._inner[1]} processes of this worker",
+                fix=f"a batch size that is a multiple of {self._inner[1]}",
+            )
+        size //= self._inner[1]
         shares = Shares(dataset, size, seed, shuffle, pad, drop_last, sampler)
-        return Batches(shares, taken, progress, self.is_over, read_options(loader_options), epochs)
+        return Batches(shares, taken, progress, self.is_over, read_options(loader_options), epochs, self._inner)
 
     def expect(self, steps: int) -> None:
         """Say how many training steps this script takes by itself: a run that ends before says so at the first."""

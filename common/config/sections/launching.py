@@ -158,6 +158,9 @@ class LaunchConfig(Section):
         False,
         description="a script is given RANK and WORLD_SIZE too; trainers take them for a process group of their own",
     )
+    group: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="G")] = Field(
+        1, ge=1, le=254, description="processes of each worker, on one host: they divide its batch, and are one rank"
+    )
     seeds: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="N")] = Field(
         1, ge=1, le=100, description="runs of each mode, with so many seeds from run.seed on, compared"
     )

@@ -76,6 +76,9 @@ class WorkerConfig(Section):
     local_rank: int | None = Field(
         None, ge=0, description="which of its host's workers this one is: the cuda device that `auto` takes"
     )
+    group: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
+        False, description="this process is one of several that are one worker, as torchrun says (RANK, WORLD_SIZE)"
+    )
     device: Annotated[str, Flag(Panel.RUN, (WORKER, LAUNCHER), metavar="auto|cpu|cuda[:I]")] = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
     )

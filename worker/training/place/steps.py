@@ -85,6 +85,7 @@ class Steps:
         self._num_batches = self._num_samples = 0
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
+        self._fresh_samples, self._fresh_losses = 0, list[float]()  # recorded since the last step
         self._hyperparameters: list[Hyperparameters] = []
         self._told_at = -1
         self._resumed_at = time.perf_counter()
@@ -99,8 +100,10 @@ class Steps:
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
         """Count samples, and a loss to show, towards the next contribution."""
         self._num_samples += num_samples
+        self._fresh_samples += num_samples
         if loss is not None:
             self._losses.append(loss)
+            self._fresh_losses.append(loss)
 
     def may_step(self, part: Part) -> bool:
         """Before a step(); False when there is nothing to do. UsageError after the end of the run."""
@@ -120,6 +123,11 @@ class Steps:
             self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.taken)
+        weight = self.taken.weight_at_hand if self._begins else 0
+        losses, self._fresh_losses = self._fresh_losses, []
+        mean_loss = sum(losses) / len(losses) if losses else float("nan")
+        self.strategy.before_step(weight + self._fresh_samples, mean_loss, part.parameters)
+        self._fresh_samples = 0
         return True
 
     def stepped(self, part: Part) -> None:

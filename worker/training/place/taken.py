@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 from weakref import WeakSet
 
@@ -63,6 +64,11 @@ class Hand:
     def num_used(self) -> int:
         """Since the last step."""
         return min(len(self.weights), self.num_computed) if self.is_ahead else len(self.weights)
+
+    @property
+    def weight(self) -> int:
+        """Of those."""
+        return sum(islice(self.weights, self.num_used))
 
     def take(self) -> tuple[int, int]:
         """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
@@ -230,6 +236,11 @@ class Taken:
         """Batches since the last step."""
         # Two loops side by side draw at the same place.
         return sum(map(len, self._left)) + max((loop.hand.num_used for loop in self._loops), default=0)
+
+    @property
+    def weight_at_hand(self) -> int:
+        """Of what the next `step` is made of."""
+        return sum(hand.weight for hand in self._hands)
 
     def _computed(self, _: torch.Tensor) -> None:
         for hand in self._hands:

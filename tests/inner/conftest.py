@@ -1,0 +1,71 @@
+"""Workers of several processes: forked from one that has imported what they need."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramserver.tests.trainers.conftest import Forked, Zygotes
+
+MEMBER = "paramserver.tests.inner.member"
+SERVER = "paramserver.ps.main"
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Zygotes]:
+    forks = Zygotes()
+    yield forks
+    for one in forks.values():
+        one.stop()
+
+
+class Run:
+    """A server, and workers each of which is a group of processes."""
+
+    def __init__(self, forks: Zygotes, folder: Path) -> None:
+        self._forks, self.folder = forks, folder
+        self.address = ""
+        self.processes: list[Forked] = []
+
+    def serve(self, *flags: str) -> Forked:
+        listen = ("--listen", "127.0.0.1:0", "--summary", str(self.folder / "s.json"))
+        server = self._forks[SERVER].fork("server", self.folder, *listen, *flags)
+        self.processes.append(server)
+        self.address = server.event("listening")["address"]
+        return server
+
+    def group(self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, **env: str) -> list[Forked]:
+        """The processes of one worker, as torchrun would start them."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        place = {
+            "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PS_SERVER": self.address,
+            "PS_WORKER__GROUP": "true", "PS_WORKER__RANK": str(rank),
+        }  # fmt: skip
+        found = []
+        for inner in range(size):
+            if inner != absent:
+                own = env.get(f"inner{inner}", "")
+                more = dict(one.split("=", 1) for one in own.split()) | {
+                    key: value for key, value in env.items() if not key.startswith("inner")
+                }
+                told = place | {"RANK": str(inner), "LOCAL_RANK": str(inner)} | more
+                name = f"w{rank}-{inner}-{life}"
+                found.append(self._forks[MEMBER].fork(name, self.folder, str(self.folder), f"w{rank}", *words, **told))
+        self.processes += found
+        return found
+
+    def stop(self) -> None:
+        for one in self.processes:
+            if one.popen.poll() is None:
+                one.popen.send_signal(9)
+
+
+@pytest.fixture
+def run(forks: Zygotes, tmp_path: Path) -> Iterator[Run]:
+    run = Run(forks, tmp_path)
+    yield run
+    run.stop()

@@ -1,0 +1,73 @@
+"""A script of several processes of one worker. argv: folder, name, and words: what it does.
+
+What its model is in the end is in FOLDER/NAME-INNER.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paramserver
+
+NUM_SAMPLES = 50
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def data() -> TensorDataset:
+    chance = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 5, generator=chance, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.prod(1, keepdim=True))
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    match name:
+        case "momentum":
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        case "adam":
+            return torch.optim.Adam(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def main() -> None:
+    folder, name, *words = sys.argv[1:]
+    model = make()
+    wrapped: nn.Module = model
+    if "ddp" in words:
+        dist.init_process_group("gloo")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    elif "inside" in words:
+        dist.init_process_group("gloo")
+        wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(model))
+    elif "taller" in words and os.environ["RANK"] == "1":
+        wrapped = nn.Sequential(model, nn.Linear(1, 1).double())
+    chosen = next((word for word in words if word in ("sgd", "momentum", "adam")), "sgd")
+    with paramserver.connect() as session:
+        optimizer = session.optimizer(wrapped, optimizer_of(chosen, wrapped))
+        for inputs, targets in session.shard(data(), shuffle="ordered" not in words):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(wrapped(inputs), targets)
+            loss.backward()
+            session.record(loss=float(loss.detach()))
+            optimizer.step()
+            if "stops" in words and session.inner_rank == 1 and session.step == 5:
+                session.stop("enough")
+            if "parts" in words and session.inner_rank == 1 and session.step == 5:
+                break
+            print("step", session.step, flush=True)
+        session.finish()
+        torch.save(model.state_dict(), Path(folder) / f"{name}-{session.inner_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Groups as ps-launch and torchrun start them: one process is killed in the middle, nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paramserver.tests.engines.conftest import BATCH, EngineRun
+from paramserver.tests.loopback.conftest import Process
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[EngineRun]:
+    run = EngineRun(tmp_path)
+    yield run
+    run.stop()
+
+
+def kill_inner(process: Process, rank: int, inner: int) -> None:
+    """The inner process of this worker, below what was started."""
+    for one in psutil.Process(process.popen.pid).children(recursive=True):
+        environ = one.environ()
+        is_worker = str(rank) in (environ.get("PS_WORKER__RANK"), one.cmdline()[-1])
+        if environ.get("RANK") == str(inner) and is_worker and "paramserver.worker" in one.cmdline():
+            os.kill(one.pid, signal.SIGKILL)
+            return
+    pytest.fail(f"no inner rank {inner} of worker {rank}\n{process.output}")
+
+
+def prove(run: EngineRun) -> None:
+    """As `run.prove`. The ledger adds up over a batch, and a group takes the mean of two parts of one: half of each."""
+    final, is_sync = run.summary()["final"], run.summary()["mode"] == "sync"
+    assert (final["missing"], final["repeated"], final["torn"]) == (0, 0, 0), final
+    num_folded = STEPS if is_sync else STEPS * run.num_workers
+    assert final["applied"] == pytest.approx(num_folded * BATCH / 2, rel=1e-5)
+    assert final["clock"] == num_folded
+    assert [one["steps"] for one in run.summary()["workers"]] == [STEPS] * run.num_workers
+    run.check_history()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_process_of_a_worker_under_ps_launch_is_killed(run: EngineRun, mode: str) -> None:
+    run.steps, run.num_workers = STEPS, 2
+    launched = run.start(
+        "launch", "-m", "paramserver.launch", "-n", "2", "--group", "2", "--mode", mode, *run.task_flags(2, STEPS),
+        "--set", "policy.min_workers=2", "--history", run.history, "--summary", "s.json", 
+        "--set", "slowdown.base_s=0.05",
+    )  # fmt: skip
+    launched.until(lambda: run.num_commits() >= 10, "ten commits")
+    kill_inner(launched, rank=1, inner=1)
+    assert launched.wait() == 0, launched.output
+    assert "inner rank 1 of this worker's 2 processes has ended, and with it the worker" in launched.output
+    prove(run)
+    assert [one["restarts"] for one in run.summary()["workers"]] == [0, 1]
+
+
+def test_torchrun_starts_a_group_again(run: EngineRun) -> None:
+    run.serve("sync", 1, STEPS, "--set", "policy.min_workers=1")
+    torchrun = run.program(
+        "torchrun", "torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "paramserver.worker",
+        "--group", "--history", run.history, "--rank", "0", PS_SERVER=run.address, PS_SLOWDOWN__BASE_S="0.05",
+    )  # fmt: skip
+    torchrun.until(lambda: run.num_commits() >= 10, "ten commits")
+    kill_inner(torchrun, rank=0, inner=1)
+    assert torchrun.wait() == 0, torchrun.output
+    assert run.processes[0].wait() == 0
+    prove(run)
+    assert [one["restarts"] for one in run.summary()["workers"]] == [1]

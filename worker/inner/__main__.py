@@ -1,0 +1,3 @@
+from .start import main
+
+main()

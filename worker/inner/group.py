@@ -1,0 +1,297 @@
+"""The processes of a worker among themselves, by torch.distributed: NCCL where each has a GPU of its own, else Gloo.
+
+The groups are our own, made of the store that the environment names (MASTER_ADDR, MASTER_PORT, as torchrun says them),
+so a script's `init_process_group()` is left alone, and may come before or after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...common.errors import MismatchError, ParamServerError, UnreachableError, UsageError
+from ...common.reporting.log import get_logger
+from ..strategies.group import own_address
+from .watch import Watch
+
+log = get_logger()
+
+_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
+# For one collective: nobody waits so long for one that is dead, which the watch says.
+_TIMEOUT = timedelta(hours=6)
+_SAID_BYTES = 2048  # of what inner rank 0 tells the others, that come in one message
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Member(NamedTuple):
+    """Who this process is in its worker."""
+
+    rank: int  # 0: has the session with the server
+    size: int
+    store: tuple[str, int]
+    attempt: str  # of torchrun
+    is_host: bool  # of the store
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+def find_member(environ: Mapping[str, str]) -> Member:
+    """As torchrun says it. UsageError where it says nothing, or nonsense."""
+    missing = [name for name in _VARIABLES if not environ.get(name)]
+    fix = "torchrun --nproc-per-node G -m paramserver.worker --group, or ps-launch --group G"
+    if missing:
+        raise UsageError(f"worker.group, and {', '.join(missing)} not in the environment: nobody says which of a "
+                         "worker's processes this is", fix=fix)  # fmt: skip
+    try:
+        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError:
+        told = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+        raise UsageError(f"worker.group: {told} say no place in a group", fix=fix) from None
+    if not 0 <= rank < size <= _MOST:
+        raise UsageError(f"worker.group: RANK is {rank} and WORLD_SIZE {size}; 0..{_MOST} processes, from 0", fix=fix)
+    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Member(rank, size, (environ["MASTER_ADDR"], port), attempt, rank == 0 and not is_agents)
+
+
+_MOST = 254
+
+
+def backend_of(devices: Sequence[str]) -> str:
+    """For processes with these devices (`HOST/cuda:0`, `HOST/cpu`): nccl takes one GPU for each."""
+    are_cuda = all("/cuda" in device for device in devices)
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    return "nccl" if are_cuda and len(set(devices)) == len(devices) and has_nccl else "gloo"
+
+
+class Group:
+    """This process's side of it, used by the training thread alone. Blocking; UnreachableError when it is over."""
+
+    def __init__(self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float) -> None:
+        """Returns when all are here. `device` is this process's; `settings`, dotted, must be the same in all. Raises
+        UnreachableError (who is missing), MismatchError."""
+        if not (dist.is_available() and dist.is_gloo_available()):
+            raise UsageError(f"worker.group: torch {torch.__version__} is without Gloo", fix="install one that has it")
+        self.rank, self.size = member.rank, member.size
+        self._flat: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._watch = Watch(self.rank, self.size)
+        until = time.monotonic() + wait_s
+        store = self._store(member, wait_s)
+        host = own_address("{}:{}".format(*member.store))
+        listener, address = self._watch.listen(host) if member.is_leader else (None, "")
+        told = {"device": f"{os.uname().nodename}/{device}", "watch": address, "settings": settings}
+        store.set(f"here/{self.rank}", json.dumps(told, default=str))
+        found = self._all(store, until, wait_s)
+        _compare([one["settings"] for one in found], self.rank)
+        left_s = max(1.0, until - time.monotonic())
+        try:
+            if listener is not None:
+                self._watch.accept(listener, left_s)
+            else:
+                self._watch.connect(found[0]["watch"], left_s)
+        except OSError as error:
+            raise UnreachableError(f"inner rank {self.rank}: no connection with inner rank 0: {error}") from None
+        self.backend = backend_of([one["device"] for one in found])
+        self._words = self._gloo(dist.PrefixStore("words", store), host)
+        self._data = self._words if self.backend == "gloo" else self._nccl(dist.PrefixStore("data", store))
+        log.info("worker_group", inner=self.rank, of=self.size, backend=self.backend)
+
+    def _store(self, member: Member, wait_s: float) -> dist.Store:
+        host, port = member.store
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=member.is_host, timeout=timedelta(seconds=wait_s), wait_for_workers=False,
+                multi_tenant=True,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise UnreachableError(
+                f"inner rank {member.rank}: nobody at {host}:{port} (MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: "
+                f"{_first_line(error)}",
+                fix="let all processes of the worker be started; see whether inner rank 0 has",
+            ) from None
+        return dist.PrefixStore(f"paramserver/{member.attempt}", store)
+
+    def _all(self, store: dist.Store, until: float, wait_s: float) -> list[dict[str, Any]]:
+        """What each said."""
+        missing = list(range(self.size))
+        try:
+            while missing and time.monotonic() < until:
+                with suppress(dist.DistStoreError):
+                    left_s = min(1.0, max(0.001, until - time.monotonic()))
+                    store.wait([f"here/{one}" for one in missing], timedelta(seconds=left_s))
+                missing = [one for one in missing if not store.check([f"here/{one}"])]
+        except RuntimeError as error:
+            raise UnreachableError(
+                f"inner rank {self.rank}: the others are gone: {_first_line(error)}", fix="their own lines say why"
+            ) from None
+        if missing:
+            raise UnreachableError(
+                f"inner rank {', '.join(map(str, missing))} of {self.size} did not come in {wait_s:g} s "
+                f"(worker.give_up_s), and inner rank {self.rank} waits no longer",
+                fix="see that each process gets as far as connect(), and what the missing one says",
+            )
+        return [json.loads(store.get(f"here/{one}")) for one in range(self.size)]
+
+    def _gloo(self, store: dist.Store, host: str) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = _TIMEOUT
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def _nccl(self, store: dist.Store) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    # ---- words --------------------------------------------------------------------------------
+
+    def say(self, words: Sequence[float]) -> list[list[float]]:
+        """What each says: as many numbers, exact up to 2^53."""
+        mine = torch.tensor(words, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._wait(lambda: self._words.allgather([found], [mine]))
+        return [one.tolist() for one in found]
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """To the others, by inner rank 0."""
+        body = json.dumps(told).encode()
+        first = torch.zeros(_SAID_BYTES, dtype=torch.uint8)
+        begin = len(body).to_bytes(8, "little") + body[: _SAID_BYTES - 8]
+        first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        self._broadcast(first, self._words)
+        if rest := body[_SAID_BYTES - 8 :]:
+            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._words)
+
+    def hear(self) -> dict[str, Any]:
+        """What inner rank 0 tells. The error that has ended it, if that is what it tells."""
+        first = torch.zeros(_SAID_BYTES, dtype=torch.uint8)
+        self._broadcast(first, self._words)
+        begin = first.numpy().tobytes()
+        size = int.from_bytes(begin[:8], "little")
+        body = begin[8 : 8 + size]
+        if len(body) < size:
+            rest = torch.empty(size - len(body), dtype=torch.uint8)
+            self._broadcast(rest, self._words)
+            body += rest.numpy().tobytes()
+        told: dict[str, Any] = json.loads(body)
+        if "error" in told:
+            ended = ParamServerError(f"inner rank {self.rank}: inner rank 0 has ended: {told['error']}")
+            ended.exit_code = told["exit_code"]
+            raise ended
+        return told
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
+        """In their place the sum over all processes, each multiplied by its `share`."""
+        works: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
+        for number, bucket in enumerate(_buckets(tensors)):
+            flat = self._flat_of(("mean", number), bucket)
+            for view, one in zip(_views(flat, bucket), bucket, strict=True):
+                torch.mul(one, share, out=view)
+            works.append((self._begin(lambda flat=flat: self._data.allreduce([flat])), flat, bucket))  # type: ignore[misc]
+        for work, flat, bucket in works:
+            self._wait(lambda work=work: work)  # type: ignore[misc]
+            for view, one in zip(_views(flat, bucket), bucket, strict=True):
+                one.copy_(view)
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Inner rank 0's, to the others, in the place of theirs."""
+        for bucket in _buckets(tensors):
+            flat = self._flat_of(("give",), bucket)
+            if self.rank == 0:
+                for view, one in zip(_views(flat, bucket), bucket, strict=True):
+                    view.copy_(one)
+            self._broadcast(flat, self._data)
+            if self.rank:
+                for view, one in zip(_views(flat, bucket), bucket, strict=True):
+                    one.copy_(view)
+
+    def _flat_of(self, place: tuple[Any, ...], bucket: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Memory for them, kept."""
+        like, size = bucket[0], sum(one.numel() for one in bucket)
+        key = (*place, like.dtype, like.device)
+        if len(self._flat.get(key, ())) < size:
+            self._flat[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._flat[key][:size]
+
+    def _broadcast(self, tensor: torch.Tensor, by: Any) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._wait(lambda: by.broadcast([tensor], options))
+
+    def _begin(self, collective: Callable[[], Any]) -> Any:
+        try:
+            return collective()
+        except RuntimeError as error:
+            self._is_over(error)
+
+    def _wait(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective().wait()
+        except RuntimeError as error:
+            self._is_over(error)
+
+    def _is_over(self, error: RuntimeError) -> None:
+        time.sleep(_WATCH_S)  # the watch ends this process, and says whom it lost
+        raise UnreachableError(
+            f"inner rank {self.rank}: the {self.size} processes of this worker lost each other: {_first_line(error)}"
+        ) from None
+
+    def end(self) -> None:
+        """Each may go when it likes."""
+        self._watch.end()
+
+
+_WATCH_S = 1.0
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device; in all processes the same."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for one in tensors:
+        if one.numel():
+            kinds.setdefault((one.dtype, one.device), []).append(one)
+    for same in kinds.values():
+        cuts, size = [0], 0
+        for index, one in enumerate(same):
+            size += one.nbytes
+            if size >= _BUCKET_BYTES:
+                cuts.append(index + 1)
+                size = 0
+        cuts += [len(same)] if cuts[-1] < len(same) else []
+        yield from (same[start:end] for start, end in pairwise(cuts))
+
+
+def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    at = 0
+    for one in bucket:
+        yield flat[at : at + one.numel()].view(one.shape)
+        at += one.numel()
+
+
+def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """MismatchError, in every process, where not all were told the same."""
+    for other, theirs in enumerate(settings):
+        for key in sorted({*theirs, *settings[0]}):
+            if theirs.get(key) != settings[0].get(key):
+                raise MismatchError(
+                    f"inner rank {rank}: the processes of one worker were told different things: {key} is "
+                    f"{theirs.get(key)} in inner rank {other} and {settings[0].get(key)} in inner rank 0",
+                    fix="give all of them the same options and variables",
+                )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

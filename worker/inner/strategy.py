@@ -1,0 +1,292 @@
+"""A step of a worker that is several processes: what each computed is averaged, inner rank 0 exchanges it with the
+server as the run's mode has it, and tells the others what came of it.
+
+    backward | mean over the processes | inner rank 0: its strategy -> where the run is, weights -> all | next batch
+
+All run the same loop, so each of these methods is called by all, in the same order; `_meet` finds out where they are
+not. Where a worker steps itself (localsgd, diloco) each process steps along the mean, and so all stay alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from ...common.config.schema import Config
+from ...common.errors import MismatchError, ParamServerError, UsageError
+from ...common.tensors.layout import Kind
+from ...common.tensors.optimizers import OptimizerSpec
+from ..conversation.messages import Begun, Final, Goodbye, Work, settings_from
+from ..session import Place, Progress
+from ..strategies.direct import Direct
+from ..tensors.transfer import ModelTensors
+from .group import Group, find_member
+
+_STEP = 0xFFFFFFFF  # of what is said of a place: the rest is how often the run has said where to start
+# What processes of one worker need not have in common.
+_OWN = ("worker.local_rank", "worker.device", "worker.threads", "output.", "log.", "slowdown.", "launch.", "server.")
+_MEETINGS = ("session.optimizer()", "step()", "the end of its loop")
+
+
+def join(config: Config) -> Group:
+    """With the other processes of this worker. ParamServerError, which says who is missing or told other things."""
+    if config.worker.evaluate:
+        raise UsageError(
+            "worker.evaluate together with worker.group: who evaluates is one process", fix="leave one out"
+        )
+    if config.train.precision == "fp16":
+        told = "train.precision is fp16 in a worker of several processes: each would leave out other steps"
+        raise UsageError(told, fix="bf16, which needs no loss scaler")
+    member = find_member(os.environ)
+    found = config.worker.device
+    if found == "auto":
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+    if found == "cuda":
+        found = f"cuda:{(config.worker.local_rank or 0) % torch.cuda.device_count()}"
+    sections = config.model_dump(mode="json")
+    settings = {
+        f"{section}.{key}": value
+        for section, body in sections.items()
+        for key, value in body.items()
+        if not f"{section}.{key}".startswith(_OWN)
+    }
+    return Group(member, found, settings, config.worker.give_up_s)
+
+
+class Grouped(Direct):
+    """`own` is inner rank 0's strategy, with the server; the others have none."""
+
+    may_skip = False
+
+    def __init__(self, group: Group, open_own: Callable[[], Direct]) -> None:
+        """Raises in all what `open_own` raises in inner rank 0."""
+        self._group = group
+        self._own: Direct | None = None
+        self._is_averaged = False  # by what the model is wrapped in
+        self._samples: list[float] = []  # of each step of the contribution, of all processes,
+        self._losses: list[float] = []
+        self._newest_samples = 0.0
+        self._all_have = (-1, -1)  # version and start of the weights that all have
+        self._begun: Begun | None = None
+        self._stop_reason = ""
+        if group.rank:
+            self.settings = settings_from(b64decode(group.hear()["settings"]))
+            self.progress = Progress()
+        else:
+            with self._told():
+                self._own = open_own()
+            self.settings, self.progress = self._own.settings, self._own.progress
+            group.tell({"settings": b64encode(self._own._exchange.told_settings).decode()})
+        self.source = self.settings.source
+
+    # ---- together -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What ends inner rank 0 meanwhile ends the others too, with the same words."""
+        try:
+            yield
+        except ParamServerError as error:
+            self._group.tell({"error": error.message, "exit_code": error.exit_code})
+            raise
+
+    def _meet(self, meeting: int, *words: float) -> list[list[float]]:
+        """What each says, where all come to the same place. UsageError where they do not."""
+        position = self.progress.position + (self.progress.num_starts << 32)
+        said = self._group.say([meeting, position, *words, *([0.0] * (6 - len(words)))])
+        for rank, one in enumerate(said):
+            if one[:2] != said[0][:2]:
+                at, first = (_MEETINGS[int(of[0])] for of in (one, said[0]))
+                raise UsageError(
+                    f"the processes of a worker have parted: inner rank {rank} is at {at}, step {int(one[1]) & _STEP}, "
+                    f"inner rank 0 at {first}, step {int(said[0][1]) & _STEP}",
+                    fix="let all take the same steps: what ends a loop or leaves out a step must be the same in all",
+                )
+        return [one[2:] for one in said]
+
+    def _share(self, result: Any = None, *, has_weights: bool = True) -> Any:
+        """Where inner rank 0 is in the run, and its weights if there are others; `result` of its."""
+        if self._own is None:
+            told = self._group.hear()
+            progress = told["progress"]
+            replay = progress["after_replay"]
+            self.progress.become(Progress(**{**progress, "after_replay": tuple(replay) if replay else None}))
+            if (begun := told["begun"]) is not False:
+                self._begun = begun and Begun(Place(**begun["place"]), b64decode(begun["body"]))
+        else:
+            at = self.progress.version, self.progress.num_starts
+            begun = False
+            if at[1] != self._all_have[1] and (found := self._own.begun()) is not None:
+                begun = {"place": vars(found.place), "body": b64encode(found.body).decode()}
+            elif at[1] != self._all_have[1]:
+                begun = None
+            is_new = has_weights and (at != self._all_have or self.source != "gradient")
+            told = {"progress": vars(self.progress), "begun": begun, "result": result, "weights": is_new}
+            self._all_have = at if is_new else (self._all_have[0], at[1])
+            self._group.tell(told)
+        if told["weights"]:
+            self._model.has_moved()
+            with torch.no_grad():
+                self._group.give([one.data for one in self._model.tensors])
+        return told["result"]
+
+    # ---- the strategy's -----------------------------------------------------------------------
+
+    def wraps(self, model: nn.Module) -> None:
+        """What the script gives to `session.optimizer()`. UsageError for what cannot be averaged."""
+        data_parallel = nn.parallel.DistributedDataParallel
+        self._is_averaged = isinstance(model, data_parallel)
+        inside = [name for name, one in model.named_modules() if name and isinstance(one, data_parallel)]
+        if inside:
+            told = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
+            raise UsageError(told, fix="wrap all of it or nothing: the worker averages what is not wrapped itself")
+        parts = (name for name, one in model.named_parameters() if type(one).__name__ == "DTensor")
+        if (sharded := next(parts, None)) is not None:
+            raise UsageError(
+                f"'{sharded}' is divided among processes (fully_shard), and inner rank 0 exchanges whole tensors",
+                fix="DistributedDataParallel or the bare model within a worker; ps-launch --shards S divides the "
+                "optimizer's state among servers",
+            )
+
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
+        self._model = model
+        specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in model.layout.specs]
+        self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
+        if self._own is not None:
+            with self._told():
+                self._own.start(model, optimizer, is_parted)
+        self._share()
+
+    def _check_alike(self, what: str, said: Sequence[Sequence[float]]) -> None:
+        if other := next((rank for rank, one in enumerate(said) if one != said[0]), None):
+            raise MismatchError(f"the {what} of inner rank 0 and {other} differ", fix="let all run the same script")
+
+    def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        if self._own is not None:
+            with self._told():
+                self._own.ready(own, step)
+        self._share()
+
+    def begun(self) -> Begun | None:
+        return self._own.begun() if self._own is not None else self._begun
+
+    def optimizer_state(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+        if self._own is None:
+            told = f"inner rank {self._group.rank}: optimizer.state_dict() is fetched from the server"
+            raise UsageError(told, fix="ask inner rank 0 alone: if session.inner_rank == 0")
+        return self._own.optimizer_state(parameters)
+
+    def replay(self, place: Place) -> None:
+        if self._own is not None:
+            self._own.replay(place)
+        self._share(has_weights=False)
+
+    def replayed(self) -> int:
+        self._samples, self._losses = [], []
+        found: int = self._share(self._own.replayed() if self._own is not None else 0)
+        self._all_have = (-1, self._all_have[1])
+        return found
+
+    def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of this step, and floating-point buffers, become the mean over all processes, weighted by the
+        samples of each."""
+        mine = [one.grad for one in parameters]
+        mask = crc32(bytes(one is not None for one in mine))
+        words = num_samples, 0.0 if math.isnan(loss) else loss, not math.isnan(loss), bool(self._stop_reason), mask
+        said = self._meet(1, *words)
+        total = sum(one[0] for one in said)
+        shares = [one[0] / total if total else 1 / len(said) for one in said]
+        self._samples.append(total)
+        has_loss = sum(share for share, one in zip(shares, said, strict=True) if one[2])
+        if has_loss:
+            self._losses.append(sum(share * one[1] for share, one in zip(shares, said, strict=True)) / has_loss)
+        if any(one[3] for one in said):
+            self._hear_stop()
+        if self._is_averaged:
+            return
+        if any(one[4] != said[0][4] for one in said):
+            self._fill(parameters)
+        for one in parameters:
+            if one.grad is not None and one.grad.is_sparse:
+                one.grad = one.grad.to_dense()
+        entries = zip(self._model.layout.entries, self._model.tensors, strict=True)
+        buffers = [one for entry, one in entries if entry.spec.kind is Kind.BUFFER and one.dtype.is_floating_point]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        with torch.no_grad():
+            self._group.average([*gradients, *(one.data for one in buffers)], shares[self._group.rank])
+
+    def _fill(self, parameters: Sequence[torch.Tensor]) -> None:
+        """With zeros, where another process has a gradient."""
+        here = [float(one.grad is not None) for one in parameters]
+        for one, there in zip(parameters, map(any, zip(*self._group.say(here), strict=True)), strict=True):
+            if there and one.grad is None:
+                one.grad = torch.zeros_like(one)
+
+    def _hear_stop(self) -> None:
+        """Any process may ask for the end of the run; the first that did is heard."""
+        said = self._stop_reason.encode()[:500]
+        found = self._group.say([len(said), *said, *([0] * (500 - len(said)))])
+        first = next(one for one in found if one[0])
+        if self._own is not None:
+            self._own.stop(bytes(map(int, first[1 : 1 + int(first[0])])).decode("utf-8", "replace"))
+        self._stop_reason = ""
+
+    def contribute(self, work: Work, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        self._newest_samples = sum(self._samples) or self._newest_samples
+        samples = int(self._newest_samples) or work.num_samples
+        loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        self._samples, self._losses = [], []
+        if self.progress.is_cut_short:
+            self._meet(2)
+        if self._own is not None:
+            with self._told():
+                self._own.contribute(work._replace(num_samples=samples, loss=loss), parameters)
+        self._share()
+
+    def went_on(self) -> None:
+        if self._own is not None:
+            self._own.went_on()
+        if self.settings.merge.after_steps:  # what was under way may have come
+            self._share()
+
+    def finish(self, can_evaluate: bool) -> Final | None:
+        if any(one[3] for one in self._meet(2, 0, 0, 0, bool(self._stop_reason))):
+            self._hear_stop()
+        if self._own is not None:
+            with self._told():
+                final = self._own.finish(can_evaluate)
+            self._share(final is not None)
+        else:
+            final = Final() if self._share() else None
+        if final is not None:
+            self._group.end()
+        return final
+
+    def stop(self, reason: str) -> None:
+        self._stop_reason = reason
+
+    def settle(self) -> int:
+        return self._own.settle() if self._own is not None else self.progress.version
+
+    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+        if self._own is not None:
+            self._own.measured(version, figures, failure, exit_code)
+
+    def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
+        self._group.end()
+        if self._own is not None:
+            if self._stop_reason:
+                self._own.stop(self._stop_reason)
+            self._own.leave(goodbye, is_interrupted)
+
+    def drop(self) -> None:
+        if self._own is not None:
+            self._own.drop()
