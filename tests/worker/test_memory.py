@@ -69,6 +69,9 @@ class Strategy:
     def replayed(self) -> int:
         return self.progress.replayed()
 
+    def before_step(self, num_samples, loss, parameters) -> None:
+        pass
+
     def went_on(self) -> None:
         pass
 

@@ -30,6 +30,9 @@ class Run:
     def optimizer_state(self, parameters: Any) -> dict[int, Any]:
         return {}
 
+    def before_step(self, num_samples, loss, parameters) -> None:
+        pass
+
     def went_on(self) -> None:
         pass
 
