@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test trainers campaigns lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow docker-test trainers campaigns docs docs-figures lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,6 +41,16 @@ docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about
 
 campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; LANE=grpc is the other
 	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --lane $(or $(LANE),direct)
+
+docs: .venv/docs  ## the site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+docs-figures: .venv/installed  ## the pictures of docs/modes again
+	$(BIN)/python -m paramserver.docs.making.figures
 
 lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

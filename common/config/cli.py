@@ -67,12 +67,17 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
     """
     gc.disable()  # until the command runs: what is imported for it, and for --help, is no garbage
     try:
-        modes = _modes_in_files(sys.argv[1:])
+        app = single_app(program, help_text, command, sys.argv[1:])
     except UsageError as error:
         sys.exit(report(program, error))
-    app = make_app(help_text)
-    app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, modes))
     run_app(app, program)
+
+
+def single_app(program: str, help_text: str, command: Callable[..., int | None], arguments: list[str]) -> typer.Typer:
+    """The app of a program that is one command, with the flags that it has for `arguments`. Raises UsageError."""
+    app = make_app(help_text)
+    app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
+    return app
 
 
 def _modes_in_files(arguments: list[str]) -> list[str]:

@@ -1,0 +1,104 @@
+"""A hook of mkdocs: the pages of the reference are made of the schema and the command lines when the site is built.
+
+reference/settings.md      every key of the configuration, with its flag, default and meaning
+reference/commands.md      every command with its flags
+<!-- settings of ssp -->   in a page: the options that a mode declares
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from paramserver.common.config.flags import flag_name, flag_of, sections, settings
+from paramserver.common.config.schema import mode_options
+
+_MARKER = re.compile(r"<!-- settings of (\w+) -->")
+_TAGS = re.compile(r"\[/?(?:bold|dim|italic)\]")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Told by mkdocs: the generated pages are files of the site."""
+    from mkdocs.structure.files import File
+
+    for name, text in {"settings": settings_page(), "commands": commands_page()}.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Told by mkdocs: a page's text, before it is rendered."""
+    return _MARKER.sub(lambda found: mode_table(found[1]), markdown)
+
+
+def mode_table(mode: str) -> str:
+    """The options of a mode. KeyError where there is no such mode."""
+    if mode == "single":
+        return "None: it has no server."
+    known = settings([mode])
+    keys = [f"policy.{name}" for name in mode_options()[mode].model_fields]
+    return "\n".join(_table(known, keys)) if keys else "None of its own."
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Every key of the one schema: in a YAML file, as `--set KEY=VALUE`, as `PS_SECTION__KEY` in the environment, "
+        "some as a flag. Made of the schema itself.",
+    ]
+    known = settings()
+    for name, model in sections().items():
+        about = inspect.cleandoc(model.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        lines += ["", f"## {name}", "", about, "", *_table(known, [k for k in known if k.startswith(f"{name}.")])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(known: dict[str, Any], keys: list[str]) -> Iterator[str]:
+    yield "| key | default | flag | |"
+    yield "|---|---|---|---|"
+    for key in keys:
+        info = known[key]
+        flag = f"`{flag_name(key, info)}`" if flag_of(key, info) else ""
+        default = info.get_default(call_default_factory=True)
+        shown = "" if default is None else f"`{_cell(default)}`"
+        yield f"| `{key}` | {shown} | {flag} | {_cell(info.description or '')}{_choices(info.annotation)} |"
+
+
+def _choices(annotation: Any) -> str:
+    """` (one, two)` of a Literal."""
+    found = [one for one in (annotation, *get_args(annotation)) if str(get_origin(one)).endswith("Literal")]
+    names = [str(name) for one in found for name in get_args(one)]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def commands_page() -> str:
+    from paramserver.docs.making.programs import described
+
+    lines = ["# Commands", "", "Made of the command lines themselves. Each has `--help` and `--version`."]
+    for name, command in described():
+        about = _TAGS.sub("", inspect.cleandoc((command.help or "").replace("\b", ""))).strip()
+        summary, _, examples = about.partition("Examples")
+        lines += ["", f"## {name}", "", summary.strip()]
+        if examples.strip():
+            lines += ["", "```text", inspect.cleandoc(examples.strip("\n")), "```"]
+        lines += ["", "| | |", "|---|---|"]
+        lines += [_option(one) for one in command.params if not getattr(one, "hidden", False) and one.name != "help"]
+    return "\n".join(lines) + "\n"
+
+
+def _option(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"| `{_cell(parameter.metavar or parameter.name.upper())}` | {_cell(parameter.help or '')} |"
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    metavar = "" if parameter.is_flag else f" {_cell(parameter.metavar or 'VALUE')}"
+    default = parameter.default
+    shown = f" Default: `{_cell(default)}`." if default not in (None, False, (), []) and not callable(default) else ""
+    return f"| {names}{metavar} | {_cell(parameter.help or '')}{shown} |"
+
+
+def _cell(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
