@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, ParamServerError
-from ..common.reporting.summary import Cost, Summary
+from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVER, Child, ProcessSpec
@@ -145,10 +145,7 @@ class Job:
             return True
         if event.name == "summary":
             with suppress(ValidationError):
-                self._summary = summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
-                cost = self._plan.config.cost
-                if summary.cost is None and cost.rate is not None:  # of one process alone
-                    summary.cost = Cost.of(cost.currency, cost.rate, summary.wall_s, summary.wait_share, None)
+                self._summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
                 return True
         return False
 

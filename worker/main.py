@@ -128,9 +128,10 @@ def _work(resolved: Resolved) -> None:
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             own: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
-                with reporting(session, config), kept_if_it_fails(session, config):
-                    _, wall_s = train(session, task, batch_size, device, say, **own)
-                write_alone(session, config, wall_s)
+                with reporting(session, config):
+                    with kept_if_it_fails(session, config):
+                        _, wall_s = train(session, task, batch_size, device, say, **own)
+                    write_alone(session, config, wall_s)
             else:
                 train(session, task, batch_size, device, say, **own)
     except UserCodeError as error:

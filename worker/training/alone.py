@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +19,15 @@ from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import Status, WorkerStatus
-from ...common.reporting.summary import Summary, WorkerSummary
+from ...common.reporting.summary import Cost, Summary, WorkerSummary
+from ...common.runstore.record import Record
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
 from ..conversation.interrupts import uninterrupted
 from ..conversation.messages import Settings
 from ..session import Length, Progress
-from ..tensors.transfer import named_tensors, together
+from ..tensors.transfer import ModelTensors, named_tensors, together
 from .ending import ending_of, one_line
 from .evaluation import Evaluation
 from .place.steps import Turns, after_the_end
@@ -70,6 +72,7 @@ class AloneSession(Session):
         self.loss = float("nan")
         self.started_at = time.perf_counter()
         self.ended_by = ""  # why it was stopped
+        self.summary: Summary | None = None  # once it is over
 
     @property
     def is_done(self) -> bool:
@@ -163,6 +166,11 @@ class AloneSession(Session):
         if is_best and self._output.best is not None:
             write_best(self._output.best, tensors, {"mode": "single", "version": str(step)})
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what is trained, as a server would know it; empty before there is a model."""
+        return ModelTensors(self._model).layout.fingerprint if self._model is not None else ""
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's, by name."""
         assert self._model is not None
@@ -184,14 +192,20 @@ class AloneSession(Session):
 
 @contextmanager
 def reporting(session: AloneSession, config: Config) -> Iterator[None]:
-    """Emits `status` events while the session trains, where the log is for programs."""
+    """Emits `status` events while the session trains, where the log is for programs, and keeps the run on record."""
     stop = threading.Event()
 
     def report() -> None:
         # Reads counters only: a number read a step late is as good.
-        while not stop.wait(config.server.status_interval_s):
-            if config.log.format == "json":
-                log.info("status", **_status(session).fields())
+        kept = _Kept(session, config) if config.output.store else None
+        while not (is_last := stop.wait(config.server.status_interval_s)) or kept is not None:
+            status = _status(session)
+            if config.log.format == "json" and not is_last:
+                log.info("status", **status.fields())
+            if kept is not None:
+                kept.tell(status, is_last)
+            if is_last:
+                return
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -200,6 +214,28 @@ def reporting(session: AloneSession, config: Config) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+class _Kept:
+    """The run on record, by one thread: `common/runstore` is no place to wait for while training."""
+
+    def __init__(self, session: AloneSession, config: Config) -> None:
+        self._session = session
+        self._record = Record(config, run=secrets.token_hex(6), mode="single")
+        self._num_points = 0
+
+    def tell(self, status: Status, is_last: bool) -> None:
+        """Where it stands; with the last one, what it came to: without a summary it ended without a word."""
+        session, writer = self._session, self._record.writer
+        writer.model = session.fingerprint
+        writer.status(time.time(), status, is_last)
+        for point in session.curve.points[self._num_points :]:
+            writer.evaluation(point, None, point is session.curve.best)
+            self._num_points += 1
+        if is_last and session.summary is not None:
+            self._record.end(time.time(), session.summary, session.ended_by)
+        else:
+            self._record.flush()
 
 
 def _status(session: AloneSession) -> Status:
@@ -254,6 +290,9 @@ def _write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
         ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
         best=session.curve.best,
     )  # fmt: skip
+    if (rate := config.cost.rate) is not None:
+        summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
+    session.summary = summary
     tensors = {}
     if config.output.save is not None:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}

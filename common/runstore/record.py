@@ -1,0 +1,93 @@
+"""A run of this process on record, where its configuration says: nothing that the file does is the run's matter."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..config.schema import Config
+from ..errors import ParamServerError
+from ..reporting.log import get_logger
+from ..reporting.summary import Summary
+from ..version import PROGRAM_VERSION
+from .process import commit_of, machine
+from .schema import FILE
+from .writing import Beginning, RunWriter
+
+log = get_logger()
+
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_PACKAGES = ("torch", "numpy", "grpcio")
+
+
+class Record:
+    """What `writer` is told is written at `flush`. Where the file cannot be made or written, it is off from then on:
+    one line in the log, a warning but where it is the default that cannot be had. A file that others have locked is
+    tried again at the next `flush`."""
+
+    def __init__(self, config: Config, *, run: str, mode: str, at_version: int = 0) -> None:
+        self._config = config
+        self._path = Path(config.output.track_dir) / FILE
+        self.writer = RunWriter(self._path, _beginning(config, run, mode, at_version))
+        self.is_off = self._has_waited = False
+
+    def flush(self) -> None:
+        self._do(self.writer.flush)
+
+    def end(self, at: float, summary: Summary, ended_by: str) -> None:
+        """The run's figures, for good; `at` in Unix seconds. Nothing is told afterwards."""
+        self._do(lambda: self.writer.end(at, summary, ended_by), is_last=True)
+        self.writer.close()
+
+    def _do(self, write: Callable[[], bool], is_last: bool = False) -> None:
+        if self.is_off:
+            return
+        try:
+            is_written = write()
+        except (sqlite3.Error, OSError, ParamServerError) as error:
+            self.is_off = True
+            is_default = isinstance(error, OSError) and error.errno in _NOT_ALLOWED and not self._is_wanted
+            tell = log.info if is_default else log.warning
+            tell("store_off", path=str(self._path), reason=str(error), meaning="the run goes on, and is not on record")
+            return
+        if not is_written and (is_last or not self._has_waited):
+            self._has_waited = True
+            lost = "what was not written is lost" if is_last else "it is tried again with each status"
+            log.warning("store_locked", path=str(self._path), meaning=f"another process has locked it; {lost}")
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Somebody has said that runs are kept, or where."""
+        return not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
+
+
+def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:
+    script = config.launch.script
+    return Beginning(
+        run=run,
+        mode=mode,
+        work=f"script {Path(script).name}" if script is not None else config.task.name,
+        project=config.output.project,
+        version=at_version,
+        beat_s=config.server.status_interval_s,
+        config=config.model_dump(mode="json", exclude={"security"}),
+        code={"paramserver": PROGRAM_VERSION, "commit": _commit()},
+        machine=machine({name: _version(name) for name in _PACKAGES}),
+    )
+
+
+def _commit() -> str:
+    try:
+        return commit_of(Path.cwd())
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
