@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -116,6 +117,12 @@ class Summary(BaseModel):
     @property
     def num_bytes(self) -> int:
         return sum(worker.bytes_sent + worker.bytes_received for worker in self.workers)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """For a notebook."""
+        from .cards import of_summary
+
+        return of_summary(self).bundle()
 
     def text(self) -> str:
         """As JSON, for a file."""

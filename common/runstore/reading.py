@@ -18,7 +18,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -27,6 +27,9 @@ from ..reporting.curve import Point
 from ..reporting.summary import Summary
 from .process import still_writes
 from .schema import open_to_read, unreadable
+
+if TYPE_CHECKING:
+    from ..reporting.notebook import Card
 
 _LEAST_OF_AN_ID = 4  # characters
 
@@ -63,6 +66,12 @@ class StoredRun(BaseModel):
     def label(self) -> str:
         """For people."""
         return self.name or f"{self.mode}-{self.id[:6]}"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """For a notebook; `RunStore.card` has its curves."""
+        from ..reporting.cards import of_stored
+
+        return of_stored(self, [], []).bundle()
 
 
 class SeriesPoint(BaseModel):
@@ -170,6 +179,18 @@ class RunStore:
         near = difflib.get_close_matches(told, known, n=1, cutoff=0.5)
         fix = f"did you mean '{near[0]}'?" if near else "`ps-runs list` names those that are there"
         raise UsageError(f"there is no run {told} in {self.path}", fix=fix)
+
+    def card(self, run: StoredRun) -> Card:
+        """What a notebook shows of a run: its figures, its loss, its evaluations."""
+        from ..reporting.cards import of_stored
+
+        return of_stored(run, self.series(run), self.evaluations(run))
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """For a notebook: the newest runs."""
+        from ..reporting.cards import of_list
+
+        return of_list(str(self.path), self.runs(20)).bundle()
 
     def run(self, key: int) -> StoredRun | None:
         """By its key; None when it is there no more."""

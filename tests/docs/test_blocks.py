@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -96,8 +99,23 @@ def test_what_is_marked_is_run(page: str, checkout: Path) -> None:
     for block in BLOCKS:
         if block.page == page and block.mark == "run":
             shell = ["bash", "-euo", "pipefail", "-c", block.text]
-            done = subprocess.run(shell, cwd=checkout, env=environ(), capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+            code, said = run_in_a_group(shell, checkout)
+            assert code == 0, f"{block}\n{said}"
+
+
+def run_in_a_group(command: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output; nothing that it left in the background is there afterwards."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ(), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        return code, said.read()
 
 
 # ---- the test of the tests ---------------------------------------------------------------------

@@ -188,6 +188,7 @@ class AloneSession(Session):
         self.num_samples += num_samples
         if loss is not None:
             self.loss = loss
+        super().record(loss=loss)
 
 
 @contextmanager

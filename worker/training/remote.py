@@ -217,6 +217,7 @@ class RemoteSession(Session):
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         self._steps.record(num_samples, loss)
+        super().record(loss=loss)
 
     def stop(self, reason: str) -> None:
         self._strategy.stop(one_line(reason))

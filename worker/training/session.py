@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
+from ...common.reporting.notebook import Losses, Shown
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
@@ -22,6 +23,9 @@ from .evaluation import Evaluation, Measure
 from .place.memory import Memory, stateful
 from .place.taken import Taken
 from .rows import Pull, Rows
+
+if TYPE_CHECKING:
+    from ...common.reporting.notebook import Card
 
 log = get_logger()
 
@@ -41,6 +45,8 @@ class Session:
         self._is_told = False  # that it has no more batches
         self.evaluation = Evaluation()
         self._memory: Memory | None = None  # once there is an optimizer
+        self.losses = Losses()
+        self._shown = Shown(self._card)
 
     @property
     def rank(self) -> int:
@@ -239,7 +245,24 @@ class Session:
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
-        raise NotImplementedError
+        if loss is not None:
+            self.losses.note(self.step, float(loss))
+        self._shown.look_again()
+
+    def show(self) -> None:
+        """In a notebook: where this worker is, here, live; elsewhere a line of text. Losses are those of `record`."""
+        self._shown.show()
+
+    def _card(self) -> Card:
+        from ...common.reporting.cards import of_session
+
+        has_begun = self._memory is not None or self.losses.points
+        where = (self.rank, self.num_workers, self.step, self.is_done) if has_begun else None
+        return of_session(self.settings.mode, where, self.losses.points, self.figures)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """For a notebook."""
+        return self._card().bundle()
 
     def finish(self) -> bool:
         """Take no more steps, wait for the others and take the final weights; True when this worker is to evaluate
@@ -270,6 +293,7 @@ class Session:
     def report(self, **figures: float) -> None:
         """Figures of the final evaluation, for the run's summary."""
         self.figures.update({name: float(value) for name, value in figures.items()})
+        self._shown.look_again(is_last=True)
 
     def close(self) -> None:
         """Leave the run in good order: the others go on without this worker. Also called at the end of a `with` block
