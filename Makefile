@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test trainers campaigns docs docs-figures lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow docker-test trainers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,10 @@ docs: .venv/docs  ## the site in build/site; a warning is an error
 
 docs-figures: .venv/installed  ## the pictures of docs/modes again
 	$(BIN)/python -m paramserver.docs.making.figures
+
+# Needs a Chromium, as the tests of the page do.
+screenshots: .venv/installed  ## the pictures of docs/page.md again, of a real run
+	KEEP_SCREENSHOTS=1 $(BIN)/pytest -q -rs tests/web/test_screenshots.py
 
 lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -96,6 +96,13 @@ class Summary(BaseModel):
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 
     @property
+    def label(self) -> str:
+        """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
+        if self.staleness_bound is not None:
+            return f"{self.mode} (staleness {self.staleness_bound})"
+        return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
+
+    @property
     def num_samples(self) -> int:
         return sum(worker.samples for worker in self.workers)
 
@@ -120,7 +127,7 @@ class Summary(BaseModel):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook."""
-        from .cards import of_summary
+        from .pictures.cards import of_summary
 
         return of_summary(self).bundle()
 

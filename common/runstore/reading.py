@@ -29,7 +29,7 @@ from .process import still_writes
 from .schema import open_to_read, unreadable
 
 if TYPE_CHECKING:
-    from ..reporting.notebook import Card
+    from ..reporting.pictures.notebook import Card
 
 _LEAST_OF_AN_ID = 4  # characters
 
@@ -69,7 +69,7 @@ class StoredRun(BaseModel):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook; `RunStore.card` has its curves."""
-        from ..reporting.cards import of_stored
+        from ..reporting.pictures.cards import of_stored
 
         return of_stored(self, [], []).bundle()
 
@@ -182,13 +182,13 @@ class RunStore:
 
     def card(self, run: StoredRun) -> Card:
         """What a notebook shows of a run: its figures, its loss, its evaluations."""
-        from ..reporting.cards import of_stored
+        from ..reporting.pictures.cards import of_stored
 
         return of_stored(run, self.series(run), self.evaluations(run))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook: the newest runs."""
-        from ..reporting.cards import of_list
+        from ..reporting.pictures.cards import of_list
 
         return of_list(str(self.path), self.runs(20)).bundle()
 

@@ -114,6 +114,10 @@ def make_bus(config: Config) -> Bus:
         from .metrics import MetricsSink  # most servers run without, and without prometheus-client
 
         sinks.append(MetricsSink(config.server.metrics))
+    if config.output.traces is not None and config.server.shard == 0:
+        from .tracing import TracingSink
+
+        sinks.append(TracingSink(config.output.traces))
     if config.server.web is not None and config.server.shard == 0:
         from .page import PageSink
 

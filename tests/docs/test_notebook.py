@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.cards import of_list, of_session, of_stored, of_summary
 from paramserver.common.reporting.curve import Point
-from paramserver.common.reporting.notebook import Card, Losses
+from paramserver.common.reporting.pictures.cards import of_list, of_session, of_stored, of_summary
+from paramserver.common.reporting.pictures.notebook import Card, Losses
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.common.runstore.reading import StoredRun
 from paramserver.tests.docs.blocks import ROOT

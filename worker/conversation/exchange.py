@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load
@@ -56,6 +56,9 @@ from .messages import (
 )
 from .shard import Shard
 
+if TYPE_CHECKING:
+    from .tracing import ExchangeTraces
+
 log = get_logger()
 
 _ATTEMPT_S = 2.0  # one attempt to connect
@@ -68,6 +71,7 @@ class Exchange:
         self, config: WorkerConfig, rank: int | None, history: str | None = None, credentials: Credentials = PLAINTEXT
     ) -> None:
         self._config = config
+        self._traces: ExchangeTraces | None = None
         self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
         self._limit = Limit(config.max_mbit)
@@ -90,6 +94,13 @@ class Exchange:
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
+
+    def trace(self, url: str | None) -> None:
+        """Send spans of every exchange there, from now on. UsageError without the extra."""
+        if url is not None:
+            from .tracing import ExchangeTraces
+
+            self._traces = ExchangeTraces(url, self.progress.rank)
 
     @property
     def server(self) -> str:
@@ -253,6 +264,7 @@ class Exchange:
         started = time.perf_counter()
         work = work._replace(transfer_s=self._last_transfer_s, residual=self._residual)
         local_steps, self._passed = self.progress.local_steps, []
+        name = self.progress.run, self.progress.rank or 0, self.progress.incarnation or 0, self.progress.next_number
         try:
             answer = self._exchange(source, work, may_be_late and not self._holds_back)
         except Lost as lost:
@@ -260,6 +272,8 @@ class Exchange:
         if self.auto is not None and answer.outcome in COUNTED:
             self.auto.counted(self._passed, work.compute_s, local_steps, self.progress.training_steps)
             self._use_codec()
+        if self._traces is not None:
+            self._traces.end(*name, answer.held_s, Answer.Outcome.Name(answer.outcome))
         elapsed_s = time.perf_counter() - started
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
@@ -268,9 +282,13 @@ class Exchange:
         def exchange(shard: Shard) -> Answer:
             began = time.perf_counter()
             shard.contribute(source, self._part_of(work, shard))
-            if self.auto is None:
-                return shard.take(shard.receive(), may_be_late)
+            if self._traces is not None:
+                self._traces.sent()
             received = shard.receive()
+            if self._traces is not None:
+                self._traces.came()
+            if self.auto is None:
+                return shard.take(received, may_be_late)
             came = time.perf_counter()
             answer = shard.take(received, may_be_late)
             down_s = time.perf_counter() - came
@@ -278,6 +296,8 @@ class Exchange:
             self._passed.append(Passed(shard.up.num_bytes, up_s, here, answer.body_bytes - here, down_s))
             return answer
 
+        if self._traces is not None:
+            self._traces.begin()
         self._say_first()
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
@@ -490,6 +510,8 @@ class Exchange:
         self._heartbeat.stop()
         for shard in self._shards:
             shard.client.close()
+        if self._traces is not None:
+            self._traces.close()
         self._crew.dismiss()
         if self._model is not None:
             for shard in self._shards:

@@ -65,6 +65,7 @@ class RemoteSession(Session):
         config, size = self._config, self._inner[1]
         worker = config.worker.model_copy(update={"device": f"{config.worker.device} x {size}"} if size > 1 else {})
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
+        self._exchange.trace(config.output.traces)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
         return make_strategy(self._exchange, may_send_early, may_overlap)
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.reporting.notebook import Losses, Shown
+from ...common.reporting.pictures.notebook import Losses, Shown
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
@@ -25,7 +25,7 @@ from .place.taken import Taken
 from .rows import Pull, Rows
 
 if TYPE_CHECKING:
-    from ...common.reporting.notebook import Card
+    from ...common.reporting.pictures.notebook import Card
 
 log = get_logger()
 
@@ -254,7 +254,7 @@ class Session:
         self._shown.show()
 
     def _card(self) -> Card:
-        from ...common.reporting.cards import of_session
+        from ...common.reporting.pictures.cards import of_session
 
         has_begun = self._memory is not None or self.losses.points
         where = (self.rank, self.num_workers, self.step, self.is_done) if has_begun else None

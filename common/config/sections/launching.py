@@ -68,6 +68,10 @@ class OutputConfig(Section):
         True, description="keep the run on record, in paramserver.db there, for ps-runs; see docs/runs.md"
     )
 
+    traces: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="http://HOST:PORT")] = Field(
+        None, description="OTLP endpoint (HTTP) that is sent OpenTelemetry spans of every exchange; see docs/tracing.md"
+    )
+
     @property
     def trackers(self) -> list[str]:
         """Their names."""
@@ -89,6 +93,13 @@ class OutputConfig(Section):
     def _are_trackers(cls, value: str | None) -> str | None:
         for name in _names_in(value):
             TRACKERS.check(name)
+        return value
+
+    @field_validator("traces")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("is the address of a collector, such as http://127.0.0.1:4318")
         return value
 
     @field_validator("curve")

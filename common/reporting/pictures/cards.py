@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
+from . import Curves
 from .notebook import Card
-from .report import describe_mode, duration, figure, share, size
+from .words import duration, figure, share, size
 
-if TYPE_CHECKING:
-    from ..runstore.reading import Evaluation, SeriesPoint, StoredRun
-    from .curve import Point
-    from .pictures import Curves
-    from .summary import Summary
+# What is shown (`summary.py`, `common/runstore/reading.py`) imports this file, which knows it by its attributes alone.
 
 
 def of_session(
@@ -31,7 +28,7 @@ def of_session(
     return Card(f"session: {mode}", shown, [("loss of this worker", [("loss", losses)], "step")])
 
 
-def of_summary(summary: Summary) -> Card:
+def of_summary(summary: Any) -> Card:
     """The end of a run."""
     shown = [(name, figure(value)) for name, value in summary.final.items()]
     shown += [
@@ -43,10 +40,10 @@ def of_summary(summary: Summary) -> Card:
     ]  # fmt: skip
     shown += [("cost", str(summary.cost))] if summary.cost is not None else []
     notes = [summary.ended_by] if summary.ended_by else []
-    return Card(describe_mode(summary), shown, _evaluated(summary.curve), notes)
+    return Card(summary.label, shown, _evaluated(summary.curve), notes)
 
 
-def of_stored(run: StoredRun, series: Sequence[SeriesPoint], evaluations: Sequence[Evaluation]) -> Card:
+def of_stored(run: Any, series: Sequence[Any], evaluations: Sequence[Any]) -> Card:
     """A run on record."""
     shown = [("state", run.state), ("task", run.work), ("step", f"{run.step:,}"), ("time", duration(run.elapsed_s))]
     shown += [("loss", figure(run.loss))] if run.loss is not None else []
@@ -57,13 +54,13 @@ def of_stored(run: StoredRun, series: Sequence[SeriesPoint], evaluations: Sequen
     return Card(run.label, shown, [*pictures, *_evaluated(evaluations)], [run.ended_by] if run.ended_by else [])
 
 
-def of_list(path: str, runs: Sequence[StoredRun]) -> Card:
+def of_list(path: str, runs: Sequence[Any]) -> Card:
     """What a file has, the newest first."""
     notes = [f"{run.label}: {run.mode}, {run.work}, {run.state}, step {run.step:,}" for run in runs]
     return Card(f"{path}: {len(runs)} runs", [], notes=notes)
 
 
-def _evaluated(points: Sequence[Point]) -> list[tuple[str, Curves, str]]:
+def _evaluated(points: Sequence[Any]) -> list[tuple[str, Curves, str]]:
     names = dict.fromkeys(name for point in points for name in point.figures)
     return [
         (f"{name}, evaluated", [(name, [(p.step, p.figures[name]) for p in points if name in p.figures])], "step")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from .pictures import Curves, svg
+from . import Curves, svg
 
 _SHOWN_EVERY_S = 0.5
 _MOST_POINTS = 512  # of the losses a session remembers; from there on every second one goes

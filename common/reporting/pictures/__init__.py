@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..errors import OutputError
+from ...errors import OutputError
 
 Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
 

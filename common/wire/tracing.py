@@ -1,0 +1,125 @@
+"""OpenTelemetry traces (the extra `otel`): what the server's and the workers' spans of an exchange have in common.
+
+One exchange is one trace. A stream lasts as long as its worker, so no call's metadata could carry a context for each
+contribution; instead both sides make the same ids of what names it, (run, rank, incarnation, number). So the server's
+spans hang under the worker's without a byte on the wire, and a sampler by trace id chooses the same on both sides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from ..errors import UsageError
+from ..reporting.log import get_logger
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+except ModuleNotFoundError as error:
+    raise UsageError(f"output.traces: {error.name} is not installed", fix="pip install 'paramserver[otel]'") from None
+
+log = get_logger()
+
+_TIMEOUT_S = 2.0  # of one request; at the end of a process as long for what is left
+
+
+class Ids(RandomIdGenerator):
+    """Random ones, but for the span of an exchange, whose ids are told."""
+
+    def __init__(self) -> None:
+        self.told: tuple[int, int] | None = None
+
+    def generate_trace_id(self) -> int:
+        return self.told[0] if self.told else int(super().generate_trace_id())
+
+    def generate_span_id(self) -> int:
+        return self.told[1] if self.told else int(super().generate_span_id())
+
+
+class _Exporter(SpanExporter):
+    """Says once that nobody takes them."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._is_said = url, False
+        self._inner = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # tracebacks, of what is said below
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._inner.export(spans)
+        if result is not SpanExportResult.SUCCESS and not self._is_said:
+            self._is_said = True
+            log.warning("traces_lost", to=self._url, meaning="nobody takes them there; the run goes on without")
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class Traces:
+    """The spans of one process. Times are Unix nanoseconds. UsageError without the extra."""
+
+    def __init__(self, url: str, service: str, **about: Any) -> None:
+        self._ids, self._is_closed = Ids(), False
+        named = {"service.name": service, **about}
+        self._provider = TracerProvider(
+            resource=Resource.create(named), id_generator=self._ids, shutdown_on_exit=False
+        )  # its sampler: OTEL_TRACES_SAMPLER
+        self._provider.add_span_processor(BatchSpanProcessor(_Exporter(url)))
+        self._tracer = self._provider.get_tracer("paramserver")
+
+    def exchange(self, ids: tuple[int, int], begun: int, ended: int, attributes: dict[str, Any]) -> Context:
+        """The span of a whole exchange; what it consists of goes below."""
+        self._ids.told = ids
+        try:
+            span = self._tracer.start_span(
+                "exchange", Context(), trace.SpanKind.CLIENT, attributes=attributes, start_time=begun
+            )
+        finally:
+            self._ids.told = None
+        span.end(ended)
+        return trace.set_span_in_context(span, Context())
+
+    def of_others(self, ids: tuple[int, int]) -> Context:
+        """The exchange of a worker, whose span is another process's."""
+        is_sampled = self._provider.sampler.should_sample(None, ids[0], "exchange").decision.is_sampled()
+        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if is_sampled else trace.TraceFlags.DEFAULT)
+        remote = trace.SpanContext(*ids, is_remote=True, trace_flags=flags)
+        return trace.set_span_in_context(trace.NonRecordingSpan(remote), Context())
+
+    def below(
+        self,
+        above: Context,
+        name: str,
+        begun: int,
+        ended: int,
+        attributes: dict[str, Any] | None = None,
+        *,
+        serves: bool = False,
+    ) -> Context:
+        """A span below another one."""
+        kind = trace.SpanKind.SERVER if serves else trace.SpanKind.INTERNAL
+        span = self._tracer.start_span(name, above, kind, attributes=attributes, start_time=begun)
+        span.end(max(begun, ended))
+        return trace.set_span_in_context(span, above)
+
+    def close(self) -> None:
+        """What is left goes out, within a few seconds. Once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._provider.force_flush(int(_TIMEOUT_S * 1000))
+        self._provider.shutdown()
+
+
+def ids_of(run: str, rank: int, incarnation: int, number: int) -> tuple[int, int]:
+    """Trace and span of the exchange of a contribution; never 0, which means none."""
+    digest = blake2b(f"{run}/{rank}/{incarnation}/{number}".encode(), digest_size=24).digest()
+    return int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1

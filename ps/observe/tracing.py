@@ -1,0 +1,74 @@
+"""Spans of the server below those of the workers' exchanges (`common/wire/tracing.py`): `contribution`, from when
+it is here until its answer leaves, with `wait`, as long as the mode held it, and `apply`, until the version that it is
+in is made. Of several shards the coordinator tells; all decide the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ...common.config.option import SERVER
+from ...common.wire.tracing import Traces, ids_of
+from ..core.effects import Answer, Commit, ContributionTaken, Fact
+from ..engine.engine import Engine
+from .bus import Sink
+
+_MOST_OPEN = 10_000  # contributions without an answer: of workers that have gone
+
+
+class TracingSink(Sink):
+    """On the event loop, which alone may ask when tensor work is done; a thread of the SDK's sends."""
+
+    name = "traces"
+    kinds = (ContributionTaken, Commit, Answer)
+
+    def __init__(self, url: str) -> None:
+        self._traces = Traces(url, SERVER)
+        self._taken: dict[tuple[int, int, int], tuple[int, int]] = {}  # by identity: when, on which version
+
+    def begin(self, engine: Engine) -> None:
+        self._engine, self._run = engine, engine.run.name
+        self._unix_s = time.time() - engine.now()  # what is added to a fact's time
+
+    def take(self, at: float, fact: Fact) -> None:
+        now = self._ns(at)
+        if isinstance(fact, ContributionTaken):
+            if len(self._taken) >= _MOST_OPEN:
+                self._taken.clear()
+            rank, incarnation, number = fact.identity
+            self._taken[rank, incarnation, number] = now, fact.base_version
+        elif isinstance(fact, Commit):
+            self._engine.tensors.submit(lambda: None, lambda _: self._made(fact, now))
+        elif isinstance(fact, Answer):
+            self._answered(fact, now)
+
+    def _ns(self, at: float) -> int:
+        return int((at + self._unix_s) * 1e9)
+
+    def _made(self, commit: Commit, begun: int) -> None:
+        """The tensor work of the version is done."""
+        ended = self._ns(self._engine.now())
+        for rank, incarnation, number in commit.contributions:
+            above = self._traces.of_others(ids_of(self._run, rank, incarnation, number))
+            self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, serves=True)
+
+    def _answered(self, answer: Answer, now: int) -> None:
+        found = self._taken.pop((answer.rank, answer.incarnation, answer.number), None)
+        if found is None:
+            return  # a START, or one said again
+        taken, base_version = found
+        about: dict[str, Any] = {
+            "paramserver.rank": answer.rank,
+            "paramserver.number": answer.number,
+            "paramserver.outcome": answer.outcome,
+            "paramserver.base_version": base_version,
+            "paramserver.version": answer.version,
+            "paramserver.staleness": answer.staleness,
+        }
+        above = self._traces.of_others(ids_of(self._run, answer.rank, answer.incarnation, answer.number))
+        own = self._traces.below(above, "contribution", taken, now, about, serves=True)
+        if answer.held_s > 0:
+            self._traces.below(own, "wait", now - int(answer.held_s * 1e9), now)
+
+    def close(self) -> None:
+        self._traces.close()
