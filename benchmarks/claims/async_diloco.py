@@ -35,6 +35,16 @@ WAYS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "no window": ("async_diloco", {"grace": 0.0}, True),
     "quorum 2": ("async_diloco", {"quorum": 2}, True),
     "momentum 0.5": ("async_diloco", {"outer_momentum": 0.5}, True),
+    "delayed 0.5": ("async_diloco", {"outer_momentum": 0.5, "outer_delay": 4}, True),
+    "delayed 0.9": ("async_diloco", {"outer_momentum": 0.9, "outer_delay": 4}, True),
+    "delayed 0.7, 0.5": ("async_diloco", {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_delay": 4}, True),
+    "delayed 0.3, 0.9": ("async_diloco", {"outer_lr": 0.3, "outer_momentum": 0.9, "outer_delay": 4}, True),
+    "delayed 0.7, 0.5, one by one": (
+        "async_diloco",
+        {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_delay": 4, "grace": 0.0},
+        True,
+    ),
+    "momentum 0.7, 0.5": ("async_diloco", {"outer_lr": 0.7, "outer_momentum": 0.5}, True),
     "naive 0.7, 0.9": (
         "async_diloco",
         {"outer_lr": 0.7, "outer_momentum": 0.9, "even_pace": False, "grace": 0.0},
@@ -115,7 +125,7 @@ class Run:
                 self._in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
                 scale = decision.lr_scale(self._in_mean) if self._has_share else 1.0
-                self._store.commit(len(SECONDS), 0, [dict(self._outer)], lr_scale=scale)
+                self._store.commit(len(SECONDS), 0, [{**self._outer, **(decision.numbers or {})}], lr_scale=scale)
                 self._in_mean.clear()
             elif isinstance(decision, Answer):
                 rank, steps = decision.rank, self._policy.next_local_steps(decision.rank)

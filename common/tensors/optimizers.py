@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import Reason, UsageError, did_you_mean, refusal
+from .delayed import DelayedNesterov
 from .onebit import OneBitAdam
 
 Hyperparameters = dict[str, Any]
@@ -24,6 +25,7 @@ Hyperparameters = dict[str, Any]
 # How a step is computed, not what it computes; and the bookkeeping of schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+_OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 # A learning rate beyond this is none; in float32 its products would not stay finite.
 _MAX_NUMBER = 1e9
 
@@ -161,7 +163,7 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     """Optimizer classes of torch.optim, and ours, by lower-case name."""
     return {
         name.lower(): cls
-        for name, cls in (*vars(torch.optim).items(), (OneBitAdam.__name__, OneBitAdam))
+        for name, cls in (*vars(torch.optim).items(), *((cls.__name__, cls) for cls in _OURS))
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
 

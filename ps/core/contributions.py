@@ -224,7 +224,7 @@ class Contributions:
         newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank)) if told else None
         hyperparameters = newest.hyperparameters if newest is not None else None
         if (outer := policy.outer) is not None:
-            hyperparameters = (dict(outer.arguments),)
+            hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if outer != self._outer:
                 self._outer = outer
                 told_of = {**outer.arguments, "name": outer.name, "because": outer.reason}

@@ -161,7 +161,8 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(
                 f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",
-                fix="resume with the optimizer the run was started with",
+                fix="resume with the optimizer the run was started with"
+                + (", and with policy.outer_delay or without it as it was" if is_outer else ""),
             )
         store.optimizer.set_state(_state_of(loaded, spec))
     if store.tables is not None:

@@ -145,3 +145,50 @@ def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster) -
         if line["op"] == "accept" and line["outcome"] == "accepted":
             steps[line["rank"]] += line["num_steps"]
     assert steps == dict.fromkeys(range(3), STEPS)
+
+
+def delayed_reference(delay: int) -> dict[str, torch.Tensor]:
+    """Plain torch: one worker, whose momentum moves with every so manyth delta (arXiv:2401.09135)."""
+    model, optimizer = outer.make("sgd")
+    theta = {name: one.detach().clone() for name, one in model.named_parameters()}
+    momentum, moved = ({name: torch.zeros_like(one) for name, one in theta.items()} for _ in range(2))
+    for turn, begin in enumerate(range(0, STEPS, H), 1):
+        for step in range(begin, min(STEPS, begin + H)):
+            outer.backward(model, 0, step)
+            optimizer.step()
+        for name, local in model.named_parameters():
+            delta = theta[name] - local.detach()
+            moved[name] += delta
+            if turn % delay == 0:
+                momentum[name] = MOMENTUM * momentum[name] + moved[name]
+                delta = delta + MOMENTUM * momentum[name]
+                moved[name].zero_()
+            theta[name] = theta[name] - LR * delta
+            local.data.copy_(theta[name])
+    return theta
+
+
+def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_two_moves(cluster: Cluster) -> None:
+    """Killed after two of three deltas: what they come to is in the snapshot, and so is how many they were."""
+    told = flags(1, "--mode", "async_diloco", "--outer-lr", str(LR), "--outer-delay", "3")
+    ends = []
+    for shards, kills in ((3, False), (1, True)):
+        folder = ("--checkpoint-dir", f"snapshots{len(ends)}", "--checkpoint-every", "1")
+        server = cluster.server(*told, *folder, "--shards", str(shards))
+        others = [cluster.shard(number, shards, *folder[:2]) for number in range(1, shards)]
+        gate = cluster.folder / f"go{len(ends)}"
+        worker = cluster.script(0, "outer.py", "sgd", str(gate), "12")
+        worker.until(lambda one=worker: "at the gate" in one.output, "gate")
+        if kills:
+            server.until(lambda one=server: any(e["version"] == 2 for e in one.events("snapshot")), "snapshot")
+            server.signal(signal.SIGKILL)
+            server.popen.wait()
+            server = cluster.server(*told, *folder, "--listen", cluster.address)
+        gate.touch()
+        assert {one.wait() for one in (worker, server, *others)} == {0}, worker.output
+        assert not kills or server.event("resumed")["version"] == 2
+        ends.append(load_file(cluster.folder / "w.safetensors"))
+    wanted = delayed_reference(3)
+    for name, tensor in wanted.items():
+        assert torch.allclose(ends[0][name], tensor, rtol=1e-12, atol=1e-14), name
+        assert torch.equal(ends[0][name], ends[1][name]), name

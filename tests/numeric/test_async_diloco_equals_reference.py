@@ -5,10 +5,12 @@ from __future__ import annotations
 from math import ceil, inf
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from paramserver.common.tensors.delayed import DelayedNesterov
 from paramserver.common.tensors.layout import new_body
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
@@ -28,7 +30,9 @@ H, STEPS, SIZES, LR = 4, 18, (4, 2, 3), 0.8
 SECONDS = (1.0, 1.125, 2.875)  # of each worker's step
 
 
-def reference(quorum: int, grace: float, even_pace: bool) -> torch.Tensor:
+def reference(
+    quorum: int, grace: float, even_pace: bool, mu: float = 0.0, delay: int = 1, part: float = 0.0
+) -> torch.Tensor:
     """Nothing of ours. A delta that comes at the moment at which a round closes is in it."""
     ranks = range(len(SIZES))
     models = [make_model() for _ in ranks]
@@ -38,6 +42,7 @@ def reference(quorum: int, grace: float, even_pace: bool) -> torch.Tensor:
     due = {rank: H * SECONDS[rank] for rank in ranks}
     speed, newest, took, delta = {}, {}, {}, {}  # by rank; the last two of the round
     opened = closes = inf
+    momentum, moved, num = torch.zeros_like(theta), torch.zeros_like(theta), 0  # delayed Nesterov's
     while due or delta:
         now, rank = min(((at, rank) for rank, at in due.items()), default=(inf, -1))
         now = min(now, closes)
@@ -58,8 +63,15 @@ def reference(quorum: int, grace: float, even_pace: bool) -> torch.Tensor:
             continue
         known = [newest[one] for one in newest if done[one] < STEPS or one in delta]
         all_of_them = sum(known) / len(known) * (len(delta) + len(due))
+        change = torch.zeros_like(theta)
         for one, each in delta.items():
-            theta = theta - LR * newest[one] / (all_of_them if due else sum(newest[two] for two in delta)) * each
+            change = change + newest[one] / (all_of_them if due else sum(newest[two] for two in delta)) * each
+        moved, taken = moved + change, part * len(delta)
+        if num + len(delta) >= delay:
+            momentum, taken = mu * momentum + moved, 1 - part * num
+            moved, num = torch.zeros_like(theta), -len(delta)
+        num += len(delta)
+        theta = theta - LR * (taken * mu * momentum + change)
         for one in delta:
             start[one], began[one], told[one] = theta, now, min(H, STEPS - done[one])
             if even_pace:
@@ -86,7 +98,9 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
                 store.fold(staged, decision.weight, decision.rank)
                 in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
-                store.commit(3, 0, [dict(policy.outer.arguments)], lr_scale=decision.lr_scale(in_mean))
+                store.commit(
+                    3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean)
+                )
                 in_mean.clear()
             elif isinstance(decision, Answer):
                 rank, steps = decision.rank, policy.next_local_steps(decision.rank)
@@ -125,3 +139,57 @@ def test_it_equals_an_independent_reference(quorum: int, grace: float, even_pace
         assert told[2][1] == 2 and told[0][1] == H, "a worker 2.9 times as slow"
     else:
         assert told == {rank: [4, 4, 4, 4, 2] for rank in range(3)}
+
+
+@pytest.mark.parametrize(("delay", "part"), [(1, 0.0), (1, 1.0), (3, 0.0), (3, 0.25), (4, 0.25)])
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_delayed_nesterov_equals_an_independent_reference(quorum: int, delay: int, part: float) -> None:
+    told = {"outer_momentum": 0.7, "outer_delay": delay, "outer_delay_part": part}
+    found, _ = ours(quorum=quorum, grace=0.25, outer_lr=LR, **told)
+    expected = reference(quorum, 0.25, True, 0.7, delay, part)
+    assert_equal(found, expected, 1e-12)
+    assert (expected - reference(quorum, 0.25, True)).abs().max() > 1e-3, "the momentum is seen"
+
+
+def test_delayed_nesterov_is_the_papers_where_deltas_come_one_by_one() -> None:
+    """Algorithm 3 of arXiv:2401.09135 with N workers of one weight, in numpy; and torch's Nesterov where N is 1."""
+    rng = np.random.default_rng(0)
+    mu, n, lr = 0.9, 4, 0.3
+    for c in (0.0, 0.1, 0.25):
+        theta, m, acc = np.zeros(5), np.zeros(5), np.zeros(5)
+        weight = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        optimizer = DelayedNesterov([weight], lr=lr, momentum=mu)
+        policy = policy_of("async_diloco", {"outer_momentum": mu, "outer_delay": n, "outer_delay_part": c})
+        for arrival in range(1, 18):
+            delta = rng.normal(size=5)
+            acc = acc + delta
+            if arrival % n == 0:
+                m = mu * m + acc / n
+                theta, acc = theta - lr * ((1 - c * n + c) * mu * m + delta / n), np.zeros(5)
+            else:
+                theta = theta - lr * (c * mu * m + delta / n)
+            optimizer.param_groups[0].update(policy._delayed(1, 1 / n, n))
+            weight.grad = torch.from_numpy(delta)
+            optimizer.step()
+            assert np.allclose(weight.detach().numpy(), theta, rtol=0, atol=1e-13)
+    one, two = (nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))
+    ours, torchs = DelayedNesterov([one], lr, mu), torch.optim.SGD([two], lr, mu, nesterov=True)
+    for _ in range(9):
+        one.grad = torch.from_numpy(rng.normal(size=5))
+        two.grad = one.grad.clone()
+        ours.step(), torchs.step()
+    assert torch.allclose(one, two, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"outer_delay": 0, "outer_momentum": 0.5}, "greater than or equal to 1"),
+        ({"outer_delay": 4, "outer_momentum": 0.0}, "policy.outer_delay is 4 and policy.outer_momentum 0"),
+        ({"outer_delay": 4, "outer_momentum": 0.5, "outer_delay_part": 0.3}, "all of them together at most 1"),
+        ({"outer_delay_part": 0.1}, "policy.outer_delay none"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(told: dict[str, float], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        policy_of("async_diloco", told)

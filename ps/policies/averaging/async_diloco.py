@@ -14,24 +14,30 @@ come one by one are momentum by themselves.
     steps    H_i = ceil(H speed_i / fastest speed): a slower worker takes fewer, so that all come equally often (DyLU).
              Speed is steps by second from an answer to the contribution after it, exchange included, as a moving mean
 
+    delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
+             what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
+
 Every worker takes all training steps of the run, so its contributions differ in number from others'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ..base import Closed, Common, Contribution, Decision, Fold, Member, Policy
+from ....common.config.option import Flag
+from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
 from ..shared.decisions import Answer, Outer
 from ..shared.standing import Standing
 from .diloco import OuterOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
+_DELAYED = 0.5  # momentum that is delayed, where nobody says another
 
 
 class AsyncDilocoOptions(OuterOptions):
@@ -42,6 +48,30 @@ class AsyncDilocoOptions(OuterOptions):
     )
     grace_cap_s: float = Field(30.0, ge=0, description="async_diloco: seconds after the quorum at which a round closes")
     even_pace: bool = Field(True, description="async_diloco: slower workers take fewer local steps of a contribution")
+    outer_delay: int | None = Field(
+        None,
+        ge=1,
+        description="async_diloco: outer momentum moves with every so manyth delta, the number of workers say (delayed "
+        "Nesterov); none: with every round",
+    )
+    outer_delay_part: Annotated[float, Flag(programs=())] = Field(
+        0.0, ge=0, le=1, description="async_diloco: part of it that every delta takes, at most 1 / outer_delay"
+    )
+
+    @model_validator(mode="after")
+    def _of_use(self) -> AsyncDilocoOptions:
+        delay, part = self.outer_delay, self.outer_delay_part
+        if delay is not None and self.outer_momentum == 0:
+            raise ValueError(
+                f"policy.outer_delay is {delay} and policy.outer_momentum 0, so that no momentum waits: set "
+                "policy.outer_momentum to 0.5, say, or leave policy.outer_delay out"
+            )
+        if part and (delay is None or part * delay > 1):
+            raise ValueError(
+                f"policy.outer_delay_part is {part:g} and policy.outer_delay {delay or 'none'}: every delta of so many "
+                "takes that part of the momentum, all of them together at most 1"
+            )
+        return self
 
 
 @dataclass
@@ -106,6 +136,7 @@ class AsyncDilocoPolicy(Policy):
         self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
         self._open_steps: dict[int, int] = {}  # training steps in those
         self._took_s = 0.0  # all of those together
+        self._since_moved = 0  # deltas in commits since the delayed momentum moved
         self._opened_at = self._closes_at = 0.0
         self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
         self._answered: dict[int, tuple[float, int]] = {}  # when, and how many steps it was told to take
@@ -114,7 +145,8 @@ class AsyncDilocoPolicy(Policy):
 
     @classmethod
     def told(cls, options: AsyncDilocoOptions) -> str:
-        return f"{options.local_steps} local steps, quorum {options.quorum}"
+        delayed = f", momentum every {options.outer_delay} deltas" if options.outer_delay else ""
+        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}"
 
     @property
     def local_steps(self) -> int:
@@ -123,6 +155,9 @@ class AsyncDilocoPolicy(Policy):
     @property
     def outer(self) -> Outer:
         momentum, said = self.options.outer_momentum, "as policy.outer_momentum says"
+        if self.options.outer_delay is not None:
+            numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED if momentum is None else momentum}
+            return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, said)))
 
     # ---- training steps: a contribution has at most H of them ------------------------------
@@ -144,6 +179,13 @@ class AsyncDilocoPolicy(Policy):
 
     def committed_steps(self) -> dict[int, int]:
         return {rank: self.steps_done(rank) - self._open_steps.get(rank, 0) for rank in self.num_counted}
+
+    def saved_state(self) -> dict[str, Any]:
+        return {"since_moved": self._since_moved}
+
+    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
+        super().restore(version, contributions, state)
+        self._since_moved = state.get("since_moved", 0)
 
     def _place(self, rank: int) -> None:
         self._unplace(rank)
@@ -222,16 +264,28 @@ class AsyncDilocoPolicy(Policy):
             return []
         return [self._close(f"{num} contributed, {self.options.quorum} are enough, {len(self._missing)} are missing")]
 
-    def _close(self, reason: str) -> Decision:
+    def _close(self, reason: str) -> Commit:
         weights, self._round, self._open_steps, self._took_s = self._round, {}, {}, 0.0
         share = self._weights.share(weights.values(), len(self._missing)) if self._missing else 1.0
-        commit = self._commit(tuple(weights), reason, (share,) * len(weights) if share < 1 else ())
+        if self.options.outer_delay is None:
+            commit = self._commit(tuple(weights), reason, (share,) * len(weights) if share < 1 else ())
+        else:
+            commit = self._commit(tuple(weights), reason)
+            commit.numbers = self._delayed(len(weights), share, self.options.outer_delay)
         for rank in weights:
             if rank in self.members:
                 self._is_missing(rank)
             if rank not in self._missing:
                 self._weights.forget(rank)
         return commit
+
+    def _delayed(self, num: int, share: float, delay: int) -> Mapping[str, float]:
+        """What the optimizer is told with a commit of so many deltas. The share is not in the rate: what the weights
+        move by adds up, at whatever rate."""
+        before, moves = self._since_moved, self._since_moved + num >= delay
+        self._since_moved = 0 if moves else before + num
+        part = self.options.outer_delay_part
+        return {"share": share, "part": 1 - part * before if moves else part * num, "moves": float(moves)}
 
     def _gate(self, member: Member, now: float) -> Closed | None:
         return Closed(self.version + 1, self._why_open) if member.rank in self._round else None

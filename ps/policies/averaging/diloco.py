@@ -50,7 +50,8 @@ class OuterOptions(Section):
         None,
         ge=0,
         lt=1,
-        description="diloco, async_diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5; 0",
+        description="diloco, async_diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5; 0 "
+        "(with outer_delay 0.5)",
     )
 
     def outer(self, momentum: float, reason: str) -> Outer:

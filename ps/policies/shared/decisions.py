@@ -100,6 +100,7 @@ class Commit:
     reason: str
     scales: tuple[float, ...] = ()
     momentum_among: int = 1  # of the optimizer's momentum is left what `momentum_left` says of so many workers
+    numbers: Mapping[str, float] | None = None  # of the server's own optimizer (`Outer`), for this step alone
 
     def lr_scale(self, folded: Iterable[tuple[int, float]]) -> float:
         """What the learning rate is multiplied by. `folded`: (rank, weight) of each contribution, a rank's in their
