@@ -188,11 +188,12 @@ def _check_overlap(mode: str, options: Any, pipelined: bool) -> None:
             f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none",
             fix="--merge blend, or leave it out",
         )
-    most = options.local_steps // options.fragments
+    fragments = getattr(options, "fragments", 1)
+    most = options.local_steps // fragments
     if (options.overlap_steps or 0) > most:
         raise UsageError(
             f"policy.overlap_steps is {options.overlap_steps}, and the next exchange begins {most} local steps after "
-            f"this one (policy.local_steps is {options.local_steps}, policy.fragments {options.fragments})",
+            f"this one (policy.local_steps is {options.local_steps}, policy.fragments {fragments})",
             fix=f"--overlap-steps {most} or fewer, or more --local-steps",
         )
 

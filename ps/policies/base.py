@@ -364,6 +364,10 @@ class Policy(ABC):
     def staleness(self, rank: int, contribution: Contribution) -> int:
         """Versions between the weights a contribution was computed on and those it is about to meet."""
         behind = self.version - contribution.base_version
+        if self.common.pipelined and self.contribution != "gradient" and rank in self.members:
+            # It stands on weights that it contains, or it would undo what is there. All but the first were computed
+            # before those came.
+            return max(0, behind) + (not self.members[rank].is_fresh)
         return behind if behind > 0 else 0
 
     @property

@@ -169,6 +169,7 @@ class Simulation:
             num_samples=self.config.run.batch_size * worker.steps,
             wants_weights=pull_every == 1 or number % pull_every == 0,
             compute_s=worker.computed_s, transfer_s=worker.transfer_s,
+            num_steps=worker.steps if worker.steps != worker.told_steps else None,  # it was told others too late
         )  # fmt: skip
         if self.learner is not None:
             self.learner.send(worker.event)

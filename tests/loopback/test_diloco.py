@@ -122,9 +122,20 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     assert_is_reference(cluster, "sgd", 2)
 
 
-def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster) -> None:
+@pytest.mark.parametrize("more", [(), ("--pipelined", "--overlap-steps", "2")], ids=["waiting", "going_on"])
+def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, more: tuple[str, ...]) -> None:
     """Rounds close without the one that is killed; a new process takes its remaining steps."""
-    told = ("--mode", "async_diloco", "--history", "h.jsonl", "--summary", "s.json", "--set", "server.absent_s=60")
+    told = (
+        "--mode",
+        "async_diloco",
+        *more,
+        "--history",
+        "h.jsonl",
+        "--summary",
+        "s.json",
+        "--set",
+        "server.absent_s=60",
+    )
     server = cluster.server(*flags(3), *told)
     gate = cluster.folder / "go"
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")

@@ -234,3 +234,26 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, 
     assert version > 0
     trip = trip_of(inner, codec, 1)
     assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0, 1), version: (0, 1)}, (trip, 1.0), trip))
+
+
+@pytest.mark.slow
+def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: Cluster) -> None:
+    """One worker, whose deltas are whole rounds: what was on its way at the kill is done again, over two shards before
+    and after."""
+    told = flags(
+        5, 1, 3, "blend", "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
+        "--checkpoint-dir", "snapshots", "--checkpoint-every", "2",
+    )  # fmt: skip
+    told = tuple(one for at, one in enumerate(told) if not {"--fragments"} & {one, told[at - 1]})
+    server, gate = cluster.server(*told), cluster.folder / "go"
+    other = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
+    worker = cluster.script(0, "outer.py", "sgd", str(gate), "13")
+    worker.until(lambda: "at the gate" in worker.output, "gate")
+    server.until(lambda: any(one["version"] == 2 for one in server.events("snapshot")), "snapshot")
+    server.signal(signal.SIGKILL)
+    server.popen.wait()
+    second = cluster.server(*told, "--listen", cluster.address)
+    gate.touch()
+    assert {one.wait() for one in (worker, second, other)} == {0}, worker.output
+    assert second.event("resumed")["version"] == 2
+    assert_is(cluster, reference("sgd", 5, 1, 3, "blend", {0: (0,), 2: (0,)}))

@@ -65,17 +65,18 @@ class Pipelined(Direct):
 
     def _contribute(self, work: Work) -> None:
         landed = self._land()
+        taken, is_cut = self.progress.local_steps, self.progress.is_cut_short
         if landed is not None:
             if not self._goes_on(landed):
                 self._begin()
                 return
-            cut = self.progress.local_steps if self.progress.is_cut_short else None
             self.progress.become(self._exchange.progress)
-            if cut is not None:  # the loop has ended since
-                self.progress.local_steps, self.progress.is_cut_short = cut, True
+        told = self.progress.local_steps
+        if is_cut or told != taken:  # the loop has ended since, or it was told too late
+            self.progress.local_steps, self.progress.is_cut_short = taken, True
         base_version = self._turn(landed is not None and brings_weights(landed))
         self._hand_over(base_version, work)
-        if self.progress.assume_counted():
+        if self.progress.assume_counted(told):
             # The last one: whether the run is over for this worker only its answer says.
             self._land()
             self._begin()

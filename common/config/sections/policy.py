@@ -22,7 +22,8 @@ class PolicyConfig(Section):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     pipelined: Annotated[bool, Flag()] = Field(
-        False, description="async, ssp, localsgd, diloco: workers compute the next step while the exchange is in flight"
+        False,
+        description="async, ssp, localsgd, diloco, async_diloco: workers compute the next step during the exchange",
     )
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")

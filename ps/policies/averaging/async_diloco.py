@@ -17,6 +17,10 @@ come one by one are momentum by themselves.
     delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
              what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
 
+Pipelined, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many steps
+to take while it takes others already, so that goes for those after them, and it says how many it took. It computes from
+what it sent on, not from the answer: so its speed is of the time between two contributions.
+
 Every worker takes all training steps of the run, so its contributions differ in number from others'.
 """
 
@@ -32,15 +36,15 @@ from pydantic import Field, model_validator
 
 from ....common.config.option import Flag
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
-from ..shared.decisions import Answer, Outer
+from ..shared.decisions import Answer, Merge, Outer
 from ..shared.standing import Standing
-from .diloco import OuterOptions
+from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
 _DELAYED = 0.5  # momentum that is delayed, where nobody says another
 
 
-class AsyncDilocoOptions(OuterOptions):
+class AsyncDilocoOptions(OverlapOptions, OuterOptions):
     outer_lr: float = Field(1.0, gt=0, description=OuterOptions.model_fields["outer_lr"].description)
     quorum: int = Field(1, ge=1, description="async_diloco: deltas, after which a round waits for `grace` only")
     grace: float = Field(
@@ -129,6 +133,7 @@ class AsyncDilocoPolicy(Policy):
     Options = AsyncDilocoOptions
     options: AsyncDilocoOptions
     contribution = "delta"
+    may_pipeline = True
     may_scale = True
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
@@ -139,14 +144,15 @@ class AsyncDilocoPolicy(Policy):
         self._since_moved = 0  # deltas in commits since the delayed momentum moved
         self._opened_at = self._closes_at = 0.0
         self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
-        self._answered: dict[int, tuple[float, int]] = {}  # when, and how many steps it was told to take
+        self._answered: dict[int, tuple[float, int]] = {}  # since when it computes, how many steps it was told to take
+        self._handed_over: dict[int, float] = {}  # pipelined: when its newest contribution came, with which it went on
         self._speeds, self._weights = Speeds(), Weights()
         self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
 
     @classmethod
     def told(cls, options: AsyncDilocoOptions) -> str:
         delayed = f", momentum every {options.outer_delay} deltas" if options.outer_delay else ""
-        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}"
+        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}{options.told}"
 
     @property
     def local_steps(self) -> int:
@@ -159,6 +165,10 @@ class AsyncDilocoPolicy(Policy):
             numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, said)))
+
+    @property
+    def merge(self) -> Merge:
+        return self.options.merged
 
     # ---- training steps: a contribution has at most H of them ------------------------------
 
@@ -213,6 +223,7 @@ class AsyncDilocoPolicy(Policy):
         self._unplace(rank)
         self._missing.pop(rank, None)
         self._answered.pop(rank, None)
+        self._handed_over.pop(rank, None)
         self._speeds.forget(rank)
         self._weights.forget(rank)
         is_last = self._round and not self.members and rank in self.out
@@ -226,7 +237,8 @@ class AsyncDilocoPolicy(Policy):
         decisions = super()._settle(now)
         for decision in decisions:
             if isinstance(decision, Answer):
-                self._answered[decision.rank] = now, self.next_local_steps(decision.rank)
+                began_at = self._handed_over.pop(decision.rank, now)
+                self._answered[decision.rank] = began_at, self.next_local_steps(decision.rank)
         return decisions
 
     # ---- rounds -------------------------------------------------------------------------------
@@ -240,6 +252,8 @@ class AsyncDilocoPolicy(Policy):
         self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
         self._place(rank)
         self._missing.pop(rank, None)
+        if self.common.pipelined:
+            self._handed_over[rank] = now
         if now > answered_at and steps:
             self._speeds.measured(rank, steps / (now - answered_at))
         weight = self._weight(contribution)

@@ -65,26 +65,41 @@ def _alpha(value: float) -> float:
     return value
 
 
-class DilocoOptions(OuterOptions, RoundOptions):
-    fragments: int = Field(
-        1, ge=1, description="diloco: parts of the model, of which one is exchanged every local_steps / fragments steps"
-    )
+class OverlapOptions(Section):
+    """Of local steps that go on during an exchange (policy.pipelined)."""
+
     overlap_steps: int | None = Field(
         None,
         ge=1,
-        description="diloco, pipelined: local steps during an exchange, after which its weights are taken, at most "
-        "local_steps / fragments; none: as many",
+        description="diloco, async_diloco, pipelined: local steps during an exchange, after which its weights are "
+        "taken, at most local_steps / fragments; none: as many",
     )
     merge: Literal["shift", "blend"] = Field(
         "shift",
-        description="diloco, pipelined: weights after those steps: new + own steps meanwhile, or merge_alpha own + the "
-        "rest new",
+        description="diloco, async_diloco, pipelined: weights after those steps: new + own steps meanwhile, or "
+        "merge_alpha own + the rest new",
     )
     merge_alpha: Annotated[float, AfterValidator(_alpha)] = Field(
         0.5,
         ge=0,
         le=1,
-        description="diloco, merge blend: part of the weights that is own; 0 drops the steps meanwhile",
+        description="diloco, async_diloco, merge blend: part of the weights that is own; 0 drops the steps meanwhile",
+    )
+
+    @property
+    def merged(self) -> Merge:
+        return Merge(self.merge, self.merge_alpha, self.overlap_steps or 0)
+
+    @property
+    def told(self) -> str:
+        """What people read of it; empty where there is nothing to say."""
+        taken = f", taken after {self.overlap_steps}" if self.overlap_steps else ""
+        return taken + (f", blend {self.merge_alpha:g}" if self.merge == "blend" else "")
+
+
+class DilocoOptions(OverlapOptions, OuterOptions, RoundOptions):
+    fragments: int = Field(
+        1, ge=1, description="diloco: parts of the model, of which one is exchanged every local_steps / fragments steps"
     )
 
 
@@ -98,9 +113,7 @@ class DilocoPolicy(RoundPolicy):
     @classmethod
     def told(cls, options: DilocoOptions) -> str:
         parts = f", {options.fragments} fragments" if options.fragments > 1 else ""
-        taken = f", taken after {options.overlap_steps}" if options.overlap_steps else ""
-        blended = f", blend {options.merge_alpha:g}" if options.merge == "blend" else ""
-        return f"{options.local_steps} local steps{parts}{taken}{blended}"
+        return f"{options.local_steps} local steps{parts}{options.told}"
 
     @property
     def local_steps(self) -> int:
@@ -112,7 +125,7 @@ class DilocoPolicy(RoundPolicy):
 
     @property
     def merge(self) -> Merge:
-        return Merge(self.options.merge, self.options.merge_alpha, self.options.overlap_steps or 0)
+        return self.options.merged
 
     @property
     def outer(self) -> Outer:

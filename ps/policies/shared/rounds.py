@@ -184,12 +184,6 @@ class RoundPolicy(Policy):
     def _progress(self) -> int:
         return self.version
 
-    def staleness(self, rank: int, contribution: Contribution) -> int:
-        # A contribution stands on the average that it contains, or it would undo the round before. Pipelined,
-        # all but the first were computed before that average came.
-        computed_before = self.common.pipelined and rank in self.members and not self.members[rank].is_fresh
-        return super().staleness(rank, contribution) + computed_before
-
     def upload_position(self, rank: int) -> int:
         may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
         return max(0, self._place(rank) - self._num_folded) if may_wait else 0

@@ -1,0 +1,134 @@
+"""async_diloco whose workers go on during exchanges: policy, store, workers' own parts against plain torch, by a clock.
+
+Every delta is a round (quorum 1, no window), and its answer is here at once; it is taken after tau local steps.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.common.tensors.layout import new_body
+from paramserver.ps.engine.modes import policy_of
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
+from paramserver.ps.tensors.model import outer_spec
+from paramserver.ps.tensors.store import Store
+from paramserver.tests.numeric.test_diloco_equals_reference import assert_equal, one_thread
+from paramserver.tests.numeric.test_overlap_equals_reference import SIZES, Worker, local_step, make_inner, make_model
+from paramserver.worker.session import Progress
+from paramserver.worker.tensors.overlap import Merge
+
+__all__ = ["one_thread"]  # the fixture
+H, STEPS, LR, ALPHA = 8, 44, 0.8, 0.5
+SECONDS = (1.0, 1.125, 2.875)  # of each worker's step
+RANKS = range(len(SIZES))
+
+
+def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
+    """Nothing of ours. How many steps a worker is told counts for those after the ones that it takes already."""
+    models = [make_model() for _ in RANKS]
+    inner = [make_inner(model) for model in models]
+    theta = torch.nn.utils.parameters_to_vector(models[0].parameters()).detach()
+    local, anchor, sent, given = ([theta.clone() for _ in RANKS] for _ in range(4))
+    done, told, taken, since = [0] * 3, [H] * 3, [H] * 3, [0.0] * 3
+    due = {rank: H * SECONDS[rank] for rank in RANKS}
+    speed: dict[int, float] = {}
+    newest: dict[int, float] = {}
+    while due:
+        now, rank = min((at, rank) for rank, at in due.items())
+        for step in range(done[rank], done[rank] + taken[rank]):
+            torch.nn.utils.vector_to_parameters(local[rank].clone(), models[rank].parameters())
+            local_step(models[rank], inner[rank], rank, step)
+            local[rank] = torch.nn.utils.parameters_to_vector(models[rank].parameters()).detach().clone()
+            if done[rank] and step + 1 - done[rank] == min(tau, taken[rank]):
+                new, before = given[rank], sent[rank]
+                blended = ALPHA * local[rank] + (1 - ALPHA) * new
+                local[rank] = new + (local[rank] - before) if rule == "shift" else blended
+                anchor[rank] = new
+        done[rank] += taken[rank]
+        speed[rank] = (speed.get(rank, taken[rank] / (now - since[rank])) + taken[rank] / (now - since[rank])) / 2
+        newest[rank] = (taken[rank] * SIZES[rank]) ** 2 / taken[rank]
+        missing = sum(done[one] < STEPS for one in RANKS if one != rank)
+        known = [weight for one, weight in newest.items() if one == rank or done[one] < STEPS]
+        share = newest[rank] / (sum(known) / len(known) * (1 + missing)) if missing else 1.0
+        theta = theta - LR * min(1.0, share) * (anchor[rank] - local[rank])
+        sent[rank], given[rank], since[rank] = local[rank].clone(), theta, now
+        # What follows was told with the answer before this one's; with this one what comes after that.
+        taken[rank] = min(told[rank], STEPS - done[rank])
+        told[rank] = max(1, ceil(H * (speed[rank] / max(speed.values())))) if even_pace else H
+        due[rank] = now + taken[rank] * SECONDS[rank]
+        if not taken[rank]:
+            del due[rank]
+    return theta
+
+
+def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
+    """The weights, and of each rank the local steps of its contributions."""
+    merge = Merge(rule, ALPHA, tau)
+    told = {"training_steps": STEPS, "num_workers": len(SIZES), "local_steps": H, "grace": 0.0, "outer_lr": LR}
+    overlap = {"pipelined": True, "overlap_steps": tau, "merge": rule, "merge_alpha": ALPHA}
+    policy = policy_of("async_diloco", told | overlap | options)
+    assert policy.merge == merge and policy.outer is not None
+    arguments = dict(policy.outer.arguments)
+    workers = [Worker(1, merge) for _ in SIZES]
+    layout = workers[0].layout
+    weights = new_body(layout.total_bytes)
+    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
+    store = Store(layout, weights, outer_spec(policy.outer.name, arguments, layout))
+    progress = [Progress(total_steps=STEPS) for _ in RANKS]
+    answered: dict[int, tuple[int, int]] = {}  # version, local steps
+    contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
+    in_mean: list[tuple[int, float]] = []
+
+    def perform(decisions: list[Any], staged: torch.Tensor | None = None) -> None:
+        for decision in decisions:
+            if isinstance(decision, Fold):
+                store.fold(staged, decision.weight, decision.rank)
+                in_mean.append((decision.rank, decision.weight))
+            elif isinstance(decision, Commit):
+                store.commit(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean))
+                in_mean.clear()
+            elif isinstance(decision, Answer):
+                workers[decision.rank].receive(store.weights)
+                answered[decision.rank] = policy.version, policy.next_local_steps(decision.rank)
+
+    for rank in RANKS:
+        perform(policy.joined(rank, 0.0))
+    due = {}
+    for rank in RANKS:
+        progress[rank].answered(0, *answered.pop(rank), True)
+        due[rank] = progress[rank].local_steps * SECONDS[rank]
+    while due:
+        now, rank = min((at, rank) for rank, at in due.items())
+        worker, own = workers[rank], progress[rank]
+        steps, begin = own.local_steps, own.training_steps
+        for step in range(begin, begin + steps):
+            local_step(worker.model, worker.optimizer, rank, step)
+            if begin and step + 1 - begin == min(tau, steps):
+                worker.overlap.merge(worker.shadow.tensors)
+        version, hears = answered.pop(rank, (0, steps))  # what `Pipelined` does with it
+        staged = worker.measure(None)
+        said = Contribution(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
+        contributions[rank].append(steps)
+        perform(policy.contributed(rank, said, now), staged)
+        del due[rank]
+        if not own.assume_counted(hears):
+            due[rank] = now + own.local_steps * SECONDS[rank]
+        assert policy.steps_done(rank) == own.training_steps
+    assert policy.committed_steps() == dict.fromkeys(RANKS, STEPS)
+    return torch.cat([view.reshape(-1) for _, view in layout.views(store.weights)]), contributions
+
+
+@pytest.mark.parametrize(("tau", "rule"), [(1, "shift"), (3, "shift"), (8, "shift"), (3, "blend"), (8, "blend")])
+@pytest.mark.parametrize("even_pace", [True, False])
+def test_it_equals_an_independent_reference(tau: int, rule: str, even_pace: bool) -> None:
+    found, contributions = ours(tau, rule, even_pace=even_pace)
+    assert_equal(found, reference(tau, rule, even_pace), 1e-12)
+    assert all(sum(steps) == STEPS for steps in contributions.values())
+    if even_pace:
+        assert contributions[2][:3] == [H, H, 3], "told after the first, taken from the third on"
+    else:
+        assert contributions == {rank: [8, 8, 8, 8, 8, 4] for rank in RANKS}
