@@ -366,12 +366,15 @@ def test_dataloader_workers_forked_in_mid_flight_do_not_hang(cluster):
 # ---- refusals ---------------------------------------------------------------------------------------
 
 
+ABLE = "async, async_diloco, diloco, dssp, localsgd, ssp"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("ps", "--mode", "sync"), ["mode sync", "--pipelined", "async, diloco, dssp, localsgd, ssp"]),
+        (("ps", "--mode", "sync"), ["mode sync", "--pipelined", ABLE]),
         (("ps", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
-        (("launch", "--mode", "async,sync"), ["mode sync", "--pipelined", "async, diloco, dssp, localsgd, ssp"]),
+        (("launch", "--mode", "async,sync"), ["mode sync", "--pipelined", ABLE]),
         (("launch", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
     ],
 )
