@@ -32,7 +32,7 @@ trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through ever
 	$(BIN)/pytest -q -rs -n 2 -m trainers tests/trainers
 
 .venv/trainers: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lightning,huggingface]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lightning,huggingface,ray]'
 	@touch $@
 
 # One at a time: the containers of each share the cores. -rs says why something was skipped.

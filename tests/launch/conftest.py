@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -156,6 +157,26 @@ def slurm_site(slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.
     for name, value in slurm_cluster.env.items():
         monkeypatch.setenv(name, value)
     return Site(config=Config(), folder=str(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install -c constraints.txt -e '.[ray]'")
+    argv = [sys.executable, str(PROGRAMS / "ray_nodes.py")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
+        assert nodes.stdin is not None and nodes.stdout is not None
+        address = nodes.stdout.readline().strip()
+        assert address, "no Ray cluster"
+        yield address
+        nodes.stdin.close()
+
+
+@pytest.fixture
+def ray_site(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Three nodes on this machine; also in the environment, for a launcher that is started."""
+    monkeypatch.setenv("PS_LAUNCH__RAY_ADDRESS", ray_address)
+    return Site(config=load_config(None, {}, [], dict(os.environ)).config, folder=str(tmp_path))
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ W0, W1 = Child("worker", 0), Child("worker", 1)
 DEADLINE_S = 60.0
 SITES: dict[str, Site] = {}  # of the test that runs
 
-pytestmark = pytest.mark.parametrize("name", BACKENDS.names())
+# A cluster of three nodes of Ray takes longest to start.
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "ray" else name for name in BACKENDS.names()]
+pytestmark = pytest.mark.parametrize("name", NAMES)
 
 
 class Reports:

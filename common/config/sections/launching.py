@@ -146,8 +146,17 @@ class LaunchConfig(Section):
         False, description="a page that shows the run, live; at server.web, or a free port of this machine"
     )
     backend: Annotated[str, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
-        "local", description="where processes start: local, slurm, or ssh, which launch.hosts means"
+        "local", description="where processes start: local, slurm, ray, or ssh, which launch.hosts means"
     )
+    ray_address: str = Field("auto", min_length=1, description="HOST:PORT of a Ray cluster; auto: this machine's")
+    ray_worker: dict[str, float] = Field(
+        {"CPU": 1}, description="what each worker asks Ray for, such as {CPU: 4, GPU: 1}"
+    )
+    ray_server: dict[str, float] = Field({"CPU": 1}, description="what the server, and each shard, asks Ray for")
+    ray_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="how Ray lays processes on nodes"
+    )
+    ray_wait_s: float = Field(60.0, gt=0, description="seconds that Ray has to find room for all of them")
     hosts: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="FILE.yaml")] = Field(
         None, description="YAML file of the machines to use, see docs/remote.md"
     )
