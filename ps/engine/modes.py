@@ -23,6 +23,9 @@ def make_policy(config: Config) -> Policy:
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
     if MODES.load(run.mode).contribution == "report":
         _check_reports(config)
+    elif config.worker.zero:
+        told = f"worker.zero is {config.worker.zero}, and workers of mode {run.mode} do not average among themselves"
+        raise UsageError(told, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
     codec = "raw" if config.worker.codec == AUTO else config.worker.codec
     _check_codecs(run.mode, codec, config.worker.answer_codec, getattr(options, "fragments", 1))
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
@@ -49,6 +52,9 @@ def _check_reports(config: Config) -> None:
             told = f"{name} is {value}, and workers of mode {mode} average among themselves"
             raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
     outstanding = getattr(config.policy.options(mode), "staleness", 0)
+    if outstanding and worker.zero:
+        told = f"worker.zero is {worker.zero}, and policy.staleness {outstanding}: means that are outstanding"
+        raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
     if config.run.steps is not None and outstanding >= config.run.steps:
         told = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
         raise UsageError(f"{told}: weights would stay as they began to the end", fix="--staleness 1, or more steps")

@@ -121,10 +121,7 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     weights, stepped = torch.nn.Parameter(torch.zeros(3)), []
     weights.grad = own
     model = SimpleNamespace(tensors=[weights], layout=layout)
-    here = SimpleNamespace(
-        _model=model, own=(None, lambda: stepped.append(weights.grad.clone())), _held_version=0, _has_stepped=False,
-        _has_state=False,
-    )  # fmt: skip
-    Equals._step(here, [torch.ones(3)])
+    here = SimpleNamespace(_model=model, own=(None, lambda: stepped.append(weights.grad.clone())))
+    Equals._apply(here, [torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is own

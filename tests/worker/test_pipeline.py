@@ -50,6 +50,7 @@ class FakeExchange:
 
     def __init__(self, source: str, steps: int = 100, local_steps: int = 1, merge: Merge | None = None) -> None:
         self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True, fragments=1, merge=merge or Merge())
+        self.zero = 0
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
         self.cut: list[int | None] = []  # local steps of each, where they are fewer than the server expects

@@ -111,6 +111,15 @@ class Exchange:
         """As the server said them."""
         return self._welcome.settings.SerializeToString()
 
+    @property
+    def zero(self) -> int:
+        """What workers that average among themselves divide."""
+        return self._config.zero
+
+    @property
+    def zero_copies(self) -> int:
+        return self._config.zero_copies
+
     def _shard(self, number: int, address: str) -> Shard:
         client = Client(address, self._credentials, self._limit)
         return Shard(number, client, self._config, self.progress, self._answer_comes, self._retry.reached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common.errors import UsageError
 from ..conversation.exchange import Exchange
 from .direct import Direct
 from .overlapped import Overlapped
@@ -12,13 +13,28 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
     """For `may_send_early` and `may_come_late` see Direct."""
     settings = exchange.settings
     if settings.source == "report":
-        if settings.outstanding:
-            from .delayed import Delayed
-
-            return Delayed(exchange)
-        from .equals import Equals  # loads torch.distributed
-
-        return Equals(exchange, may_send_early)
+        return _among_equals(exchange, may_send_early)
+    if exchange.zero:
+        told = f"worker.zero is {exchange.zero}, and workers of mode {settings.mode} do not average among themselves"
+        raise UsageError(told, fix="--set worker.zero=0, or --mode allreduce; or --shards S --colocate")
     if not settings.pipelined:
         return Direct(exchange, may_send_early, may_come_late)
     return Overlapped(exchange) if settings.source == "delta" else Pipelined(exchange)
+
+
+def _among_equals(exchange: Exchange, may_leave_early: bool) -> Direct:
+    """They load torch.distributed."""
+    if outstanding := exchange.settings.outstanding:
+        from .among.delayed import Delayed
+
+        if exchange.zero:
+            told = f"worker.zero is {exchange.zero}, and policy.staleness {outstanding}: means that are outstanding"
+            raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
+        return Delayed(exchange)
+    if exchange.zero:
+        from .among.zero import Zero
+
+        return Zero(exchange, may_leave_early)
+    from .equals import Equals
+
+    return Equals(exchange, may_leave_early)

@@ -51,6 +51,7 @@ class Equals(Direct):
     """`own` is the optimizer of this worker, and what steps it."""
 
     own: tuple[torch.optim.Optimizer, Callable[[], object]]
+    _manner: tuple[int, int] = (0, 0)  # worker.zero, worker.zero_copies
 
     def __init__(self, exchange: Exchange, may_leave_early: bool) -> None:
         """`may_leave_early`: gradients may be averaged during backward."""
@@ -136,6 +137,7 @@ class Equals(Direct):
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address))
             group.like = [one for one in self._model.sources("weights") if one is not None]
             group.order = self._order
+            self._agree(group)
             self._level(group)
         except Broken as broken:
             log.warning("group_broken", rank=rank, reason=str(broken))
@@ -162,6 +164,18 @@ class Equals(Direct):
             "(not 127.0.0.1); or --mode sync, where workers need to reach the server only",
         )
 
+    def _agree(self, group: Group) -> None:
+        """UsageError where another one divides otherwise; the lowest is right. Broken."""
+        stage, copies = self._manner
+        manners = self._here(lambda: group.told(10 * stage + copies))
+        if manners[group.index] != manners[0]:
+            one, several = divmod(manners[0], 10)
+            raise UsageError(
+                f"worker.zero is {stage} here (worker.zero_copies {copies}), and {one} ({several}) for rank "
+                f"{group.epoch.members[0]}, with which rank {self._said.rank} is to average",
+                fix="start all workers with the same",
+            )
+
     def _level(self, group: Group) -> None:
         """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
         mine = 2 * self._held_version + self._has_state
@@ -170,10 +184,7 @@ class Equals(Direct):
         if all(one == best for one in held) and best // 2 == newest:
             return
         if best // 2 != newest:
-            raise UnreachableError(
-                f"nobody has the weights of version {newest} any more: all workers that had them are gone",
-                fix="keep snapshots (--checkpoint-dir), which a run goes on from",
-            )
+            raise nobody_has(newest)
         giver = held.index(best)
         body = self._given_by(group, giver)
         if mine != best:
@@ -208,7 +219,7 @@ class Equals(Direct):
         parameters = [one for group in own.param_groups for one in group["params"]]
         found = self.optimizer_state(parameters) if version else {}
         own.load_state_dict({"state": found or self._initial, "param_groups": own.state_dict()["param_groups"]})
-        if version and not found and _remembers(own):
+        if version and not found and remembers(own):
             self._has_state = False
             if not self._said.is_done:
                 log.warning("optimizer_state_anew", meaning="the server has none of this version: moments begin anew")
@@ -270,12 +281,15 @@ class Equals(Direct):
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
             return self._report_broken(work)
         work = work._replace(epoch=group.epoch.number)
-        if self._exchange.brings or (work.evaluates and group.index == 0):
+        if self._is_brought(group, work):
             return self._bring(work, mean)
         answer = self._say("report", work)
         if answer.outcome in COUNTED:
             self._step(mean)
         return answer
+
+    def _is_brought(self, group: Group, work: Work) -> bool:
+        return self._exchange.brings or (work.evaluates and group.index == 0)
 
     def _bring(self, work: Work, mean: Sequence[torch.Tensor | None]) -> Answer:
         """Report, with the weights that the mean leads to."""
@@ -313,7 +327,7 @@ class Equals(Direct):
     def _check_words(self, group: Group, work: Work) -> None:
         """All are about to step by the same numbers from the same weights, or these would go apart: UsageError for
         those that would not, who are fewer. Broken."""
-        numbers, weights, versions = group.words
+        numbers, weights, versions, *_ = group.words
         rank, ranks = self._said.rank, group.epoch.members
         if numbers[group.index] != (most := _most(numbers)):
             told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
@@ -395,7 +409,14 @@ class Equals(Direct):
         self._helper.end()
 
 
-def _remembers(own: torch.optim.Optimizer) -> bool:
+def nobody_has(version: int) -> UnreachableError:
+    return UnreachableError(
+        f"nobody has the weights of version {version} any more: all workers that had them are gone",
+        fix="keep snapshots (--checkpoint-dir), which a run goes on from",
+    )
+
+
+def remembers(own: torch.optim.Optimizer) -> bool:
     return not (isinstance(own, torch.optim.SGD) and not any(group["momentum"] for group in own.param_groups))
 
 

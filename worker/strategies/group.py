@@ -27,6 +27,7 @@ from .buckets import Plan
 _MEET_S = 10.0  # for all members of an epoch to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
+_WHOLE_BYTES = 256 << 10  # tensors of fewer travel together
 _REACH_S = 5.0  # for a connection to a member
 
 
@@ -229,6 +230,30 @@ class Group:
             given = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         self._wait(lambda: self._group.broadcast([given], _from(giver)).wait())  # type: ignore[attr-defined]
         return given.numpy().tobytes()
+
+    def spread(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Of each member, by index, what it has in these, to all: written where the others have them."""
+        scattered: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for owner, tensors in enumerate(pieces):
+            small: dict[torch.dtype, list[torch.Tensor]] = {}
+            for one in tensors:
+                if one.numel() * one.itemsize >= _WHOLE_BYTES and one.device.type == "cpu" and one.is_contiguous():
+                    self._begin_giving(one, owner)
+                else:
+                    small.setdefault(one.dtype, []).append(one)
+            for several in small.values():
+                flat = torch.cat([one.reshape(-1).cpu() for one in several])
+                self._begin_giving(flat, owner)
+                scattered.append((flat, several if owner != self.index else []))
+        self._end_sums()
+        for flat, several in scattered:
+            at = 0
+            for one in several:
+                one.copy_(flat[at : at + one.numel()].view(one.shape))
+                at += one.numel()
+
+    def _begin_giving(self, tensor: torch.Tensor, giver: int) -> None:
+        self._wait(lambda: self._under_way.append(self._group.broadcast([tensor], _from(giver))))  # type: ignore[attr-defined]
 
     def _sum(self, tensor: torch.Tensor) -> None:
         self._begin_sum(tensor)

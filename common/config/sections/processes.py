@@ -113,10 +113,32 @@ class WorkerConfig(Section):
         description="gradients leave while backward runs, weights come while the next forward pass does; "
         "none: in ps-worker yes, in scripts of your own no",
     )
+    zero: int = Field(
+        0,
+        ge=0,
+        le=3,
+        description="allreduce: what each worker has a part of only: 1: what the optimizer remembers; 0: nothing",
+    )
+    zero_copies: int = Field(
+        2,
+        ge=1,
+        le=2,
+        description="workers that hold each part of it: with 2 any one may die, with 1 each holds 1/N",
+    )
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="train nothing: evaluate the run's weights while the workers of the run train"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
+
+    @field_validator("zero")
+    @classmethod
+    def _is_a_stage(cls, zero: int) -> int:
+        if zero > 1:
+            raise ValueError(
+                f"{zero} is not there: gradients and parameters of a group whose members come and go are whole in each "
+                "worker; 1 divides what the optimizer remembers, and --shards S --colocate divides all but the model"
+            )
+        return zero
 
     @field_validator("lanes", mode="before")
     @classmethod

@@ -21,6 +21,8 @@ from paramserver.ps.engine.modes import make_policy
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1"),
         ({"policy": {"aggregation": "median"}}, "policy.aggregation is median, and mode allreduce"),
         ({"run": {"steps": 3}, "policy": {"staleness": 3}}, "policy.staleness is 3, and the run has 3 training steps"),
+        ({"worker": {"zero": 1}, "policy": {"staleness": 1}}, "worker.zero is 1, and policy.staleness 1"),
+        ({"worker": {"zero": 1}, "run": {"mode": "sync"}}, "worker.zero is 1, and workers of mode sync do not average"),
         ({"policy": {"pipelined": True}}, "with mode allreduce: its workers compute on nothing but the newest weights"),
     ],
 )
@@ -36,6 +38,12 @@ def test_a_flag_of_another_mode_is_refused():
     told = "flag --local-steps: mode allreduce has no such option, it would change nothing"
     with pytest.raises(UsageError, match=told):
         resolved.check_options(["allreduce"])
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_stages_that_are_not_there_are_refused(zero):
+    with pytest.raises(UsageError, match=f"{zero} is not there: gradients and parameters .* are whole in each worker"):
+        load_config(None, {"run.mode": "allreduce", "worker.zero": zero}, [], {})
 
 
 @pytest.mark.parametrize("staleness", [-1, 65])

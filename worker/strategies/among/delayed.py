@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 
-from ...common.tensors.optimizers import OptimizerSpec
-from ..conversation.crew import Helper, wait_for
-from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Final, Goodbye, Work
-from ..lanes.up import COUNTED
-from ..session import Progress
-from ..tensors.transfer import ModelTensors, Source
-from .equals import Equals
-from .group import Group
-from .shadow import Shadow
+from ....common.tensors.optimizers import OptimizerSpec
+from ...conversation.crew import Helper, wait_for
+from ...conversation.exchange import Exchange
+from ...conversation.messages import Answer, Final, Goodbye, Work
+from ...lanes.up import COUNTED
+from ...session import Progress
+from ...tensors.transfer import ModelTensors, Source
+from ..equals import Equals
+from ..group import Group
+from ..shadow import Shadow
 
 _LOOK_UP_S = 0.2
 _READY_S = 5.0  # in which a giver says whether it is ready; a collective may take longer

@@ -1,0 +1,96 @@
+"""What the optimizer remembers is divided among equals, as real processes: the weights are those of one process, also
+where one is killed and comes back, and from a snapshot with another number of workers."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from .test_allreduce import SCRIPT, difference
+
+pytestmark = pytest.mark.slow
+
+
+def start(cluster, num_workers, steps, *arguments, zero=1, copies=2):
+    script = cluster.folder / "script.py"
+    script.write_text(SCRIPT)
+    server = cluster.server(
+        "--mode", "allreduce", "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
+        "--history", "h.jsonl", "--checkpoint-dir", "kept", "--checkpoint-every", "5",
+    )  # fmt: skip
+    settings = {"PS_WORKER__ZERO": str(zero), "PS_WORKER__ZERO_COPIES": str(copies)}
+    return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments, **settings)
+
+
+DYING = """
+    if session.rank == 2:
+        strategy = optimizer._steps.strategy
+        def dying(spread=strategy._spread):
+            if optimizer.progress.num_counted == 8:  # the eighth counts, and others wait for what has been stepped here
+                os.kill(os.getpid(), 9)
+            spread()
+        strategy._spread = dying
+    while not session.is_done:
+"""
+
+
+def finished(server, workers):
+    assert [one.wait() for one in workers] == [0] * len(workers), "".join(one.output for one in workers)
+    assert server.wait() == 0
+
+
+@pytest.mark.timeout(300)
+def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
+    """And a snapshot goes on with another number of workers, and with none of it divided."""
+    server, worker = start(cluster, 3, 20, copies=1)
+    workers = [worker(rank) for rank in range(3)]
+    finished(server, workers)
+    versions = [[(rank, number) for rank in range(3)] for number in range(1, 21)]
+    assert difference(cluster, versions) <= 1e-9
+    whole = 2 * 8 * (9 * 20 + 20 + 20 * 3 + 3)  # Adam's two moments, float64
+    held = [one.event("optimizer_state")["bytes"] for one in workers]
+    assert max(held) <= whole / 3 + 2 * 8 * 20 + 200  # cut between rows; and each tensor's count of steps
+    assert sum(held) >= whole
+    for steps, zero, num in ((30, 1, 2), (40, 0, 2)):
+        server, worker = start(cluster, num, steps, "steps", zero=zero)
+        finished(server, workers := [worker(rank) for rank in range(num)])
+        assert "optimizer_state_anew" not in "".join(one.output for one in workers)
+        versions += [[(rank, number) for rank in range(num)] for number in range(len(versions) + 1, steps + 1)]
+        assert difference(cluster, versions) <= 1e-9
+
+
+def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
+    server, worker = start(cluster, 3, 40, "leaves")
+    workers = [worker(rank) for rank in range(3)]
+    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
+    workers[2].signal(signal.SIGKILL)
+    for one in workers[:2]:
+        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
+    (cluster.folder / "one").touch()
+    again = worker(2)
+    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
+    (cluster.folder / "two").touch()
+    finished(server, [*workers[:2], again])
+    assert cluster.command("launch", "check", "h.jsonl").returncode == 0
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    assert {len(one) for one in versions} == {2, 3}
+    assert difference(cluster, versions) <= 1e-9
+    assert load_file(cluster.folder / "w.safetensors")
+
+
+def test_who_dies_before_it_has_given_its_share_leaves_it_with_another_one(cluster):
+    """The round counts, and nobody has the weights of the newest version whole: those who are left have all of it."""
+    server, worker = start(cluster, 3, 20)
+    path = cluster.folder / "script.py"
+    path.write_text(path.read_text().replace("    while not session.is_done:\n", DYING[1:]))
+    workers = [worker(rank) for rank in range(3)]
+    assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
+    assert server.wait() == 0
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    assert [len(one) for one in versions] == [3] * 8 + [2] * 12
+    assert difference(cluster, versions) <= 1e-9

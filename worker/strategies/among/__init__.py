@@ -1,0 +1,1 @@
+"""What workers that average among themselves may do otherwise: go on without the mean, divide the optimizer's state."""
