@@ -2,10 +2,13 @@
 
     python -m paramserver.benchmarks.claims.auto [--rates 1,10,100] [--ways raw,int8,q4,diloco,auto] [--compute-ms 20]
         [--near "ip netns exec A" --far "ip netns exec B" --host 10.0.0.1]
+    sudo python -m paramserver.benchmarks.claims.auto --tbf --rates 100 --answers same --seeds 3
+        --ways raw,int8,q4,diloco-raw,diloco,auto
 
-The link is `worker.max_mbit`; or, with `--host`, whatever is between the two prefixes, and `--rates` only names it.
-A model of 1 MB, weights back in q4, a step that takes so many ms; the second half of the steps is timed, and of
-`--seeds` runs the median is printed.
+The link is `worker.max_mbit`; with `--tbf` two network namespaces of this machine and a token bucket each way between
+them (root, `ip`, `tc`); with `--host` whatever is between the two prefixes, and `--rates` only names it.
+A model of 1 MB, weights back in q4, or in the codec of the way up (`--answers same`; of auto still q4), a step that
+takes so many ms; the second half of the steps is timed, and of `--seeds` runs the median is printed.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 
+from ..wan import HOST, limited
+
 LOCAL_STEPS = 25
-LOCAL = {"diloco": "q4"}  # modes of local steps among the ways, and their codec; the others are codecs, in sync
+LOCAL = {"diloco": "q4", "diloco-raw": "raw"}  # ways with local steps, and their codec; the others are codecs, in sync
 SCRIPT = """
 import sys, time, torch, paramserver
 compute_s, num = float(sys.argv[1]), int(sys.argv[2])
@@ -43,7 +49,7 @@ with paramserver.connect() as session:
 
 def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
     """Steps/s, and what auto said. `diloco`: q4 both ways, every LOCAL_STEPS steps."""
-    mode = ["--mode", way if way in LOCAL else "sync", "--set", f"policy.local_steps={LOCAL_STEPS}"]
+    mode = ["--mode", "diloco" if way in LOCAL else "sync", "--set", f"policy.local_steps={LOCAL_STEPS}"]
     num_steps = max(asked.steps, 4 * LOCAL_STEPS) if way in LOCAL else asked.steps
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         script = Path(folder) / "script.py"
@@ -61,9 +67,11 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
                 if not line:
                     raise SystemExit(seen)
                 seen += line
+            codec = LOCAL.get(way, way)
+            back = "q4" if asked.answers == "q4" or codec == "auto" else codec
             env = {
-                **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": LOCAL.get(way, way),
-                **({} if rate == "shared" else {"PS_WORKER__ANSWER_CODEC": "q4", "PS_WORKER__LANES": "direct,grpc"}),
+                **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": codec,
+                **({} if rate == "shared" else {"PS_WORKER__ANSWER_CODEC": back, "PS_WORKER__LANES": "direct,grpc"}),
             }  # fmt: skip
             if not asked.host and rate != "shared":
                 env["PS_WORKER__MAX_MBIT"] = rate
@@ -81,6 +89,11 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
             server.wait()
 
 
+def link_of(asked: argparse.Namespace, rate: str) -> AbstractContextManager[tuple[list[str], list[str]] | None]:
+    """The prefixes of its ends; None where what there is is taken."""
+    return limited(float(rate)) if asked.tbf and rate != "shared" else nullcontext()
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="1,10,100,1000,shared", help="Mbit/s; `shared` is shared memory")
@@ -88,6 +101,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--compute-ms", type=float, default=20)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each")
+    parser.add_argument("--answers", default="q4", choices=("q4", "same"), help="codec of the weights back")
+    parser.add_argument("--tbf", action="store_true", help="a link between two network namespaces, made for each rate")
     parser.add_argument("--near", default="", help="what the server is started with")
     parser.add_argument("--far", default="", help="what the worker is started with")
     parser.add_argument("--host", default="", help="the server's address there")
@@ -97,12 +112,16 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     asked = arguments().parse_args()
     for rate in asked.rates.split(","):
-        for way in asked.ways.split(","):
-            if rate == "shared" and way not in ("raw", "auto"):
-                continue
-            found = [run(way, rate, asked) for _ in range(asked.seeds)]
-            steps_per_s = median(one for one, _ in found)
-            print(f"{rate:>7} Mbit/s {way:<7}{steps_per_s:9.2f} steps/s  {found[-1][1]}", flush=True)
+        with link_of(asked, rate) as ends:
+            if ends is not None:
+                (asked.near, asked.far), asked.host = map(shlex.join, ends), HOST
+            for way in asked.ways.split(","):
+                if rate == "shared" and way not in ("raw", "auto"):
+                    continue
+                found = [run(way, rate, asked) for _ in range(asked.seeds)]
+                told = [one for one, _ in found]
+                spread = f" ({min(told):.2f} to {max(told):.2f})" if len(told) > 1 else ""
+                print(f"{rate:>7} Mbit/s {way:<11}{median(told):9.2f} steps/s{spread}  {found[-1][1]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Plan:
 
     reset_after_up: int | None = None  # client to server: these many pass, then the connection is reset
     reset_after_down: int | None = None
+    hold_after_down: int | None = None  # the rest is not read, until the connection is reset
     lose_after_up: int | None = None  # what is said from there on does not arrive; the end of the connection does
     lose_after_down: int | None = None
 
@@ -42,6 +43,7 @@ class _Connection:
     up: int = 0  # bytes passed
     down: int = 0
     is_reset: threading.Event = field(default_factory=threading.Event)
+    is_held: bool = False
 
     def reset(self) -> bool:
         """Both ends get RST; False when that has happened already."""
@@ -135,7 +137,11 @@ class Proxy:
             while data := source.recv(_PIECE):
                 self._open.wait()
                 plan, passed = connection.plan, connection.up if is_up else connection.down
-                limit, lost = plan.reset_after_down, plan.lose_after_down
+                limit, lost, most = plan.reset_after_down, plan.lose_after_down, plan.hold_after_down
+                if not is_up and most is not None and passed >= most:
+                    connection.is_held = True
+                    connection.is_reset.wait()
+                    break
                 if is_up:
                     limit, lost = plan.reset_after_up, plan.lose_after_up
                 is_last = limit is not None and passed + len(data) >= limit
