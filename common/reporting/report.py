@@ -25,11 +25,23 @@ _MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
 _RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("wall s", lambda run: f"{run.wall_s:,.1f}"),
     ("updates", lambda run: f"{run.updates:,}"),
+    ("steps/s", lambda run: f"{_steps_per_s(run):,.0f}"),
     ("stale mean", lambda run: f"{run.staleness_mean:.2f}"),
     ("stale max", lambda run: f"{run.staleness_max}"),
     ("waiting", lambda run: share(run.wait_share)),
     ("traffic", lambda run: size(run.num_bytes)),
+    ("each", lambda run: size(run.num_bytes // max(1, len(run.workers)))),
 ]
+
+
+def _steps_per_s(run: Summary) -> float:
+    """Training steps of all workers."""
+    num_steps = sum(worker.steps for worker in run.workers) * (run.local_steps or 1)
+    return num_steps / run.wall_s if run.wall_s else 0.0
+
+
+_WIDTH = 100  # of a comparison,
+_FIRST_TO_GO = ("traffic", "steps/s")  # where it would be wider
 
 _COST_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("cost", lambda run: f"{price(run.cost.total)} {run.cost.currency}" if run.cost else "-"),
@@ -106,6 +118,11 @@ def summary_table(summary: Summary) -> RenderableType:
 def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
     """One row per run: its final figures, then what it cost."""
     head, rows = comparison_cells(runs)
+    for name in _FIRST_TO_GO:
+        widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+        if sum(widths) > _WIDTH:
+            at = head.index(name)
+            head, rows = head[:at] + head[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
     table = _table(head[1:], Column(head[0], style="bold", overflow="fold"))
     for row in rows:
         table.add_row(*row)
