@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from ..machines.links import Link
@@ -28,25 +28,27 @@ class Agenda:
     def push(self, at: float, handler: Handler, worker: Worker, told: Any = None) -> None:
         """Call it then, unless the worker has another life by that time."""
         self._num_pushed = num = self._num_pushed + 1
-        heapq.heappush(self._heap, (at, num, handler, worker, worker.life, told))
+        heappush(self._heap, (at, num, handler, worker, worker.life, told))
 
-    @property
-    def next_at(self) -> float:
-        """When the next thing happens; infinity: never."""
-        heap, (one, other) = self._heap, self._links
-        at = heap[0][0] if heap else math.inf
-        if one.next_end < at:
-            at = one.next_end
-        return other.next_end if other.next_end < at else at
-
-    def step(self) -> None:
-        """The next thing happens."""
+    def step(self, until: float) -> bool:
+        """The next thing happens, if it does before that moment."""
         heap, (one, other) = self._heap, self._links
         link = one if one.next_end < other.next_end else other
         if heap and heap[0][0] < link.next_end:
-            self.now, _, handler, worker, life, told = heapq.heappop(heap)
-        else:
+            if heap[0][0] >= until:
+                return False
+            self.now, _, handler, worker, life, told = heappop(heap)
+        elif link.next_end < until:
             self.now = link.next_end
             worker, life, handler, told = link.end()
+        else:
+            return False
         if worker.life == life:
             handler(worker, told)
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing will happen."""
+        one, other = self._links
+        return not self._heap and one.next_end == other.next_end == math.inf

@@ -95,17 +95,17 @@ class Simulation:
         never, num_idle, agenda = math.inf, 0, self._agenda
         tick_at = TICK_S if self._looks_at_time else never
         while not self.is_over:
-            at = agenda.next_at
-            if at == never:
-                tick_at, num_idle = agenda.now + TICK_S, num_idle + 1
+            if agenda.step(tick_at):
+                continue
+            if tick_at == never:
+                tick_at = agenda.now + TICK_S
+            if agenda.is_empty:
+                num_idle += 1
                 if num_idle > _MOST_IDLE_TICKS:
                     why = self.policy.waiting_reason(agenda.now)
                     raise UsageError(f"nothing happens any more after {agenda.now:,.1f} s: {why or 'nobody is here'}")
-            if tick_at <= at:
-                agenda.now, tick_at = tick_at, tick_at + TICK_S if self._looks_at_time else never
-                self._happens(events.Ticked())
-            else:
-                agenda.step()
+            agenda.now, tick_at = tick_at, tick_at + TICK_S if self._looks_at_time else never
+            self._happens(events.Ticked())
 
     # ---- how it begins, who fails ------------------------------------------------------------
 

@@ -10,6 +10,7 @@ recorded (`extra`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ...ps.core import effects, events
@@ -18,6 +19,8 @@ INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a body is in 
 CHUNK_BYTES = 1 << 20  # of a body in one message of a stream
 PLACED_BYTES = 8 << 20  # of a body behind one message of a direct connection
 _DOUBLE = 8
+# A field's tag and number up to field 15, by the bits of the number; or a message of so many bytes, its kind and size.
+_FIELD = (0, *(1 + (bits + 6) // 7 for bits in range(1, 65)))
 
 
 class Extra(NamedTuple):
@@ -45,33 +48,62 @@ class Framing:
 
     def up(self, event: events.Contributed, is_cut_short: bool = False) -> float:
         """Of this contribution, its messages and its body."""
-        num, is_raw = self.up_bytes, self.codec == "raw"
-        size = _number(1, event.number) + _number(2, event.base_version) + _number(3, event.num_samples)
-        size += _number(4, num) + (2 if event.wants_weights else 0) + 2 + len(self.codec)
-        size += 1 + _DOUBLE  # loss
-        size += (1 + _DOUBLE if event.compute_s else 0) + (1 + _DOUBLE if event.transfer_s else 0)
-        size += 2 if self.is_direct and is_raw and num > INLINE_BYTES else 0  # in_segment
-        size += 3 if self.has_base else 0
-        size += 0 if is_raw or event.number == 1 else 2 + _DOUBLE  # residual
+        size = self._up_size + _FIELD[event.number.bit_length()] + _FIELD[event.base_version.bit_length()]
+        size += _FIELD[event.num_samples.bit_length()]
+        if event.wants_weights:
+            size += 2
+        if event.compute_s:
+            size += 1 + _DOUBLE
+        if event.transfer_s:
+            size += 1 + _DOUBLE
+        if self.codec != "raw" and event.number > 1:
+            size += 2 + _DOUBLE  # residual
         if is_cut_short and event.num_steps is not None:
             size += 2 + _varint(event.num_steps)
-        return _framed(size) + self._body(num, self.is_direct and is_raw) + self.extra.up
+        return size + _FIELD[size.bit_length()] + self._up_body
 
     def down(self, answer: effects.Answer) -> float:
         """Of this answer, its messages and its weights."""
-        is_start = answer.outcome == "START"
-        num = (self.start_bytes if is_start else self.down_bytes) if answer.has_weights else 0
-        size = 2 + _number(2, answer.number) + _number(3, answer.version) + _number(4, answer.next_local_steps)
-        size += _number(5, num) + _number(6, answer.staleness) + (1 + _DOUBLE if answer.held_s else 0)
-        size += _text(answer.reason) + _number(9, answer.num_workers) + _number(10, answer.worker_index)
-        size += _number(11, answer.training_steps) + _number(15, answer.steps or 0) + (3 if answer.has_spare else 0)
-        size += _number(21, answer.in_step)
+        fixed, body = self._down_sizes[answer.outcome == "START" if answer.has_weights else 2]
+        size = fixed + _FIELD[answer.number.bit_length()] + _FIELD[answer.version.bit_length()]
+        size += _FIELD[answer.next_local_steps.bit_length()] + _FIELD[answer.staleness.bit_length()]
+        size += _FIELD[answer.num_workers.bit_length()] + _FIELD[answer.worker_index.bit_length()]
+        size += _FIELD[answer.training_steps.bit_length()] + _text(answer.reason)
+        if answer.held_s:
+            size += 1 + _DOUBLE
+        if answer.steps:
+            size += _FIELD[answer.steps.bit_length()]
+        if answer.has_spare:
+            size += 3
+        if answer.in_step:
+            size += _number(21, answer.in_step)
         if answer.num_batches is not None:
             size += 1 + _varint(answer.num_batches)
-        if not is_start and num:
-            size += _text(self.answer_codec)
-        is_direct = self.is_direct and not self.answer_codec and not is_start
-        return _framed(size) + self._body(num, is_direct) + (self.extra.down if num and not is_start else 0)
+        return size + _FIELD[size.bit_length()] + body
+
+    @cached_property
+    def _up_size(self) -> int:
+        """Of the message, what is the same in every one."""
+        num, is_raw = self.up_bytes, self.codec == "raw"
+        size = _number(4, num) + 2 + len(self.codec) + 1 + _DOUBLE  # loss
+        size += 2 if self.is_direct and is_raw and num > INLINE_BYTES else 0  # in_segment
+        return size + (3 if self.has_base else 0)
+
+    @cached_property
+    def _up_body(self) -> float:
+        return self._body(self.up_bytes, self.is_direct and self.codec == "raw") + self.extra.up
+
+    @cached_property
+    def _down_sizes(self) -> tuple[tuple[int, float], ...]:
+        """Of the message what is always the same, and of the body; of an answer, a START, and of none with weights."""
+        found = []
+        for num, codec, extra in (
+            (self.down_bytes, self.answer_codec, self.extra.down), (self.start_bytes, "", 0.0), (0, "", 0.0)
+        ):  # fmt: skip
+            is_start = len(found) == 1
+            body = self._body(num, self.is_direct and not self.answer_codec and not is_start)
+            found.append((2 + _number(5, num) + (_text(codec) if num else 0), body + (extra if num else 0.0)))
+        return tuple(found)
 
     def _body(self, num: int, is_direct: bool) -> int:
         """A body and its frames: tag and size, and where it begins."""
@@ -84,15 +116,11 @@ class Framing:
         return size
 
 
-def _framed(size: int) -> int:
-    """A message of so many bytes as the kind of another one."""
-    return 1 + _varint(size) + size
-
-
 def _number(field: int, value: int) -> int:
     return (1 if field < 16 else 2) + _varint(value) if value else 0
 
 
+@lru_cache(maxsize=1024)
 def _text(value: str) -> int:
     num = len(value) if value.isascii() else len(value.encode())
     return 1 + _varint(num) + num if num else 0
