@@ -299,9 +299,11 @@ class Run:
     def _after(self, found: list[Effect], at: float) -> list[Effect]:
         """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
         for effect in found:
+            if not isinstance(effect, _LOOKED_AT):
+                continue
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
-            elif isinstance(effect, effects.Answer) and effect.group[:1] == (effect.rank,):
+            elif isinstance(effect, effects.Answer) and effect.group and effect.group[0] == effect.rank:
                 effect.brings |= self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
                 effect.brings_optimizer = self.rhythm.is_kept
             elif isinstance(effect, effects.End):  # nothing comes after it
@@ -571,6 +573,7 @@ class Run:
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
+_LOOKED_AT = (effects.Commit, effects.Answer, effects.End)  # of what was decided: by `_after`
 
 
 def _stopping() -> ParamServerError:

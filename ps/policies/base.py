@@ -294,7 +294,8 @@ class Policy(ABC):
             return 0
         if self.training_steps is None:
             return self.local_steps
-        return min(self.local_steps, self.training_steps - self.steps_done(rank))
+        most, left = self.local_steps, self.training_steps - self.steps_done(rank)
+        return most if most < left else left
 
     def told_steps(self, rank: int) -> int | None:
         """Training steps that the worker was told for the contribution it makes, where they differ from rank to rank;
@@ -303,8 +304,9 @@ class Policy(ABC):
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
-        before = self._offsets.get(rank, self._offset)
-        return self._at_most(before + self._rounds_done(rank) * self.local_steps)
+        rounds, most = self._rounds_done(rank), self.training_steps  # asked thrice at every event: in one go
+        steps = self._offsets.get(rank, self._offset) + rounds * self.local_steps
+        return steps if most is None or steps < most else most
 
     def in_step_of(self, rank: int) -> int:
         """Contributions that count of the rank's newest training step, where a step has several (a model in parts)."""

@@ -29,7 +29,7 @@ class Compute:
         """Seconds of the next so many training steps."""
         if not self._sigma and self._slowdown is None:
             return self._mean_s * num_steps
-        return sum(self._step() for _ in range(num_steps))
+        return self._step() if num_steps == 1 else sum(self._step() for _ in range(num_steps))
 
     def _step(self) -> float:
         self._num_steps += 1

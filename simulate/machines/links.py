@@ -83,10 +83,12 @@ class Link(Generic[Key]):
     def _share(self) -> None:
         """Who cannot use an equal part leaves the rest to the others."""
         if (only := self._only) is not None:
-            if self._num:
-                part = self.capacity / self._num
-                only.rate = only.limit if only.limit < part else part
-            self.next_end = self._end_of(only) if self._num else math.inf
+            if not self._num:
+                self.next_end = math.inf
+                return
+            part, left = self.capacity / self._num, only.heap[0][0] - only.given
+            only.rate = rate = only.limit if only.limit < part else part
+            self.next_end = self._at + left / rate if left > 0 else self._at
             return
         busy = [one for one in self._classes.values() if one.heap]
         if len(busy) > 1:

@@ -39,6 +39,11 @@ class Server:
         heapq.heappush(self._waiting, (place, self._num_asked, worker, worker.life))
         self.look_again()
 
+    @property
+    def has_room(self) -> bool:
+        """Somebody waits for a place, and there is one."""
+        return self._num_staged < self._world.max_staged and bool(self._waiting)
+
     def look_again(self) -> None:
         """As `ps/tensors/staging.py`: the next to be folded first, and nobody whose turn is too far away."""
         waiting, most = self._waiting, self._world.max_staged

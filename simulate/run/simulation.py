@@ -236,7 +236,8 @@ class Simulation:
                 self._watch(effect, now)
             if (handler := handlers.get(type(effect))) is not None:
                 handler(effect)
-        self._server.look_again()
+        if self._server.has_room:
+            self._server.look_again()
 
     def _watch(self, effect: effects.Effect, now: float) -> None:
         if self.learner is not None:

@@ -18,7 +18,11 @@ class Drawn:
 
     def committed(self, rank: int, num_batches: int, num_steps: int, steps_done: int) -> None:
         """Contributions of the rank, of `num_steps` training steps, are in a version; with them so many count."""
-        self._set(rank, self.place(rank, steps_done - num_steps) + num_batches, steps_done)
+        batches, steps = self._places.get(rank, (0, 0))
+        if steps == batches == steps_done - num_steps and num_batches == num_steps and steps:
+            self._places[rank] = steps_done, steps_done  # a batch for each step, as before
+        else:
+            self._set(rank, self.place(rank, steps_done - num_steps) + num_batches, steps_done)
 
     def _set(self, rank: int, batches: int, steps: int) -> None:
         old_batches, old_steps = self._places.get(rank, (0, 0))
