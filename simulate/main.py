@@ -53,6 +53,7 @@ def simulate(
     fold: Annotated[str | None, typer.Option(metavar="TIME", help="To add a contribution; none: by --mb.")] = None,
     step: Annotated[str | None, typer.Option(metavar="TIME", help="To make a version; none: by --mb.")] = None,
     failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Of each worker.")] = None,
+    join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="So many more workers join.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same events.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, of --history.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
@@ -67,13 +68,23 @@ def simulate(
 
     flags = {"run.steps": steps, "run.seed": seed}
     told = Told(
-        megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures
-    )
+        megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures,
+        join_at,
+    )  # fmt: skip
     configs = resolve(config, mode, workers, flags, sets or [], os.environ)
     if trace is not None and (learn or baseline or as_json):
         flag = "--learn" if learn else "--baseline" if baseline else "--json"
         raise UsageError(
             f"flag {flag} with --trace: a recorded run has no data here, and its own times", fix="one only"
+        )
+    if trace is not None and (flag := told.of_machines):
+        raise UsageError(
+            f"flag {flag} with --trace: its workers are the recorded ones",
+            fix="leave it out; links may be others: --bandwidth, --latency, --server-bandwidth",
+        )
+    if baseline and join_at is not None:
+        raise UsageError(
+            "flag --baseline with --join-at: how much work workers do that join later depends on when", fix="one only"
         )
     try:
         runs = worlds(configs, told)
@@ -145,7 +156,7 @@ def _compare(
 ) -> int:
     from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
-    from .results.summary import as_text, summary, time_table
+    from .results.summary import as_text, summary, time_cells, time_pictures, time_table
     from .run.simulation import Simulation
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)
@@ -165,7 +176,8 @@ def _compare(
     if report is not None:
         from ..common.reporting.compared import write_report
 
-        write_report(report, "Simulated runs", found, [f"{label}: events {one.tally.digest}" for label, one in done])
+        notes = [f"{label}: events {one.tally.digest}" for label, one in done]
+        write_report(report, "Simulated runs", found, notes, more=([time_cells(done)], time_pictures(done)))
     if as_json:
         print(as_text(done, first))
         return 0
@@ -175,6 +187,8 @@ def _compare(
     console.print(time_table(done))
     for label, one in done:
         print(f"{label}: events {one.tally.digest}")
+    if late := [label for label, one in done if not all(worker.incarnation for worker in one.workers)]:
+        print(f"{', '.join(late)}: over before all workers of --join-at were to join")
     if learns:
         for label, told in found:
             print(f"\n{label}: loss over virtual time")

@@ -18,6 +18,7 @@ from .traffic.framing import Framing
 from .traffic.sizes import body_sizes
 
 DEFAULT_NUM_WORKERS = 4
+MOST_WORKERS = 1_000_000  # some 5 GB of them
 _MOST_CONFIGURED = 4096  # run.workers; a simulation may have more
 _FOLD_S_PER_BYTE = 1 / 4e9  # a mean of float32 in memory, one core
 _STEP_S_PER_BYTE = 1 / 2e9  # SGD with momentum
@@ -38,6 +39,14 @@ class Told:
     fold: str | None = None
     step: str | None = None
     failures: str | None = None
+    join_at: str | None = None
+
+    @property
+    def of_machines(self) -> str:
+        """A flag that says how fast workers are, or when they are there; empty: none was given."""
+        names = ("compute", "jitter", "speeds", "stragglers", "failures", "join_at")
+        given = [name for name in names if getattr(self, name) != getattr(Told, name)]
+        return "--" + given[0].replace("_", "-") if given else ""
 
     @property
     def has_links(self) -> bool:
@@ -63,6 +72,8 @@ def resolve(
     }
     config = load_config(path, told, sets, environ, is_worker=False).config
     _check_possible(config)
+    if workers is not None and workers > MOST_WORKERS:
+        raise UsageError(f"flag --workers: {workers:,} workers, and {MOST_WORKERS:,} are the most", fix="fewer")
     found = []
     for name in names or [config.run.mode]:
         num = workers or config.run.workers or DEFAULT_NUM_WORKERS
@@ -107,7 +118,11 @@ def _check_possible(config: Config) -> None:
 
 def worlds(configs: list[Config], told: Told) -> list[tuple[Config, World]]:
     """Each configuration with the world that the flags describe. Raises UsageError."""
-    return [(config, _world(config, told)) for config in configs]
+    found = [(config, _world(config, told)) for config in configs]
+    if told.join_at is None:
+        return found
+    # A run with a number of workers begins when all are there; who comes later comes to one without.
+    return [(one.model_copy(update={"run": one.run.model_copy(update={"workers": None})}), at) for one, at in found]
 
 
 def alone(config: Config, world: World) -> tuple[Config, World]:
@@ -132,13 +147,15 @@ def _world(config: Config, told: Told) -> World:
     if told.megabytes is not None and not 0 <= told.megabytes < 1e6:
         raise UsageError(f"flag --mb: {told.megabytes:g} is not a size in MB", fix="e.g. --mb 10")
     up_bytes, down_bytes, start_bytes = body_sizes(config, told.megabytes)
-    down, up = bandwidth("--bandwidth", told.bandwidth)
+    most = config.worker.max_mbit * 1e6 / 8 if config.worker.max_mbit else math.inf
+    down, up = (min(rate, most) for rate in bandwidth("--bandwidth", told.bandwidth))
     server_down, server_up = bandwidth("--server-bandwidth", told.server_bandwidth)
     failures = named("--failures", told.failures, ("mtbf", "back")) if told.failures else {}
     fold_s, step_s = start_bytes * _FOLD_S_PER_BYTE, start_bytes * _STEP_S_PER_BYTE
     assert config.run.workers is not None
+    joins_at = _joins_at(told.join_at) if told.join_at else ()
     world = World(
-        num_workers=config.run.workers,
+        num_workers=config.run.workers + len(joins_at),
         seed=config.run.seed,
         compute_s=seconds("--compute", told.compute),
         jitter=number("--jitter", str(told.jitter), 0, 10),
@@ -158,6 +175,7 @@ def _world(config: Config, told: Told) -> World:
         max_staged=config.server.max_staged,
         mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
         back_s=seconds("--failures", failures["back"]) if failures else 0.0,
+        joins_at=joins_at,
     )
     if world.compute_s <= 0:
         raise UsageError("flag --compute: a training step takes time", fix="e.g. --compute 100ms")
@@ -167,6 +185,16 @@ def _world(config: Config, told: Told) -> World:
             fix=f"mtbf of at least {told.compute}",
         )
     return world
+
+
+def _joins_at(text: str) -> tuple[float, ...]:
+    """`60s:4,10min`: when workers join, and how many; one where it does not say. Raises UsageError."""
+    found: list[float] = []
+    for word in text.split(","):
+        at, is_many, num = word.partition(":")
+        many = int(number("--join-at", num, 1, MOST_WORKERS)) if is_many else 1
+        found += [seconds("--join-at", at)] * many
+    return tuple(sorted(found))
 
 
 def _framing(config: Config, sizes: tuple[int, int, int]) -> Framing:

@@ -14,6 +14,8 @@ from .pictures import Curves, png, svg
 from .report import comparison_cells
 from .summary import Summary
 
+Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
+Picture = tuple[str, str, str, Curves]  # its PNG's name, what it shows, over what, the curves
 _FILES = ("report.html", "report.md")
 _NO_PNG = "The curves are in report.html only: matplotlib, which draws PNG, is not installed (paramserver[bench])."
 _UNITS: dict[str, Callable[[Point], float | None]] = {
@@ -33,12 +35,14 @@ def write_report(
     runs: Sequence[tuple[str, Summary]],
     notes: Sequence[str] = (),
     differences: Mapping[str, Sequence[object]] | None = None,
+    more: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
 ) -> None:
     """`report.html` and `report.md` in a directory, which is made: what the runs say in sentences, a table of all, what
     `differences` their settings have (by key, a value for each run), and of those that were evaluated on their way the
     curves over seconds, steps and bytes, where matplotlib is installed as PNG too. Runs of one name are the same with
-    several seeds. OutputError where it cannot be written."""
-    tables = [comparison_cells(runs)]
+    several seeds. `more` tables, and pictures (without a mark), stand behind these. OutputError where it cannot be
+    written."""
+    tables = [comparison_cells(runs), *more[0]]
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
@@ -51,7 +55,7 @@ def write_report(
     pictures = _pictures(runs)
     prepare_report(directory)
     told = list(notes)
-    for file, name, unit, curves, line in pictures:
+    for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in more[1])]:
         parts += [f"<h2>{escape(name)} over {unit}</h2>", svg(curves, unit, line)]
         if not png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
             told += [_NO_PNG] if _NO_PNG not in told else []
@@ -109,7 +113,7 @@ def _bytes(point: Point) -> str:
     return "" if point.num_bytes is None else f"{point.num_bytes:,}"
 
 
-def _table(table: tuple[list[str], list[list[str]]]) -> str:
+def _table(table: Table) -> str:
     head, rows = table
     cells = "".join(
         "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) + "</tr>"

@@ -33,5 +33,6 @@ class World:
     max_staged: int = 4  # uploads that the server holds at once
     mtbf_s: float = math.inf  # mean time of a worker between two failures
     back_s: float = 30.0  # from a failure until its next process joins
+    joins_at: tuple[float, ...] = ()  # when the last ranks join, ascending; all others at 0
     # Instead of all that: of each rank in turn, what its contributions took, computing and exchange (`fit.py`).
     recorded: tuple[tuple[tuple[float, float], ...], ...] = ()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 
 from rich.table import Column, Table
 
+from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
 from ...common.reporting.summary import Summary, WorkerSummary
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
+
+_LEAST_PART = 0.001  # what never takes more is not drawn
+_NAMES = ("computing", "held by mode", "max_staged", "server's work", "server's link", "own link")  # of CAUSES
 
 
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
@@ -51,17 +56,19 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
 
 def figures(simulation: Simulation) -> dict[str, float]:
     """Training steps of all workers a second; as a part of what they would take if nothing but computing took time;
-    staleness in versions, leads in contributions; microseconds that the run's rules took for a contribution."""
+    staleness and skew in versions, leads in contributions; microseconds of the run's rules for a contribution."""
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
     elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
     rate = simulation.tally.num_steps / elapsed_s if elapsed_s else 0.0
-    spent = simulation.tally.decision_s
+    spent, skews = simulation.tally.decision_s, Counter(one.skew for one in simulation.tally.samples)
     return {
         "steps/s": rate,
         "of ideal": rate / ideal if (ideal := ideal_rate(simulation)) else 0.0,
         "stale p50": percentile(staleness, 0.5),
         "stale p99": percentile(staleness, 0.99),
         "lead max": max((one.lead_max for one in stats), default=0),
+        "skew p50": percentile(skews, 0.5),
+        "skew max": max(skews, default=0),
         "dropped": sum(one.dropped for one in stats),
         "policy us": 1e6 * sum(spent) / len(spent) if spent else 0.0,
     }
@@ -85,25 +92,49 @@ def percentile(counts: Counter[int], part: float) -> int:
 
 
 def time_table(runs: list[tuple[str, Simulation]]) -> Table:
-    """Where the time of the workers went, and what travelled, framing included."""
-    names = ["computing", "held by mode", "max_staged", "server's work", "server's link", "own link", "up", "down"]
-    columns = (Column(name, justify="right") for name in names)
-    table = Table(Column("mode", style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    """The same for a terminal."""
+    head, rows = time_cells(runs)
+    columns = (Column(name, justify="right") for name in head[1:])
+    table = Table(Column(head[0], style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def time_pictures(runs: list[tuple[str, Simulation]]) -> list[tuple[str, str, str, Curves]]:
+    """Of each run where its workers' time went, as parts of it (0..1) over the virtual time."""
+    found: list[tuple[str, str, str, Curves]] = []
+    for mode, run in runs:
+        samples, curves = run.tally.samples, []
+        for cause, name in zip(CAUSES, _NAMES, strict=True):
+            points = [
+                (after.at, (after.seconds[cause] - before.seconds[cause]) / total)
+                for before, after in pairwise(samples)
+                if (total := sum(after.seconds.values()) - sum(before.seconds.values())) > 0
+            ]
+            if len(points) > 1 and max(part for _, part in points) >= _LEAST_PART:
+                curves.append((name, points))
+        if curves:
+            found.append((f"time-of-{mode}.png", f"{mode}: where the time of its workers went", "s", curves))
+    return found
+
+
+def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list[str]]]:
+    """Where the time of the workers went, and what travelled, framing included: names of the columns, rows."""
+    rows = []
     for mode, run in runs:
         total = sum(run.tally.seconds.values()) or 1.0
         sent, received = (sum(getattr(one, name) for one in run.workers) for name in ("num_sent", "num_received"))
-        table.add_row(
-            mode,
-            *(share(run.tally.seconds[cause] / total) for cause in CAUSES),
-            size(round(sent)),
-            size(round(received)),
-        )
-    return table
+        parts = (share(run.tally.seconds[cause] / total) for cause in CAUSES)
+        rows.append([mode, *parts, size(round(sent)), size(round(received))])
+    return ["mode", *_NAMES, "up", "down"], rows
 
 
 def _workers(simulation: Simulation) -> list[WorkerSummary]:
     found = []
     for worker in simulation.workers:
+        if not worker.incarnation:
+            continue  # the run was over before it would have joined
         row = simulation.run.roster.stats[worker.rank].summary()
         row.bytes_sent, row.bytes_received, row.lane = round(worker.num_sent), round(worker.num_received), "simulated"
         found.append(row)

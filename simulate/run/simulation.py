@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..learning.learner import Learner
 
 TICK_S = 0.2  # as in a server
+NUM_SAMPLES = 100  # of a run: looking at all workers that often costs next to nothing
 _MOST_IDLE_TICKS = 100_000
 
 
@@ -62,6 +63,7 @@ class Simulation:
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
+        self._sampled_at = 1  # training steps of all
         self._chance = random.Random(world.seed + 0.25)
         self._looks_at_time = any(
             name.endswith("_s") and value is not None for name, value in policy.options.model_dump().items()
@@ -115,12 +117,16 @@ class Simulation:
             self._tell(
                 0.0,
                 effects.RunStarted(
-                    run.name, run.incarnation, self.config.run.mode, 0, {}, self.world.num_workers,
+                    run.name, run.incarnation, self.config.run.mode, 0, {}, run.options.num_workers,
                     policy.staleness_bound, None, (), policy.options.model_dump(mode="json"), asdict(policy.common),
                 ),
             )  # fmt: skip
-        for worker in self.workers:
+        late = self.world.joins_at
+        num_first = len(self.workers) - len(late)
+        for worker in self.workers[:num_first]:
             self._join(worker, None)
+        for worker, at in zip(self.workers[num_first:], late, strict=True):
+            self._agenda.push(at, self._join, worker)
         if not run.has_weights:
             self._happens(events.Brought(0, self.workers[0].incarnation))
 
@@ -138,7 +144,7 @@ class Simulation:
         if worker.is_finished:
             return
         self.tally.num_failures += 1
-        worker.life += 1
+        worker.life, worker.told_steps = worker.life + 1, 0
         worker.is_computing = worker.is_ready = worker.is_in_flight = False
         self._server.release(worker)
         self._happens(events.Disconnected(worker.rank, worker.incarnation))
@@ -264,7 +270,16 @@ class Simulation:
         rank, _, number = taken.identity
         if taken.outcome == "accepted":
             self.tally.num_steps += self.workers[rank].sent_steps
+            if self.tally.num_steps >= self._sampled_at:
+                self._sample()
         self.tally.note(self._agenda.now, taken.outcome, rank, number, taken.base_version)
+
+    def _sample(self) -> None:
+        """How far apart the versions are that workers hold, and where their time went until now."""
+        held = [one.version for one in self.workers if one.told_steps]  # and goes on
+        self.tally.sample(self._agenda.now, max(held) - min(held) if held else 0)
+        total = self.world.num_workers * (self.policy.training_steps or 1)
+        self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
 
     def _done(self, done: effects.TellDone) -> None:
         self.is_over = True

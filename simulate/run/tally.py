@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...ps.core import effects
 from .worker import Worker
 
 CAUSES = ("compute", "mode", "staging", "server", "its link", "own link")
 _FLUSHED = 4096  # lines at once
+
+
+class Sample(NamedTuple):
+    """Of one moment."""
+
+    at: float
+    skew: int  # versions between the oldest and the newest that a worker holds
+    seconds: dict[str, float]  # by cause, from the beginning on
 
 
 class Tally:
@@ -22,6 +30,7 @@ class Tally:
         self.num_steps = 0  # training steps in them
         self.decision_s: list[float] = []  # that each contribution cost the run
         self.num_failures = 0
+        self.samples: list[Sample] = []
         self._hash = hashlib.sha256()
         self._lines: list[tuple[Any, ...]] = []
 
@@ -36,6 +45,9 @@ class Tally:
         self._lines.append(what)
         if len(self._lines) >= _FLUSHED:
             self._flush()
+
+    def sample(self, at: float, skew: int) -> None:
+        self.samples.append(Sample(at, skew, dict(self.seconds)))
 
     def _flush(self) -> None:
         if self._lines:

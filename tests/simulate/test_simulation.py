@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
+from paramserver.common.reporting.compared import write_report
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Told, worlds
-from paramserver.simulate.results.summary import figures, ideal_rate, percentile, summary
+from paramserver.simulate.results.summary import figures, ideal_rate, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 
@@ -123,6 +125,56 @@ def test_a_round_that_closes_by_time_does_without_the_straggler() -> None:
     assert run.now < 100.0 and figures(run)["dropped"] > 0
 
 
+def joining(mode: str, num_first: int, steps: int, joins_at: tuple[float, ...]) -> Simulation:
+    """As `--join-at` makes one: a run without a number of workers."""
+    config = config_of(mode, num_first, steps)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"workers": None})})
+    return Simulation(config, world_of(num_first + len(joins_at), joins_at=joins_at))
+
+
+@EVERY_MODE
+def test_who_joins_late_begins_where_the_slowest_is(mode: str) -> None:
+    steps = 24 if config_of(mode, 2, 1).policy.options(mode).model_dump().get("local_steps", 1) == 1 else 400
+    alone = simulated(mode, 2, steps)
+    run = joining(mode, 2, steps, (alone.now / 2, alone.now / 2))
+    run.go()
+    first, late = run.workers[:2], run.workers[2:]
+    assert all(one.done_steps == steps for one in run.workers)
+    assert all(0 < late_one.num_received < first[0].num_received for late_one in late)
+    assert 2 * steps < run.tally.num_steps < 4 * steps
+
+
+def test_who_would_join_after_the_end_is_in_no_summary() -> None:
+    run = joining("sync", 2, 4, (1e6,))
+    run.go()
+    assert [one.rank for one in summary(run).workers] == [0, 1]
+
+
+def test_versions_that_workers_hold_are_as_far_apart_as_the_slowest_is_slow() -> None:
+    """In sync the answers of one round are all of one version; a worker ten times as slow holds an old one in async."""
+    free = {"up": float("inf"), "down": float("inf"), "latency_s": 0.0}
+    assert figures(simulated("sync", 3, 10, **free))["skew max"] == 0
+    slow = simulated("async", 2, 40, speeds=(1.0, 0.1), **free)
+    assert figures(slow)["skew max"] == pytest.approx(10, abs=2)
+    assert figures(slow)["skew p50"] <= 2, "the fast one is through after a tenth of the time"
+    assert [one.at for one in slow.tally.samples] == sorted(one.at for one in slow.tally.samples)
+
+
+def test_the_report_shows_where_the_time_went(tmp_path: Path) -> None:
+    runs = [(mode, simulated(mode, 3, 20, jitter=0.3)) for mode in ("sync", "async")]
+    pictures = time_pictures(runs)
+    assert [file for file, *_ in pictures] == ["time-of-sync.png", "time-of-async.png"]
+    curves = dict(pictures[0][3])
+    assert set(curves) == {"computing", "held by mode", "own link"}
+    for parts in zip(*curves.values(), strict=True):
+        assert sum(part for _, part in parts) == pytest.approx(1.0)
+    found = [(mode, summary(run)) for mode, run in runs]
+    write_report(str(tmp_path), "Simulated", found, more=([time_cells(runs)], pictures))
+    html, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert html.count("<svg") == 2 and "sync: where the time of its workers went" in html
+    assert "| mode | computing | held by mode |" in text
+
+
 def test_percentiles_are_values_that_were_there() -> None:
     assert [percentile(Counter({0: 98, 7: 2}), part) for part in (0.5, 0.98, 0.99, 1.0)] == [0, 0, 7, 7]
     assert percentile(Counter(), 0.5) == 0
@@ -137,6 +189,8 @@ def test_percentiles_are_values_that_were_there() -> None:
         ({"stragglers": "p=0.1,p=0.9,x=5"}, "not of the form p=...,x=..."),
         ({"failures": "mtbf=1h"}, "not of the form"),
         ({"compute": "0s"}, "a training step takes time"),
+        ({"join_at": "60s:0"}, "0 is not a number from 1"),
+        ({"join_at": "4"}, "'4' is not a time"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -> None:
