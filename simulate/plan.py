@@ -109,6 +109,11 @@ def _check_possible(config: Config) -> None:
             "may take as long as these",
             fix="leave it out",
         )
+    if (fragments := config.policy.option("fragments") or 1) > 1:
+        raise UsageError(
+            f"policy.fragments is {fragments}: contributions of a part of the model are not simulated",
+            fix="--set policy.fragments=1, or the size of a part as --mb",
+        )
     if config.server.shards > 1:
         raise UsageError(
             f"server.shards is {config.server.shards}: a simulation has one server",

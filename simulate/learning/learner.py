@@ -39,6 +39,7 @@ from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from ...worker.training.data import Shares, seed_everything, sharded_batches, step_seed
 from ...worker.training.tasks.loading import load_task
 from ...worker.training.tasks.schedule import rate_at
+from .coded import Down, Up, check
 
 _MOST_BYTES = 4 << 30  # of all workers together
 _NUM_POINTS = 20  # of a curve
@@ -91,6 +92,8 @@ class _Rank:
     sent: tuple[torch.Tensor, frozenset[str]] | None = None  # of these two what is on its way
     num_samples: int = 0
     hyperparameters: tuple[Hyperparameters, ...] | None = None
+    version: int = 0  # received last
+    up: Up | None = None  # None: everything is sent as it is
 
 
 class Learner:
@@ -115,12 +118,14 @@ class Learner:
         self._shares.num_batches(num_workers)  # says at once where samples are too few
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, self.source == "gradient", policy.outer, policy.has_rounds)
-        self.model.adopt(layout, describe_optimizer(first.optimizer, first.tensors.names))
+        self._described = describe_optimizer(first.optimizer, first.tensors.names)
+        check(config, self.source, self._described)
+        self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
         begin.body.copy_(copy_of(*first.transfer.gather_all()))
         self.model.begin(begin)
         self._folding = Folding(self.model, self._thread, policy.answers_before_commit)
-        self._newest = -1, begin.body
+        self._down = Down(config, self.model)
         self._first = first  # all compute on it where nothing of theirs stays in a model, and it is measured
         self._ranks = [self._rank(rank) for rank in range(num_workers)]
         self.curve: list[Point] = []
@@ -128,11 +133,12 @@ class Learner:
         self.measure(0.0, 0)
 
     def _rank(self, rank: int) -> _Rank:
-        weights = self._weights(0)
+        weights = self._down.weights(0, is_start=True)
         return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
 
     def _check_size(self, num_bytes: int) -> None:
         each = num_bytes * (2 if self.source == "gradient" else 6)  # weights, gradient, optimizer, anchor, body
+        each += num_bytes * 3 * (self._config.worker.codec != "raw")  # gathered, encoded, what was left out
         if each * self._num_workers > _MOST_BYTES:
             raise UsageError(
                 f"flag --learn: {self._num_workers:,} workers of this model hold {each * self._num_workers:,} bytes, "
@@ -160,13 +166,14 @@ class Learner:
             if self.source != "gradient":
                 machine.step(machine.optimizer)
         if self.source == "gradient":
-            one.hyperparameters = tuple(current_hyperparameters(group) for group in machine.optimizer.param_groups)
+            groups = [current_hyperparameters(group) for group in machine.optimizer.param_groups]
+            one.hyperparameters = tuple(groups) if one.up is None else one.up.told(groups)
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
             one.without = frozenset(names[index] for index in machine.tensors.without_gradient())
         if machine.anchor is not None:
             machine.anchor.measure()
         (stretch,) = machine.transfer.gather(self.source)
-        one.body = copy_of(*stretch.pieces)
+        one.body = copy_of(*stretch.pieces) if one.up is None else one.up.sent(stretch, one.version)
         if not bool(torch.isfinite(self._parameters(one.body)).all()):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
 
@@ -192,7 +199,7 @@ class Learner:
     def answered(self, answer: effects.Answer) -> None:
         """The server has decided on an answer: its weights are those of now."""
         if answer.has_weights:
-            self._ranks[answer.rank].on_its_way = self._weights(answer.version)
+            self._ranks[answer.rank].on_its_way = self._down.weights(answer.version, answer.outcome == "START")
 
     def received(self, answer: effects.Answer) -> None:
         """The answer is with its worker."""
@@ -206,8 +213,12 @@ class Learner:
         if is_start and self.source != "gradient":  # another process: its optimizer begins anew
             one.machine = _Machine(self._config, self.task)
             one.machine.anchor = Anchor(one.machine.tensors) if self.source == "delta" else None
+        if is_start and self._config.worker.codec != "raw":
+            one.up = Up(self._config, self._first.tensors.layout, self._described)
+        elif one.up is not None:
+            one.up.answered(answer, is_work=self.source != "gradient")
         if answer.has_weights:
-            one.weights = one.on_its_way
+            one.weights, one.version = one.on_its_way, answer.version
             if self.source != "gradient":
                 one.machine.holds = None
                 one.machine.put(one.weights)
@@ -252,24 +263,16 @@ class Learner:
         """The task's, of the newest weights."""
         machine = self._first
         machine.holds = None
-        machine.put(self._weights(self.model.store.version))
+        machine.put(self.model.store.weights[: self.model.store.layout.exchange_bytes])
+        machine.holds = None
         with user_code():
             return {name: float(value) for name, value in self.task.evaluate(machine.net).items()}
-
-    def _weights(self, version: int) -> torch.Tensor:
-        """A copy of the newest weights, shared by all who ask for this version."""
-        if self._newest[0] != version:
-            self._newest = version, self.model.store.weights[: self.model.store.layout.exchange_bytes].clone()
-        return self._newest[1]
 
 
 def _check_possible(config: Config, policy: Any) -> None:
     """Refuse what would be learned otherwise than in a run."""
     worker, store, train = config.worker, config.store, config.train
-    raw = "a simulation that learns sends everything as it is"
     for key, value, plain, why in (
-        ("worker.codec", worker.codec, "raw", raw),
-        ("worker.answer_codec", worker.answer_codec, "raw", raw),
         ("store.max_norm", store.max_norm, None, "norms of contributions are not looked at"),
         ("train.accumulate", train.accumulate, 1, "a training step is one batch"),
         ("train.precision", train.precision, "fp32", "computing is float32"),
@@ -279,6 +282,9 @@ def _check_possible(config: Config, policy: Any) -> None:
     if policy.compensation is not None:
         told = "policy.late_compensation needs what each worker was sent, which is not kept"
         raise UsageError(f"flag --learn: {told}", fix="--set policy.late_compensation=none")
+    if config.policy.pipelined and worker.codec != "raw":
+        told = f"policy.pipelined with worker.codec {worker.codec}: what it leaves out is added to the next one in time"
+        raise UsageError(f"flag --learn: {told} only where a worker waits", fix="--set policy.pipelined=false")
     if config.policy.pipelined and policy.contribution != "gradient":
         told = f"policy.pipelined in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
         raise UsageError(f"flag --learn: {told}", fix="--set policy.pipelined=false")

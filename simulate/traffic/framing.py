@@ -96,7 +96,7 @@ class Framing:
     @cached_property
     def _down_sizes(self) -> tuple[tuple[int, float], ...]:
         """Of the message what is always the same, and of the body; of an answer, a START, and of none with weights."""
-        found = []
+        found: list[tuple[int, float]] = []
         for num, codec, extra in (
             (self.down_bytes, self.answer_codec, self.extra.down), (self.start_bytes, "", 0.0), (0, "", 0.0)
         ):  # fmt: skip

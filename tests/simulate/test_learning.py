@@ -91,6 +91,49 @@ def test_loss_falls_over_virtual_time(mode: str) -> None:
     assert curve[-1].figures["loss"] < 0.8 * curve[0].figures["loss"]
 
 
+CODED = [
+    ("sync", "int8", "raw"), ("sync", "q4", "q4"), ("async", "int8", "bf16"), ("async", "raw", "int8"),
+    ("diloco", "sparse", "q4"), ("localsgd", "bf16", "raw"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "up", "down"), CODED)
+def test_codecs_decide_nothing_and_cost_little(mode: str, up: str, down: str) -> None:
+    """Of workers that fail as well, whose next process has nothing left over."""
+    options = {"policy": {"local_steps": 3}} if mode in ("localsgd", "diloco") else {}
+    config = config_of(mode, 3, 60, **options)
+    coded = config_of(mode, 3, 60, **options, worker={"codec": up, "answer_codec": down})
+    world = {**UNEQUAL, "mtbf_s": 40.0, "back_s": 2.0}
+    found, raw = learned(coded, **world), learned(config, **world)
+    assert found.tally.digest == raw.tally.digest and found.tally.num_failures
+    assert found.learner is not None and raw.learner is not None
+    before, loss, plain = raw.learner.curve[0], found.learner.figures()["loss"], raw.learner.figures()["loss"]
+    assert plain - 1e-3 < loss + 0.05 and loss < 0.9 * before.figures["loss"]
+    assert loss != plain
+
+
+def test_gradients_in_bf16_are_rounded_and_their_mean_is_taken() -> None:
+    """Sync, one step of two workers: the mean of two rounded gradients, by plain torch."""
+    config = config_of("sync", 2, 1, worker={"codec": "bf16"})
+    learner = learned(config).learner
+    assert learner is not None
+    task = load_task("xor", ARGS, seed=3, device=torch.device("cpu"))
+    torch.manual_seed(3)
+    model = task.model()
+    shares, mean = Shares(task.train_data(), 8, 3), [torch.zeros_like(one) for one in model.parameters()]
+    for rank in range(2):
+        rows, _ = next(iter(shares.batches_of(0, 2, rank)))
+        model.zero_grad()
+        task.loss(model, [tensor[rows] for tensor in shares.dataset.tensors]).backward()  # type: ignore[attr-defined]
+        for total, one in zip(mean, model.parameters(), strict=True):
+            assert one.grad is not None
+            total += one.grad.bfloat16().float() / 2
+    layout, weights = learner.model.store.layout, learner.model.store.weights
+    views = {spec.name: view for spec, view in layout.views(weights)}
+    for (name, one), gradient in zip(model.named_parameters(), mean, strict=True):
+        assert torch.allclose(views[name], one.detach() - 0.1 * gradient, rtol=0, atol=1e-7)
+
+
 def test_the_same_work_alone_stands_beside_it() -> None:
     """Two machines and no links: twice as fast as one that takes their batches one after another, and equal in sync."""
     config, world = config_of("sync", 2), world_of(2, up=math.inf, down=math.inf, latency_s=0.0)
@@ -109,7 +152,7 @@ def test_the_same_work_alone_stands_beside_it() -> None:
 @pytest.mark.parametrize(
     ("told", "problem"),
     [
-        ({"worker": {"codec": "int8"}}, "worker.codec is int8"),
+        ({"worker": {"codec": "sign"}}, "worker.codec is sign: the server's SGD has momentum 0.5"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1.0"),
         ({"train": {"accumulate": 2}}, "train.accumulate is 2"),
         ({"task": {"name": "nothing.py:Task"}}, "nothing.py"),
@@ -118,6 +161,11 @@ def test_the_same_work_alone_stands_beside_it() -> None:
 def test_what_cannot_be_learned_is_said(told: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         Learner(config_of("sync", 2, **told), 2)
+
+
+def test_a_codec_whose_workers_do_not_wait_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"policy\.pipelined with worker\.codec int8"):
+        Learner(config_of("async", 2, worker={"codec": "int8"}, policy={"pipelined": True}), 2)
 
 
 def test_too_many_workers_are_refused_with_the_number_that_fits() -> None:

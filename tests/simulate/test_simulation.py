@@ -14,7 +14,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.common.reporting.compared import write_report
 from paramserver.ps.core import effects
-from paramserver.simulate.plan import Told, worlds
+from paramserver.simulate.plan import Told, resolve, worlds
 from paramserver.simulate.results.summary import figures, ideal_rate, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
@@ -197,3 +197,8 @@ def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -
     with pytest.raises(UsageError) as error:
         worlds([config_of("sync", 2, 4)], Told(megabytes=1.0, **flags))
     assert message in str(error.value)
+
+
+def test_a_part_of_the_model_at_a_time_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"policy\.fragments is 5"):
+        resolve(None, "diloco", 2, {"run.steps": 50}, ["policy.fragments=5"], {})

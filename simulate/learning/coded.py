@@ -1,0 +1,95 @@
+"""Bodies in a codec, both ways, as they would come out of a lane: error feedback and the shared reference included.
+
+Up it is the worker's own `Encoding`, with what became of each contribution; down the server's own `References`: who is
+answered holds the newest one, whatever differences have led it there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...common.codecs.base import Codec, begin_body, check_codecs, take_body
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import moves_reference
+from ...common.config.schema import Config
+from ...common.registry import CODECS
+from ...common.tensors.layout import Layout, new_body
+from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...ps.core import effects
+from ...ps.tensors.answers.reference import Whole
+from ...ps.tensors.model import Model
+from ...worker.lanes.onebit import encoding_of
+from ...worker.tensors.transfer import Stretch
+
+
+def check(config: Config, source: str, described: OptimizerSpec) -> None:
+    """UsageError for codecs that the optimizer cannot have in front of it, as a worker finds when it joins."""
+    worker = config.worker
+    groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
+    up, down = CODECS.load(worker.codec)(), CODECS.load(worker.answer_codec)()
+    check_codecs(config.run.mode, source, up, down, groups, worker.momentum)
+
+
+class Up:
+    """Of one process. Bodies are uint8 [exchange_bytes]."""
+
+    def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
+        self._layout = layout
+        codec: Codec = CODECS.load(config.worker.codec)()
+        self._encoding = encoding_of(codec, layout, len(layout.entries), config.worker.momentum)
+        self._encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+
+    def sent(self, stretch: Stretch, version: int) -> torch.Tensor:
+        """What the server makes of a contribution, computed on the weights of a version."""
+        self._encoding.ready(version)
+        encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
+        body, codec = new_body(self._layout.exchange_bytes), self._encoding.codec
+        take_body(codec, codec.decoder(self._layout), self._layout, encoded, body)
+        return body
+
+    def told(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
+        """As they are said with it."""
+        return tuple(self._encoding.told(groups))
+
+    def answered(self, answer: effects.Answer, is_work: bool) -> None:
+        """What became of the newest; `is_work`: it is to be sent with the next one if it does not count."""
+        if answer.outcome in ("APPLIED", "REPEATED"):
+            self._encoding.commit()
+        else:
+            self._encoding.rollback(is_work)
+
+
+class Down:
+    """Of one run: what a worker has when it has an answer."""
+
+    def __init__(self, config: Config, model: Model) -> None:
+        self._model, self._codec = model, CODECS.load(config.worker.answer_codec)()
+        self._newest: tuple[int, torch.Tensor | None] = -1, None
+
+    def weights(self, version: int, is_start: bool) -> torch.Tensor:
+        """A copy, shared by all who hold the same; `version` is the newest."""
+        codec, model = self._codec, self._model
+        is_start &= not codec.is_identity
+        if isinstance(codec, ByTensor) and moves_reference(codec):
+            model.references.answers(version, is_start)
+            reference = model.references.of(codec, version)
+            (whole,) = reference.news(0).made
+            assert isinstance(whole, Whole)
+            return self._kept(reference.number, whole.body)
+        if self._newest[0] == 2 * version + is_start:
+            return self._kept(*self._newest)
+        layout = model.store.layout
+        exact = model.store.weights[: layout.exchange_bytes].clone()
+        if not is_start and not codec.is_identity:  # a START is as it is
+            take_body(
+                codec, codec.decoder(layout), layout, begin_body(codec, codec.encoder(layout), layout, exact), exact
+            )
+        return self._kept(2 * version + is_start, exact)
+
+    def _kept(self, number: int, body: torch.Tensor | None) -> torch.Tensor:
+        assert body is not None
+        if self._newest[0] != number:
+            self._newest = number, body
+        kept = self._newest[1]
+        assert kept is not None
+        return kept
