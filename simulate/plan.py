@@ -83,8 +83,10 @@ def resolve(
 
 
 def _modes(text: str | None) -> list[str]:
-    if text is None or text.strip().lower() == "all":
-        return MODES.names() if text else []
+    if text is None:
+        return []
+    if text.strip().lower() == "all":  # that have a server between workers
+        return [name for name in MODES.names() if MODES.load(name).contribution != "report"]
     try:
         return list(dict.fromkeys(canonical_mode(word) for word in text.split(",")))
     except UsageError as error:

@@ -202,3 +202,8 @@ def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -
 def test_a_part_of_the_model_at_a_time_is_refused() -> None:
     with pytest.raises(UsageError, match=r"policy\.fragments is 5"):
         resolve(None, "diloco", 2, {"run.steps": 50}, ["policy.fragments=5"], {})
+
+
+def test_all_modes_are_those_that_can_be_simulated() -> None:
+    found = [one.run.mode for one in resolve(None, "all", 2, {"run.steps": 50}, [], {})]
+    assert set(MODES.names()) - set(found) == {"allreduce"}
