@@ -29,7 +29,7 @@ test-slow: .venv/installed  ## those that take longest: slow links, every lane, 
 
 # A process for each trainer, forked for every case: two at a time.
 trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through every mode and case, about 5 minutes
-	$(BIN)/pytest -q -rs -n 2 -m trainers tests/trainers
+	$(BIN)/pytest -q -rs -n 2 -m trainers tests/trainers tests/docs
 
 .venv/trainers: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lightning,huggingface,ray]'
