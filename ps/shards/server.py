@@ -47,14 +47,17 @@ class EndedError(ParamServerError):
 def shared_config(config: Config) -> str:
     """What the coordinator tells the others of its configuration; all that decides must be the same everywhere."""
     sections = {name: getattr(config, name).model_dump(mode="json") for name in _SHARED}
-    return json.dumps({**sections, "options": asdict(options_of(config))})
+    options = asdict(options_of(config))
+    del options["policy_of"]  # each shard's own, of the same configuration
+    return json.dumps({**sections, "options": options})
 
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
     """This shard's configuration with the coordinator's shared sections, and the options of the run."""
     told = json.loads(text)
-    options = Options(**told.pop("options"))
-    return Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])}), options
+    given = told.pop("options")
+    shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
+    return shared, Options(**given, policy_of=options_of(shared).policy_of)
 
 
 class ShardServer:
