@@ -360,7 +360,8 @@ class Policy(ABC):
 
     @property
     def staleness_bound(self) -> int | None:
-        """Lead with which a worker may still go on; None where nothing bounds it by lead."""
+        """Lead with which a worker may still go on, in rounds the versions that a gradient may be behind; None where
+        nothing bounds it."""
         return None
 
     def staleness(self, rank: int, contribution: Contribution) -> int:

@@ -63,7 +63,7 @@ class GroupRule(RoundRule):
     begins_late = True
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
-        bound = int(self.options.get("staleness", 0))
+        bound = int(self.options.get("staleness") or 0)  # older histories have none
         if version - base_version <= bound:
             return None
         if not bound:

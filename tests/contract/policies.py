@@ -162,7 +162,7 @@ class ModelStore:
             assert key not in self.staged.values()
         else:
             raise AssertionError(f"unknown outcome {outcome}")
-        bound = self.policy.staleness_bound
+        bound = lead_bound(self.policy)
         if bound is not None:
             # Pipelined, it hands over the step that it computed meanwhile, and starts the one after.
             ahead = self.lead(worker.rank) + self.common.pipelined
@@ -263,7 +263,7 @@ class World:
             assert self.store.accepted[key] == 1, f"{key} accepted twice"
             worker.step += 1
             self.last_steps[rank] = worker.step
-            bound = self.policy.staleness_bound
+            bound = lead_bound(self.policy)
             if bound is not None and not worker.was_admitted_before_return:
                 assert self.store.lead(rank) <= bound + 1 - self.common.pipelined
         else:
@@ -376,7 +376,7 @@ class World:
         assert busy, f"all of {sorted(waiting)} wait: {self.policy.waiting(0.0)}"
         computing = {rank for rank in busy if self.store.live[rank].state != "finished"}  # or away, and asks again
         assert computing, f"{sorted(waiting)} wait, and nobody else will ever contribute"
-        if self.policy.staleness_bound is not None:
+        if lead_bound(self.policy) is not None:
             slowest = min(worker.step for worker in self.store.live.values())
             assert any(self.store.live[rank].step == slowest for rank in computing)
 
@@ -403,6 +403,11 @@ class World:
             assert computing, "something accepted is not committed, and nobody computes"
             self.contribute(min(computing, key=lambda worker: (worker.step, worker.rank)).rank)
         assert self.store.committed == set(self.store.accepted)
+
+
+def lead_bound(policy: Policy) -> int | None:
+    """In rounds the bound is of versions, and a rank's number of contributions has none."""
+    return None if policy.has_rounds else policy.staleness_bound
 
 
 @st.composite

@@ -104,10 +104,11 @@ def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path:
     done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "mode", "value": "ssp"})["done"]
     assert done == "mode is ssp, was async"
     job.until(lambda: ask(address, "/api/runs/live/status")["status"]["mode"] == "ssp", "ssp in the status")
-    until_beyond(job, address, step_of(address) + 40)  # a snapshot and more
+    step = step_of(address) + 40  # a snapshot and more
+    until_beyond(job, address, step)
     os.kill(server_of(job).pid, signal.SIGKILL)
     job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
-    until_beyond(job, address, step_of(address) + 20)
+    until_beyond(job, address, step + 40)  # all are back
     assert ask(address, "/api/runs/live/status")["status"]["mode"] == "ssp"
     ask(address, "/api/runs/live/controls", {"do": "drain"})
     assert job.wait() == 0, job.output

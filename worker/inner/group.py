@@ -91,8 +91,7 @@ class Group:
         host = own_address("{}:{}".format(*member.store))
         listener, address = self._watch.listen(host) if member.is_leader else (None, "")
         told = {"device": f"{os.uname().nodename}/{device}", "watch": address, "settings": settings}
-        store.set(f"here/{self.rank}", json.dumps(told, default=str))
-        found = self._all(store, until, wait_s)
+        found = self._all(store, json.dumps(told, default=str), until, wait_s)
         _compare([one["settings"] for one in found], self.rank)
         left_s = max(1.0, until - time.monotonic())
         try:
@@ -122,16 +121,18 @@ class Group:
             ) from None
         return dist.PrefixStore(f"paramserver/{member.attempt}", store)
 
-    def _all(self, store: dist.Store, until: float, wait_s: float) -> list[dict[str, Any]]:
+    def _all(self, store: dist.Store, told: str, until: float, wait_s: float) -> list[dict[str, Any]]:
         """What each said."""
         missing = list(range(self.size))
         try:
+            store.set(f"here/{self.rank}", told)
             while missing and time.monotonic() < until:
                 with suppress(dist.DistStoreError):
                     left_s = min(1.0, max(0.001, until - time.monotonic()))
                     store.wait([f"here/{one}" for one in missing], timedelta(seconds=left_s))
                 missing = [one for one in missing if not store.check([f"here/{one}"])]
-        except RuntimeError as error:
+            found = [store.get(f"here/{one}") for one in range(self.size) if one not in missing]
+        except RuntimeError as error:  # also where inner rank 0 has read all, found fault, and gone with its store
             raise UnreachableError(
                 f"inner rank {self.rank}: the others are gone: {_first_line(error)}", fix="their own lines say why"
             ) from None
@@ -141,7 +142,7 @@ class Group:
                 f"(worker.give_up_s), and inner rank {self.rank} waits no longer",
                 fix="see that each process gets as far as connect(), and what the missing one says",
             )
-        return [json.loads(store.get(f"here/{one}")) for one in range(self.size)]
+        return [json.loads(one) for one in found]
 
     def _gloo(self, store: dist.Store, host: str) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
