@@ -18,6 +18,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
+@pytest.mark.slow
 def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
     told = cluster.command(
         "launch", "-n", "2", "--task", "xor", "--mode", "sync,localsgd", "--steps", "100000", "--estimate", "--save",
