@@ -25,7 +25,7 @@ test: .venv/installed  ## every test but the slowest, about 8 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers"
 
 test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks
-	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m slow
+	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign"
 
 # A process for each trainer, forked for every case: two at a time.
 trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through every mode and case, about 5 minutes

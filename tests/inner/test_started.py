@@ -47,7 +47,7 @@ def prove(run: EngineRun) -> None:
     run.check_history()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
 def test_a_process_of_a_worker_under_ps_launch_is_killed(run: EngineRun, mode: str) -> None:
     run.steps, run.num_workers = STEPS, 2
     launched = run.start(

@@ -103,7 +103,9 @@ def difference(cluster, expected):
     return max(float((got[key] - expected[key]).abs().max()) for key in expected)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("sgd", "momentum")), "adam"]
+)
 def test_it_is_delayed_sgd(cluster, kind):
     has_schedule = kind == "momentum"
     more = ["schedule"] if has_schedule else ["evaluates"]

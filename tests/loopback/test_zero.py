@@ -62,6 +62,7 @@ def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
         assert difference(cluster, versions) <= 1e-9
 
 
+@pytest.mark.campaign
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
     workers = [worker(rank) for rank in range(3)]
