@@ -43,6 +43,7 @@ def train(
         data = task.train_data()
     if init is not None:
         load_weights(model, init)
+    model = session.divided(model)
     model.train()
     groups = [{"params": list(model.parameters())}]
     optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))

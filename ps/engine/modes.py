@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ...common.config.schema import Config
+from ...common.config.schema import WITHIN_WORKER, Config
 from ...common.errors import UsageError
 from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_fragments, check_pipelined
 from ..core.run import Options
@@ -23,7 +23,7 @@ def make_policy(config: Config) -> Policy:
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
     if MODES.load(run.mode).contribution == "report":
         _check_reports(config)
-    elif config.worker.zero:
+    elif config.worker.zero not in (0, WITHIN_WORKER):
         told = f"worker.zero is {config.worker.zero}, and workers of mode {run.mode} do not average among themselves"
         raise UsageError(told, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
     codec = "raw" if config.worker.codec == AUTO else config.worker.codec
@@ -51,6 +51,10 @@ def _check_reports(config: Config) -> None:
         if value != none:
             told = f"{name} is {value}, and workers of mode {mode} average among themselves"
             raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
+    if worker.zero == WITHIN_WORKER:
+        told = f"worker.zero is {worker.zero} in mode {mode}: fully_shard's collectives are of processes that stay the"
+        fix = "--set worker.zero=1 divides what the optimizer remembers; in --mode sync the processes of a worker"
+        raise UsageError(f"{told} same, and workers come and go", fix=f"{fix} (--group) divide the model")
     outstanding = getattr(config.policy.options(mode), "staleness", 0)
     if outstanding and worker.zero:
         told = f"worker.zero is {worker.zero}, and policy.staleness {outstanding}: means that are outstanding"

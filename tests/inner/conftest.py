@@ -37,7 +37,9 @@ class Run:
         self.address = server.event("listening")["address"]
         return server
 
-    def group(self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, **env: str) -> list[Forked]:
+    def group(
+        self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, of: str = MEMBER, **env: str
+    ) -> list[Forked]:
         """The processes of one worker, as torchrun would start them."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -54,7 +56,8 @@ class Run:
                 }
                 told = place | {"RANK": str(inner), "LOCAL_RANK": str(inner)} | more
                 name = f"w{rank}-{inner}-{life}"
-                found.append(self._forks[MEMBER].fork(name, self.folder, str(self.folder), f"w{rank}", *words, **told))
+                first = (str(self.folder), f"w{rank}") if of == MEMBER else ()
+                found.append(self._forks[of].fork(name, self.folder, *first, *words, **told))
         self.processes += found
         return found
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import paramserver
@@ -34,6 +36,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     match name:
         case "momentum":
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        case "adafactor":
+            return torch.optim.Adafactor(model.parameters(), lr=0.01)
         case "adam":
             return torch.optim.Adam(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.05)
@@ -46,12 +50,16 @@ def main() -> None:
     if "ddp" in words:
         dist.init_process_group("gloo")
         wrapped = nn.parallel.DistributedDataParallel(model)
+    elif "fsdp" in words:
+        dist.init_process_group("gloo")
+        fully_shard(model[0])
+        fully_shard(model)
     elif "inside" in words:
         dist.init_process_group("gloo")
         wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(model))
     elif "taller" in words and os.environ["RANK"] == "1":
         wrapped = nn.Sequential(model, nn.Linear(1, 1).double())
-    chosen = next((word for word in words if word in ("sgd", "momentum", "adam")), "sgd")
+    chosen = next((word for word in words if word in ("sgd", "momentum", "adam", "adafactor")), "sgd")
     with paramserver.connect() as session:
         optimizer = session.optimizer(wrapped, optimizer_of(chosen, wrapped))
         for inputs, targets in session.shard(data(), shuffle="ordered" not in words):
@@ -66,7 +74,10 @@ def main() -> None:
                 break
             print("step", session.step, flush=True)
         session.finish()
-        torch.save(model.state_dict(), Path(folder) / f"{name}-{session.inner_rank}.pt")
+        if "fsdp" in words:
+            print("parts", sum(one.to_local().nbytes for one in model.parameters()), flush=True)  # type: ignore[attr-defined]
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) if "fsdp" in words else None
+        torch.save(whole or model.state_dict(), Path(folder) / f"{name}-{session.inner_rank}.pt")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from paramserver.launch.plan.placement import place
 from paramserver.tests.inner.conftest import Run
 from paramserver.worker.inner.group import _compare, backend_of, find_member
 from paramserver.worker.inner.strategy import Grouped
+from paramserver.worker.strategies.direct import Direct
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 
@@ -72,17 +73,19 @@ def test_devices_of_a_host_are_divided(tmp_path) -> None:
         place(hosts, 2, 1, colocate=False, folder="/here", group=3)
 
 
-def test_a_model_in_parts_is_refused() -> None:
+def test_a_model_in_parts_outside_of_a_group_is_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    strategy = Grouped.__new__(Grouped)
+    grouped, alone = Grouped.__new__(Grouped), Direct.__new__(Direct)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(nn.Linear(4, 4))
-        with pytest.raises(UsageError, match=r"'weight' is divided among processes \(fully_shard\)"):
-            strategy.wraps(model)
+        with pytest.raises(
+            UsageError, match=r"'weight' is divided among processes \(fully_shard\), and this worker is"
+        ):
+            alone.wraps(model)
         with pytest.raises(UsageError, match="'0' is wrapped in DistributedDataParallel, and the model is not"):
-            strategy.wraps(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))))
+            grouped.wraps(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))))
     finally:
         dist.destroy_process_group()
 

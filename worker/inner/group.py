@@ -104,6 +104,7 @@ class Group:
         self.backend = backend_of([one["device"] for one in found])
         self._words = self._gloo(dist.PrefixStore("words", store), host)
         self._data = self._words if self.backend == "gloo" else self._nccl(dist.PrefixStore("data", store))
+        self._device = torch.device("cpu" if self.backend == "gloo" else device)  # of what goes from one to another
         log.info("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
     def _store(self, member: Member, wait_s: float) -> dist.Store:
@@ -218,6 +219,34 @@ class Group:
             if self.rank:
                 for view, one in zip(_views(flat, bucket), bucket, strict=True):
                     one.copy_(view)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> tuple[Any, torch.Tensor]:
+        """To be waited for (`wait`), unless it is of memory that this group cannot send from: then it has been."""
+        there = self._movable(tensor)
+        work = self._begin(lambda: self._data.send([there], to, tag))
+        if there is not tensor:
+            self.wait([(work, there)])
+        return work, there
+
+    def receive(self, tensor: torch.Tensor, by: int, tag: int) -> tuple[Any, torch.Tensor]:
+        """As `send`, in its place."""
+        there = tensor if self._is_movable(tensor) else torch.empty_like(self._movable(tensor))
+        work = self._begin(lambda: self._data.recv([there], by, tag))
+        if there is not tensor:
+            self.wait([(work, there)])
+            tensor.copy_(there)
+        return work, there
+
+    def wait(self, works: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        """Until all of them are done."""
+        for work, _ in works:
+            self._wait(lambda work=work: work)  # type: ignore[misc]
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device and tensor.is_contiguous()
+
+    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._is_movable(tensor) else tensor.to(self._device).contiguous()
 
     def _flat_of(self, place: tuple[Any, ...], bucket: Sequence[torch.Tensor]) -> torch.Tensor:
         """Memory for them, kept."""

@@ -11,28 +11,34 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...common.config.schema import Config
 from ...common.errors import MismatchError, ParamServerError, UsageError
 from ...common.tensors.layout import Kind
-from ...common.tensors.optimizers import OptimizerSpec
-from ..conversation.messages import Begun, Final, Goodbye, Work, settings_from
+from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
+from ..conversation.messages import Begun, Final, Goodbye, Settings, Work, settings_from
 from ..session import Place, Progress
 from ..strategies.direct import Direct
 from ..tensors.transfer import ModelTensors
 from .group import Group, find_member
 
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
 _STEP = 0xFFFFFFFF  # of what is said of a place: the rest is how often the run has said where to start
 # What processes of one worker need not have in common.
 _OWN = ("worker.local_rank", "worker.device", "worker.threads", "output.", "log.", "slowdown.", "launch.", "server.")
+_WATCH_S = 1.0
 _MEETINGS = ("session.optimizer()", "step()", "the end of its loop")
 
 
@@ -61,14 +67,26 @@ def join(config: Config) -> Group:
     return Group(member, found, settings, config.worker.give_up_s)
 
 
+def check_sharded(name: str, settings: Settings) -> None:
+    """What the run cannot do with a model in parts; UsageError. `name` is of a tensor."""
+    told = f"'{name}' is divided among the processes of this worker (fully_shard), and "
+    if settings.source == "report":
+        fix = "--mode sync, in which the server steps; or DistributedDataParallel or the bare model in the group"
+        raise UsageError(f"{told}workers of mode {settings.mode} step whole models themselves", fix=fix)
+    if settings.fragments > 1:
+        fix = "--fragments 1; or DistributedDataParallel or the bare model in the group"
+        raise UsageError(f"{told}policy.fragments is {settings.fragments}", fix=fix)
+
+
 class Grouped(Direct):
     """`own` is inner rank 0's strategy, with the server; the others have none."""
 
     may_skip = False
 
-    def __init__(self, group: Group, open_own: Callable[[], Direct]) -> None:
-        """Raises in all what `open_own` raises in inner rank 0."""
-        self._group = group
+    def __init__(self, group: Group, open_own: Callable[[], Direct], divides: bool = False) -> None:
+        """Raises in all what `open_own` raises in inner rank 0. `divides`: the model is to be in parts."""
+        self._group, self._divides = group, divides
+        self._sharded: Sharded | None = None  # the model, where it is in parts
         self._own: Direct | None = None
         self._is_averaged = False  # by what the model is wrapped in
         self._samples: list[float] = []  # of each step of the contribution, of all processes,
@@ -77,6 +95,7 @@ class Grouped(Direct):
         self._all_have = (-1, -1)  # version and start of the weights that all have
         self._begun: Begun | None = None
         self._stop_reason = ""
+        self.evaluates = not group.rank
         if group.rank:
             self.settings = settings_from(b64decode(group.hear()["settings"]))
             self.progress = Progress()
@@ -132,7 +151,9 @@ class Grouped(Direct):
             told = {"progress": vars(self.progress), "begun": begun, "result": result, "weights": is_new}
             self._all_have = at if is_new else (self._all_have[0], at[1])
             self._group.tell(told)
-        if told["weights"]:
+        if told["weights"] and self._sharded is not None:
+            self._sharded.scatter()
+        elif told["weights"]:
             self._model.has_moved()
             with torch.no_grad():
                 self._group.give([one.data for one in self._model.tensors])
@@ -149,17 +170,51 @@ class Grouped(Direct):
             told = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
             raise UsageError(told, fix="wrap all of it or nothing: the worker averages what is not wrapped itself")
         parts = (name for name, one in model.named_parameters() if type(one).__name__ == "DTensor")
-        if (sharded := next(parts, None)) is not None:
+        if (name := next(parts, None)) is not None:
+            check_sharded(name, self.settings)
+        elif self._divides:
             raise UsageError(
-                f"'{sharded}' is divided among processes (fully_shard), and inner rank 0 exchanges whole tensors",
-                fix="DistributedDataParallel or the bare model within a worker; ps-launch --shards S divides the "
-                "optimizer's state among servers",
+                "worker.zero is 3, and the model of this script is whole in each process",
+                fix="fully_shard(model) before the optimizer is made and session.optimizer(); or --set worker.zero=0",
             )
+
+    def divided(self, model: nn.Module) -> nn.Module:
+        if not self._divides:
+            return model
+        from .sharded import divide
+
+        return divide(model)
+
+    def tensors(self, model: nn.Module, stepped: Iterable[torch.Tensor]) -> ModelTensors:
+        if not any(type(one).__name__ == "DTensor" for one in model.parameters()):
+            return super().tensors(model, stepped)
+        from .sharded import Sharded
+
+        self._sharded = Sharded(model, self._group, stepped)
+        self.takes_whole, self.evaluates = False, True
+        model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
+        return self._sharded.tensors
+
+    def _weigh(self, output: Any) -> Any:
+        """fully_shard takes the plain mean over the processes: gradients of what came of more samples count more."""
+        if not torch.is_grad_enabled():
+            return
+        said = [one[0] for one in self._group.say([float(self.weight_now())])]
+        share = said[self._group.rank] / sum(said) * len(said) if sum(said) else 1.0
+        if share != 1.0:
+            for one in tree_leaves(output):
+                if isinstance(one, torch.Tensor) and one.requires_grad:
+                    one.register_hook(lambda gradient: gradient * share)
+
+    def agreed(self, is_due: bool) -> bool:
+        return is_due if self._sharded is None else bool(self._group.say([float(is_due)])[0][0])
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         self._model = model
         specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in model.layout.specs]
         self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
+        if self._sharded is not None:
+            self._sharded.gather("weights")
         if self._own is not None:
             with self._told():
                 self._own.start(model, optimizer, is_parted)
@@ -170,6 +225,12 @@ class Grouped(Direct):
             raise MismatchError(f"the {what} of inner rank 0 and {other} differ", fix="let all run the same script")
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        if self._sharded is not None and not is_elementwise(type(own)):  # type: ignore[arg-type]  # mypy takes no class for hashable
+            raise UsageError(
+                f"{type(own).__name__} does not treat each element by itself, and each process of this worker has a "
+                "part of each tensor (fully_shard)",
+                fix="an elementwise optimizer such as AdamW; or DistributedDataParallel or the bare model in the group",
+            )
         if self._own is not None:
             with self._told():
                 self._own.ready(own, step)
@@ -214,6 +275,8 @@ class Grouped(Direct):
             return
         if any(one[4] != said[0][4] for one in said):
             self._fill(parameters)
+        if self._sharded is not None:  # fully_shard has the mean of the rest
+            parameters = self._sharded.plain_of(parameters)
         for one in parameters:
             if one.grad is not None and one.grad.is_sparse:
                 one.grad = one.grad.to_dense()
@@ -246,12 +309,17 @@ class Grouped(Direct):
         self._samples, self._losses = [], []
         if self.progress.is_cut_short:
             self._meet(2)
+        if self._sharded is not None:
+            self._sharded.gather(self.source)
+            parameters = None if parameters is None else self._sharded.whole_of(parameters)
         if self._own is not None:
             with self._told():
                 self._own.contribute(work._replace(num_samples=samples, loss=loss), parameters)
         self._share()
 
     def went_on(self) -> None:
+        if self._sharded is not None and self.settings.merge.after_steps:
+            self._sharded.gather("weights")
         if self._own is not None:
             self._own.went_on()
         if self.settings.merge.after_steps:  # what was under way may have come
@@ -263,10 +331,11 @@ class Grouped(Direct):
         if self._own is not None:
             with self._told():
                 final = self._own.finish(can_evaluate)
-            self._share(final is not None)
+            self._share([final.evaluate] if final is not None else [])
         else:
-            final = Final() if self._share() else None
-        if final is not None:
+            found = self._share()
+            final = Final(evaluate=found[0] and self._sharded is not None) if found else None
+        if final is not None and not (final.evaluate and self._sharded is not None):  # then all evaluate
             self._group.end()
         return final
 
@@ -288,5 +357,7 @@ class Grouped(Direct):
             self._own.leave(goodbye, is_interrupted)
 
     def drop(self) -> None:
+        if self._sharded is not None:  # this process may have lost another within the model: the watch says whom
+            time.sleep(_WATCH_S)
         if self._own is not None:
             self._own.drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common.config.schema import WITHIN_WORKER
 from ...common.errors import UsageError
 from ..conversation.exchange import Exchange
 from .direct import Direct
@@ -12,6 +13,13 @@ from .pipelined import Pipelined
 def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> Direct:
     """For `may_send_early` and `may_come_late` see Direct."""
     settings = exchange.settings
+    if exchange.zero == WITHIN_WORKER:
+        raise UsageError(
+            "worker.zero is 3, and this worker is one process: parameters and gradients are divided among the "
+            "processes of a worker, which stay the same; workers come and go, and fully_shard's group cannot",
+            fix="ps-launch --group G, or torchrun --nproc-per-node G -m paramserver.worker --group; "
+            "--set worker.zero=1 --mode allreduce divides what the optimizer remembers among workers",
+        )
     if settings.source == "report":
         return _among_equals(exchange, may_send_early)
     if exchange.zero:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ class Direct:
     before the next step begins; its weights may come a little later. `may_send_early`: gradients may leave during
     backward; `may_come_late`: weights may come during the next forward pass."""
 
+    takes_whole = True  # whether this process has the whole model,
+    evaluates = True  # and takes part in evaluations
+    weight_now: Callable[[], int] = staticmethod(lambda: 0)  # of the batch that is being computed, where it is known
     may_skip = True  # whether a step may be left out (infinities in fp16) without asking others
 
     def __init__(self, exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> None:
@@ -48,8 +51,27 @@ class Direct:
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
         self._given: tuple[int, dict[int, torch.Tensor]] = (0, {})  # the same, as they came with that START
 
+    def divided(self, model: nn.Module) -> nn.Module:
+        """What `worker.zero` makes of a task's model."""
+        return model
+
     def wraps(self, model: nn.Module) -> None:
         """The model as the script has it. UsageError where what it is wrapped in does not go with this."""
+        parts = (name for name, one in model.named_parameters() if type(one).__name__ == "DTensor")
+        if (name := next(parts, None)) is not None:
+            raise UsageError(
+                f"'{name}' is divided among processes (fully_shard), and this worker is one process",
+                fix="--group: the processes that share the model are one worker (torchrun --nproc-per-node G, or "
+                "ps-launch --group G); or give session.optimizer() the bare model",
+            )
+
+    def tensors(self, model: nn.Module, stepped: Iterable[torch.Tensor]) -> ModelTensors:
+        """Of the model, those that take part in the run; `stepped` by the optimizers."""
+        return ModelTensors(model, stepped)
+
+    def agreed(self, is_due: bool) -> bool:
+        """Whether an evaluation is due, which all processes of this worker take part in."""
+        return is_due
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         """Offer the model; it has the run's weights when this returns. `is_parted`: it has several optimizers, and a

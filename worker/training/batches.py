@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -16,6 +16,13 @@ from .place.stream import check_stream
 from .place.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor
+
+
+@runtime_checkable
+class _InParts(Protocol):
+    """A tensor of which this process has some rows (DTensor)."""
+
+    def to_local(self) -> torch.Tensor: ...
 
 
 class Batches:
@@ -182,6 +189,7 @@ class Batches:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Of the beginnings of dense tensors, 64 bits; 0 when all are zero, as they are for many batches."""
+    tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
     begins = [tensor.detach().flatten()[:_NUM_DIGESTED].double() for tensor in tensors if not tensor.is_sparse]
     seen = torch.cat(begins).cpu() if begins else torch.zeros(1)
     if not seen.any():

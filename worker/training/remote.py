@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...common.codecs.base import check_codecs
-from ...common.config.schema import Config
+from ...common.config.schema import WITHIN_WORKER, Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import AUTO, CODECS, first_codec
 from ...common.reporting.log import get_logger
@@ -63,7 +63,10 @@ class RemoteSession(Session):
 
     def _open(self, may_overlap: bool) -> Direct:
         config, size = self._config, self._inner[1]
-        worker = config.worker.model_copy(update={"device": f"{config.worker.device} x {size}"} if size > 1 else {})
+        worker = config.worker
+        if worker.group:  # stage 3 is among its processes, and no matter of the server's
+            own = {"device": f"{worker.device} x {size}"} if size > 1 else {}
+            worker = worker.model_copy(update={**own, "zero": worker.zero % WITHIN_WORKER})
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         self._exchange.trace(config.output.traces)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
@@ -73,9 +76,12 @@ class RemoteSession(Session):
         """As one of the processes of a worker; gradients leave when they are the mean of all."""
         from ..inner.strategy import Grouped, join  # loads torch.distributed
 
+        divides = self._config.worker.zero == WITHIN_WORKER
+        if divides:
+            from ..inner import sharded  # noqa: F401  (FSDP2 takes seconds to load, and a server that is joined waits)
         group = join(self._config)
         self._inner = group.rank, group.size
-        return Grouped(group, lambda: self._open(may_overlap=False))
+        return Grouped(group, lambda: self._open(may_overlap=False), divides)
 
     @property
     def rank(self) -> int:
@@ -102,6 +108,9 @@ class RemoteSession(Session):
         """The training thread's; the exchange's own may be another thread's for the moment."""
         return self._strategy.progress
 
+    def divided(self, model: nn.Module) -> nn.Module:
+        return self._strategy.divided(model)
+
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
         return self._join(model, [optimizer])[0]
 
@@ -119,7 +128,9 @@ class RemoteSession(Session):
         self._strategy.wraps(model)
         if self._strategy.source in ("gradient", "report"):
             _check_forward(model)
-        tensors = ModelTensors(model, (one for part in inner for group in part.param_groups for one in group["params"]))
+        tensors = self._strategy.tensors(
+            model, [one for part in inner for group in part.param_groups for one in group["params"]]
+        )
         described = replace(
             describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
         )
@@ -128,6 +139,7 @@ class RemoteSession(Session):
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
         taken = Taken(lambda: self._progress, inner, self.length)
+        self._strategy.weight_now = taken.weight_now
         self._memory = Memory(self._strategy, taken, inner)
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, self._tables, self.evaluation)
         self._model = model
@@ -181,7 +193,7 @@ class RemoteSession(Session):
 
     def _evaluate(self, model: nn.Module) -> None:
         version = self._strategy.settle()
-        if self.is_done or self._exchange is None:
+        if self.is_done or not self._strategy.evaluates:
             return
         try:
             self._strategy.measured(version, self.evaluation.figures(model))
@@ -240,7 +252,7 @@ class RemoteSession(Session):
         return final.evaluate
 
     def averaged(self, *models: nn.Module) -> bool:
-        if not self.settings.polyak or self._exchange is None:
+        if not self.settings.polyak or self._exchange is None or not self._strategy.takes_whole:
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
         self._exchange.pull_averaged(ModelTensors(whole))

@@ -94,6 +94,10 @@ class Session:
         where they are not to be had, because the server went back to a snapshot: there are steps to take again."""
         return self.is_done
 
+    def divided(self, model: nn.Module) -> nn.Module:
+        """A task's model, divided among the processes of this worker where the run's settings say so."""
+        return model
+
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's."""
         raise NotImplementedError

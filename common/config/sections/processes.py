@@ -9,6 +9,7 @@ from ...registry import AUTO, CODECS
 from ..addresses import listening, reached, reached_or_none
 from ..option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
+WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the processes of a worker
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
@@ -117,7 +118,8 @@ class WorkerConfig(Section):
         0,
         ge=0,
         le=3,
-        description="allreduce: what each worker has a part of only: 1: what the optimizer remembers; 0: nothing",
+        description="what each has a part of only: 1: what the optimizer remembers (allreduce, among workers); "
+        "3: parameters and gradients too (fully_shard, among the processes of a worker); 0: nothing",
     )
     zero_copies: int = Field(
         2,
@@ -133,10 +135,10 @@ class WorkerConfig(Section):
     @field_validator("zero")
     @classmethod
     def _is_a_stage(cls, zero: int) -> int:
-        if zero > 1:
+        if zero == 2:
             raise ValueError(
-                f"{zero} is not there: gradients and parameters of a group whose members come and go are whole in each "
-                "worker; 1 divides what the optimizer remembers, and --shards S --colocate divides all but the model"
+                "2 is not there: 1 divides what the optimizer remembers, and 3 gradients and parameters too; "
+                "--shards S --colocate divides all but the model"
             )
         return zero
 

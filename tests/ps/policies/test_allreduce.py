@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.ps.engine.modes import make_policy
+from paramserver.worker.strategies.choice import make_strategy
 
 
 @pytest.mark.parametrize(
@@ -15,6 +18,7 @@ from paramserver.ps.engine.modes import make_policy
     [
         ({"worker": {"codec": "topk"}}, "worker.codec is topk, and workers of mode allreduce average among themselves"),
         ({"worker": {"codec": "auto"}}, "worker.codec is auto"),
+        ({"worker": {"zero": 3}}, "worker.zero is 3 in mode allreduce: fully_shard's collectives are of processes"),
         ({"worker": {"answer_codec": "int8"}}, "worker.answer_codec is int8"),
         ({"store": {"polyak": 0.9}}, "store.polyak is 0.9"),
         ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce does not take one step"),
@@ -40,10 +44,16 @@ def test_a_flag_of_another_mode_is_refused():
         resolved.check_options(["allreduce"])
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_stages_that_are_not_there_are_refused(zero):
-    with pytest.raises(UsageError, match=f"{zero} is not there: gradients and parameters .* are whole in each worker"):
-        load_config(None, {"run.mode": "allreduce", "worker.zero": zero}, [], {})
+def test_a_stage_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match="2 is not there: 1 divides what the optimizer remembers, and 3 gradients"):
+        load_config(None, {"run.mode": "allreduce", "worker.zero": 2}, [], {})
+
+
+def test_parameters_are_not_divided_among_workers_that_come_and_go():
+    told = "worker.zero is 3, and this worker is one process: .* fully_shard's group cannot"
+    with pytest.raises(UsageError, match=told) as found:
+        make_strategy(SimpleNamespace(zero=3, settings=None), may_send_early=False)
+    assert "--group" in found.value.fix
 
 
 @pytest.mark.parametrize("staleness", [-1, 65])

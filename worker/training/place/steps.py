@@ -165,6 +165,8 @@ class Steps:
             self._began = self.memory.take()
         drawn = self._num_batches if self.taken.is_used else None
         is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
+        if self._begins and self._evaluation.every is not None:
+            is_due = self.strategy.agreed(is_due)
         work = Work(
             num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
             data=self._data(part), began=self._began, rows=self._rows(),

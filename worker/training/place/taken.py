@@ -70,6 +70,12 @@ class Hand:
         """Of those."""
         return sum(islice(self.weights, self.num_used))
 
+    @property
+    def weight_now(self) -> int:
+        """Of the batch that is being computed."""
+        at = self.num_computed if self.is_ahead else len(self.weights) - 1
+        return self.weights[at] if 0 <= at < len(self.weights) else 0
+
     def take(self) -> tuple[int, int]:
         """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
         were backward passes."""
@@ -241,6 +247,10 @@ class Taken:
     def weight_at_hand(self) -> int:
         """Of what the next `step` is made of."""
         return sum(hand.weight for hand in self._hands)
+
+    def weight_now(self) -> int:
+        """Of the batch that is being computed; 0 where it comes from elsewhere."""
+        return next((hand.weight_now for hand in self._hands if len(hand)), 0)
 
     def _computed(self, _: torch.Tensor) -> None:
         for hand in self._hands:
