@@ -20,7 +20,7 @@ from .counting.drawn import Data, Drawn
 from .counting.stats import WorkerStats
 from .effects import Effect, Log
 from .events import Contributed, Identity, Repeated
-from .judgement import halted, rejected_too_often
+from .judgement import SOUND, halted, rejected_too_often
 from .roster import Roster, Worker
 
 # An exchange is over with one of these, and the worker has said how long it took with the next contribution.
@@ -77,7 +77,7 @@ class Contributions:
         worker.evaluates = event.evaluates
         if event.hyperparameters is not None:
             worker.hyperparameters = event.hyperparameters
-        if event.judgement.action in ("reject", "halt"):
+        if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):
             return list(self._rejected(stats, event))
         found: list[Effect] = []
         if math.isfinite(event.loss):
@@ -212,17 +212,7 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
-        drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
-        for held in in_mean:
-            num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
-            drawn[held.identity.rank] = num_batches + held.num_batches, num_steps + held.num_steps
-        for rank, (num_batches, num_steps) in drawn.items():
-            self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
-        # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
-        # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
-        told = [held for held in in_mean if held.hyperparameters is not None]
-        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank)) if told else None
-        hyperparameters = newest.hyperparameters if newest is not None else None
+        hyperparameters = self._drawn_and_told(in_mean)
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if outer != self._outer:
@@ -234,15 +224,33 @@ class Contributions:
             told_momentum = max(group.get("momentum", 0.0) for group in hyperparameters)
             if told_momentum:
                 found.append(self._less_momentum(told_momentum))
-        weights = ((held.identity.rank, held.weight if held.is_taken else 0.0) for held in in_mean)
+        lr_scale = self.lr_scale
+        if decision.scales:
+            lr_scale *= decision.lr_scale((one.identity.rank, one.weight if one.is_taken else 0.0) for one in in_mean)
         found.append(effects.Commit(
-            policy.version,
-            tuple([held.identity for held in in_mean if held.is_taken]),
-            policy.committed_by or (),
-            hyperparameters,
-            self.lr_scale * (decision.lr_scale(weights) if decision.scales else 1.0),
-            decision.reason, decision.momentum_among,
+            policy.version, tuple([held.identity for held in in_mean if held.is_taken]), policy.committed_by or (),
+            hyperparameters, lr_scale, decision.reason, decision.momentum_among,
         ))  # fmt: skip
+
+    def _drawn_and_told(self, in_mean: list[Held]) -> tuple[dict[str, Any], ...] | None:
+        """Batches of these are in a version now; the hyperparameters that it is made with, as workers say."""
+        policy = self.policy
+        if len(in_mean) == 1:
+            held = in_mean[0]
+            rank = held.identity.rank
+            self.drawn.committed(rank, held.num_batches, held.num_steps, policy.steps_done(rank))
+            return held.hyperparameters
+        drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
+        for held in in_mean:
+            num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
+            drawn[held.identity.rank] = num_batches + held.num_batches, num_steps + held.num_steps
+        for rank, (num_batches, num_steps) in drawn.items():
+            self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
+        # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
+        # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
+        told = [held for held in in_mean if held.hyperparameters is not None]
+        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
+        return None if newest is None else newest.hyperparameters
 
     def _less_momentum(self, told: float) -> Effect:
         num_workers = self._momentum_among
@@ -251,7 +259,7 @@ class Contributions:
         return Log("info", "momentum", {"told": told, "used": used, "workers": num_workers, "meaning": meaning})
 
     def _answer(self, decision: Answer, at: float, found: list[Effect]) -> None:
-        rank, name, reason = decision.rank, decision.outcome.name, decision.reason
+        rank, name, reason = decision.rank, decision.outcome._name_, decision.reason  # `name` is a function
         worker = self._roster.workers.get(rank)
         if worker is None or worker.is_away:
             return  # it asks again when it is back

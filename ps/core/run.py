@@ -299,7 +299,7 @@ class Run:
     def _after(self, found: list[Effect], at: float) -> list[Effect]:
         """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
         for effect in found:
-            if not isinstance(effect, _LOOKED_AT):
+            if type(effect) not in _LOOKED_AT:
                 continue
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
@@ -573,7 +573,7 @@ class Run:
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
-_LOOKED_AT = (effects.Commit, effects.Answer, effects.End)  # of what was decided: by `_after`
+_LOOKED_AT = frozenset((effects.Commit, effects.Answer, effects.End))  # of what was decided: by `_after`
 
 
 def _stopping() -> ParamServerError:

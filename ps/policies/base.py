@@ -230,8 +230,8 @@ class Policy(ABC):
             told = "this mode answers contributions before they are in a version, and cannot step a model in parts"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", told)]
         member, counted = self.members[rank], self.num_counted[rank]
-        num_steps = None if contribution.continues else contribution.num_steps
-        if num_steps is not None and num_steps < self.local_steps:
+        num_steps = contribution.num_steps
+        if num_steps is not None and num_steps < self.local_steps and not contribution.continues:
             self._too_many[rank] = self.local_steps - num_steps
         elif self._too_many:
             self._too_many.pop(rank, None)
@@ -304,8 +304,9 @@ class Policy(ABC):
 
     def steps_done(self, rank: int) -> int:
         """Training steps (batches) of the rank that count."""
-        rounds, most = self._rounds_done(rank), self.training_steps  # asked thrice at every event: in one go
-        steps = self._offsets.get(rank, self._offset) + rounds * self.local_steps
+        most = self.training_steps  # asked thrice at every event: in one go
+        steps = self.version if self.has_rounds else self.num_counted.get(rank, 0)  # contributions, or rounds
+        steps = steps * self.local_steps + (self._offsets.get(rank, self._offset) if self._offsets else self._offset)
         return steps if most is None or steps < most else most
 
     def in_step_of(self, rank: int) -> int:
@@ -440,18 +441,15 @@ class Policy(ABC):
     def _left(self, rank: int) -> list[Decision]:
         return []
 
-    def _rounds_done(self, rank: int) -> int:
-        """Contributions of the rank, or rounds of the run, that count towards the training steps."""
-        return self.version if self.has_rounds else self.num_counted.get(rank, 0)
-
     # ---- shared moves ---------------------------------------------------------------------
 
     def _count(self, member: Member) -> None:
         """The member's next contribution is accepted."""
-        number = self.num_counted[member.rank]
-        self.num_counted[member.rank] = number + 1
-        self._num_open[member.rank] = self._num_open.get(member.rank, 0) + 1
-        self._standing.advance(member.rank, number)
+        rank = member.rank
+        number = self.num_counted[rank]
+        self.num_counted[rank] = number + 1
+        self._num_open[rank] = self._num_open.get(rank, 0) + 1
+        self._standing.advance(rank, number)
         self._owe(member, Outcome.APPLIED)
 
     def _stepped_part(self, key: int, continues: bool) -> None:
@@ -538,7 +536,7 @@ class Policy(ABC):
                 continue
             gate = None if are_open else self._gate(member, now)
             if gate is None:
-                decisions.append(Answer(rank, member.pending, member.pending.value))
+                decisions.append(Answer(rank, member.pending, member.pending._value_))  # `value` is a function
                 waiting.ranks.discard(rank)
                 member.pending = None
             else:

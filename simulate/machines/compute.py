@@ -27,16 +27,18 @@ class Compute:
 
     def take(self, num_steps: int) -> float:
         """Seconds of the next so many training steps."""
-        if not self._sigma and self._slowdown is None:
-            return self._mean_s * num_steps
-        return self._step() if num_steps == 1 else sum(self._step() for _ in range(num_steps))
-
-    def _step(self) -> float:
-        self._num_steps += 1
-        step_s = self._mean_s
-        if self._sigma:
-            step_s *= math.exp(self._sigma * self._random.gauss(0.0, 1.0) - self._shift)
-        return step_s if self._slowdown is None else step_s + self._slowdown.delay_s(self._num_steps, step_s)
+        mean_s, sigma, slowdown, whole_s = self._mean_s, self._sigma, self._slowdown, 0.0
+        if not sigma and slowdown is None:
+            return mean_s * num_steps
+        for _ in range(num_steps):
+            step_s = mean_s
+            if sigma:
+                step_s *= math.exp(sigma * self._random.gauss(0.0, 1.0) - self._shift)
+            if slowdown is not None:
+                self._num_steps += 1
+                step_s += slowdown.delay_s(self._num_steps, step_s)
+            whole_s += step_s
+        return whole_s
 
 
 class Recorded(Compute):

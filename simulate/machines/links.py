@@ -45,6 +45,15 @@ class Link(Generic[Key]):
 
     def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
         """A transfer that is not free begins; it goes no faster than `limit`."""
+        found = self._only
+        if found is not None and found.limit == limit:
+            found.given = found.given + found.rate * (now - self._at) if found.heap else 0.0
+            self._at = now
+            self._num_begun += 1
+            self._num += 1
+            heapq.heappush(found.heap, (found.given + num_bytes, self._num_begun, key))
+            self._share()
+            return
         self._advance(now)
         found = self._classes.get(limit)
         if found is None:
@@ -59,8 +68,12 @@ class Link(Generic[Key]):
 
     def end(self) -> Key:
         """The transfer that ends at `next_end`."""
-        first = self._only or min((one for one in self._classes.values() if one.heap), key=self._end_of)
-        self._advance(self.next_end)
+        first = self._only
+        if first is not None:  # all that has been given on the way is what it ends with
+            self._at = self.next_end
+        else:
+            first = min((one for one in self._classes.values() if one.heap), key=self._end_of)
+            self._advance(self.next_end)
         first.given, _, key = heapq.heappop(first.heap)
         self._num -= 1
         self._share()

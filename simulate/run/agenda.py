@@ -21,6 +21,7 @@ class Agenda:
 
     def __init__(self, links: tuple[Transfers, Transfers]) -> None:
         self.now = 0.0
+        self.is_stopped = False
         self._links = links
         self._heap: list[tuple[float, int, Handler, Worker, int, Any]] = []
         self._num_pushed = 0
@@ -30,22 +31,23 @@ class Agenda:
         self._num_pushed = num = self._num_pushed + 1
         heappush(self._heap, (at, num, handler, worker, worker.life, told))
 
-    def step(self, until: float) -> bool:
-        """The next thing happens, if it does before that moment."""
+    def go_on(self, until: float) -> None:
+        """Things happen, up to that moment, or until it is stopped."""
         heap, (one, other) = self._heap, self._links
-        link = one if one.next_end < other.next_end else other
-        if heap and heap[0][0] < link.next_end:
-            if heap[0][0] >= until:
-                return False
-            self.now, _, handler, worker, life, told = heappop(heap)
-        elif link.next_end < until:
-            self.now = link.next_end
-            worker, life, handler, told = link.end()
-        else:
-            return False
-        if worker.life == life:
-            handler(worker, told)
-        return True
+        while not self.is_stopped:
+            link = one if one.next_end < other.next_end else other
+            link_at = link.next_end
+            if heap and heap[0][0] < link_at:
+                if heap[0][0] >= until:
+                    return
+                self.now, _, handler, worker, life, told = heappop(heap)
+            elif link_at < until:
+                self.now = link_at
+                worker, life, handler, told = link.end()
+            else:
+                return
+            if worker.life == life:
+                handler(worker, told)
 
     @property
     def is_empty(self) -> bool:

@@ -26,23 +26,27 @@ class Server:
         self._busy_until = 0.0  # with tensor work
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for a place among those staged
+        self._has_order = type(policy).upload_position is not Policy.upload_position
+        self._is_inline = world.up_bytes <= INLINE_BYTES
+        self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
 
     # ---- up ------------------------------------------------------------------------------------
 
     def take(self, worker: Worker) -> None:
         """This worker's contribution begins to leave, or waits for its turn."""
-        if self._world.up_bytes <= INLINE_BYTES:
+        if self._is_inline:
             self._upload(worker)
             return
         self._num_asked += 1
-        place = self._policy.upload_position(worker.rank) + self._num_folds
-        heapq.heappush(self._waiting, (place, self._num_asked, worker, worker.life))
-        self.look_again()
+        place = self._policy.upload_position(worker.rank) if self._has_order else 0
+        heapq.heappush(self._waiting, (place + self._num_folds, self._num_asked, worker, worker.life))
+        if self._num_staged < self._world.max_staged:
+            self.look_again()
 
     @property
     def has_room(self) -> bool:
-        """Somebody waits for a place, and there is one."""
-        return self._num_staged < self._world.max_staged and bool(self._waiting)
+        """Somebody waits for a place, and there is one: its turn may have come with what has been folded."""
+        return self._has_order and self._num_staged < self._world.max_staged and bool(self._waiting)
 
     def look_again(self) -> None:
         """As `ps/tensors/staging.py`: the next to be folded first, and nobody whose turn is too far away."""
@@ -50,7 +54,7 @@ class Server:
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]
             if worker.life == life:
-                if self._policy.upload_position(worker.rank) >= most:
+                if self._has_order and self._policy.upload_position(worker.rank) >= most:
                     return
                 self._num_staged += 1
                 worker.is_staged = True
@@ -70,13 +74,13 @@ class Server:
         world, link, agenda = self._world, self._up, self.agenda
         worker.begun_at = agenda.now
         if link.is_unlimited or not world.up_bytes:  # nobody else makes it slower
-            own_s = world.up_bytes / world.up + world.latency_s / 2 + worker.compute.exchange_s()
+            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
             agenda.push(agenda.now + own_s, self._here, worker)
         else:
             link.begin(agenda.now, (worker, worker.life, self._uploaded, None), world.up_bytes, world.up)
 
     def _uploaded(self, worker: Worker, _: object) -> None:
-        at = self.agenda.now + self._world.latency_s / 2 + worker.compute.exchange_s()
+        at = self.agenda.now + self._trip_s + worker.compute.exchange_s()
         self.agenda.push(at, self._here, worker)
 
     def _here(self, worker: Worker, _: object) -> None:
@@ -85,9 +89,8 @@ class Server:
         if framing is None:
             worker.num_sent += self._world.up_bytes
         else:
-            is_cut_short = worker.sent_steps != self._policy.local_steps
+            is_cut_short = event.num_steps is not None and worker.sent_steps != self._policy.local_steps
             worker.num_sent += framing.up(event, is_cut_short)
-        event.traffic = round(worker.num_sent), round(worker.num_received)
         self._arrived(worker, None)
 
     # ---- what the run decides takes time --------------------------------------------------------
@@ -126,9 +129,9 @@ class Server:
             num_bytes = world.start_bytes if answer.outcome == "START" else world.down_bytes
         worker.num_received += num_bytes if world.framing is None else world.framing.down(answer)
         if link.is_unlimited or not num_bytes:
-            agenda.push(now + num_bytes / world.down + world.latency_s / 2, self._delivered, worker, answer)
+            agenda.push(now + num_bytes / world.down + self._trip_s, self._delivered, worker, answer)
         else:
             link.begin(now, (worker, worker.life, self._downloaded, answer), num_bytes, world.down)
 
     def _downloaded(self, worker: Worker, answer: effects.Answer) -> None:
-        self.agenda.push(self.agenda.now + self._world.latency_s / 2, self._delivered, worker, answer)
+        self.agenda.push(self.agenda.now + self._trip_s, self._delivered, worker, answer)

@@ -55,7 +55,6 @@ class Simulation:
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
         self.run = Run(options, policy, "simulated")
         self.tally = Tally()
-        self.is_over = False
         self._clock, self._tell = clock, tell
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
@@ -63,6 +62,9 @@ class Simulation:
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
+        self._batch_size, self._is_pipelined = config.run.batch_size, config.policy.pipelined
+        self._own_s = world.up_bytes / world.up + world.latency_s  # of an exchange, without weights
+        self._own_down_s = world.down_bytes / world.down
         self._sampled_at = 1  # training steps of all
         self._chance = random.Random(world.seed + 0.25)
         self._looks_at_time = any(
@@ -86,6 +88,10 @@ class Simulation:
         """Virtual seconds."""
         return self._agenda.now
 
+    @property
+    def is_over(self) -> bool:
+        return self._agenda.is_stopped
+
     def go(self) -> None:
         """To the end. UsageError where it would never come."""
         self._start()
@@ -97,8 +103,9 @@ class Simulation:
         never, num_idle, agenda = math.inf, 0, self._agenda
         tick_at = TICK_S if self._looks_at_time else never
         while not self.is_over:
-            if agenda.step(tick_at):
-                continue
+            agenda.go_on(tick_at)
+            if self.is_over:
+                return
             if tick_at == never:
                 tick_at = agenda.now + TICK_S
             if agenda.is_empty:
@@ -170,20 +177,22 @@ class Simulation:
     def _hand_over(self, worker: Worker) -> None:
         """The contribution leaves; who is pipelined goes on with the next, unless it was the last."""
         number, pull_every = worker.counted + 1, self.policy.pull_every
-        worker.event = events.Contributed(
-            worker.rank, worker.incarnation, number, worker.version if self._is_mean else worker.base,
-            num_samples=self.config.run.batch_size * worker.steps,
-            wants_weights=pull_every == 1 or number % pull_every == 0,
-            compute_s=worker.computed_s, transfer_s=worker.transfer_s,
-            num_steps=worker.steps if worker.steps != worker.told_steps else None,  # it was told others too late
-        )  # fmt: skip
+        event = worker.event
+        if event is None or event.incarnation != worker.incarnation:
+            event = worker.event = events.Contributed(worker.rank, worker.incarnation, 0, 0)
+        # One object for all of them: the answer to the one before has come, and nobody keeps what is past.
+        event.number, event.base_version = number, worker.version if self._is_mean else worker.base
+        event.num_samples = self._batch_size * worker.steps
+        event.wants_weights = pull_every == 1 or number % pull_every == 0
+        event.compute_s, event.transfer_s = worker.computed_s, worker.transfer_s
+        event.num_steps = worker.steps if worker.steps != worker.told_steps else None  # it was told others too late
         if self.learner is not None:
-            self.learner.send(worker.event)
+            self.learner.send(event)
         worker.sent_steps = worker.steps
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
         self._server.take(worker)
-        if self.config.policy.pipelined and (left := self._steps_left(worker)) > 0:
+        if self._is_pipelined and (left := self._steps_left(worker)) > 0:
             self._compute(worker, min(worker.told_steps, left))
 
     def _steps_left(self, worker: Worker) -> int:
@@ -212,30 +221,31 @@ class Simulation:
 
     def _account(self, worker: Worker, answer: effects.Answer) -> None:
         """Where the time of this exchange went."""
-        world = self.world
         worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - answer.held_s)
-        own_s = world.up_bytes / world.up + world.latency_s
-        if answer.has_weights:
-            own_s += world.down_bytes / world.down
+        own_s = self._own_s + self._own_down_s if answer.has_weights else self._own_s
         self.tally.exchanged(worker, answer.held_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """Its contribution is here, whole: the run decides."""
-        assert worker.event is not None
+        event = worker.event
+        assert event is not None
         if self.learner is not None:
-            self.learner.arrived(worker.event)
-        self._happens(worker.event)
+            self.learner.arrived(event)
+        if self._tell is not None:
+            event.traffic = round(worker.num_sent), round(worker.num_received)
+        event.at = now = self._agenda.now
+        begun_s = self._clock()
+        found = self.run.apply(event)
+        self.tally.decision_s.append(self._clock() - begun_s)
+        self._carry_out(found, now)
 
     # ---- what the run decides ----------------------------------------------------------------
 
     def _happens(self, event: events.Event) -> None:
         event.at = now = self._agenda.now
-        if type(event) is events.Contributed:
-            begun_s = self._clock()
-            found = self.run.apply(event)
-            self.tally.decision_s.append(self._clock() - begun_s)
-        else:
-            found = self.run.apply(event)
+        self._carry_out(self.run.apply(event), now)
+
+    def _carry_out(self, found: list[effects.Effect], now: float) -> None:
         handlers, is_watched = self._handlers, self.learner is not None or self._tell is not None
         for effect in found:
             if is_watched:
@@ -244,6 +254,7 @@ class Simulation:
                 handler(effect)
         if self._server.has_room:
             self._server.look_again()
+        self.tally.flush()
 
     def _watch(self, effect: effects.Effect, now: float) -> None:
         if self.learner is not None:
@@ -259,11 +270,13 @@ class Simulation:
 
     def _commit(self, commit: effects.Commit) -> None:
         self._server.commit()
-        self.tally.note(self.now, commit.version)
+        self.tally.note((self._agenda.now, commit.version))
 
     def _answer(self, answer: effects.Answer) -> None:
-        self.tally.answered(answer)
-        self.tally.note(self._agenda.now, answer.outcome, answer.rank, answer.number, answer.version)
+        tally, outcome = self.tally, answer.outcome
+        if outcome == "APPLIED":
+            tally.staleness[answer.staleness] += 1
+        tally.note((self._agenda.now, outcome, answer.rank, answer.number, answer.version))
         self._server.answer(self.workers[answer.rank], answer)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:
@@ -272,7 +285,7 @@ class Simulation:
             self.tally.num_steps += self.workers[rank].sent_steps
             if self.tally.num_steps >= self._sampled_at:
                 self._sample()
-        self.tally.note(self._agenda.now, taken.outcome, rank, number, taken.base_version)
+        self.tally.note((self._agenda.now, taken.outcome, rank, number, taken.base_version))
 
     def _sample(self) -> None:
         """How far apart the versions are that workers hold, and where their time went until now."""
@@ -282,10 +295,10 @@ class Simulation:
         self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
 
     def _done(self, done: effects.TellDone) -> None:
-        self.is_over = True
+        self._agenda.is_stopped = True
 
     def _end(self, end: effects.End | effects.NotSeated) -> None:
-        self.is_over = True
+        self._agenda.is_stopped = True
         if end.error is not None:
             raise end.error
 

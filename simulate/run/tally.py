@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from typing import Any, NamedTuple
 
-from ...ps.core import effects
 from .worker import Worker
 
 CAUSES = ("compute", "mode", "staging", "server", "its link", "own link")
@@ -33,31 +32,26 @@ class Tally:
         self.samples: list[Sample] = []
         self._hash = hashlib.sha256()
         self._lines: list[tuple[Any, ...]] = []
+        self.note = self._lines.append  # one line of what happened; `flush` now and then
 
     @property
     def digest(self) -> str:
         """Of everything that happened, in order, with its time."""
-        self._flush()
+        self._hash_lines(len(self._lines))
         return self._hash.hexdigest()[:16]
-
-    def note(self, *what: Any) -> None:
-        """One line of what happened."""
-        self._lines.append(what)
-        if len(self._lines) >= _FLUSHED:
-            self._flush()
 
     def sample(self, at: float, skew: int) -> None:
         self.samples.append(Sample(at, skew, dict(self.seconds)))
 
-    def _flush(self) -> None:
-        if self._lines:
-            self._hash.update(repr(self._lines).encode())
-            self._lines.clear()
+    def flush(self) -> None:
+        """Keep of the lines no more than their hash."""
+        while len(self._lines) >= _FLUSHED:
+            self._hash_lines(_FLUSHED)
 
-    def answered(self, answer: effects.Answer) -> None:
-        """The run has decided on an answer."""
-        if answer.outcome == "APPLIED":
-            self.staleness[answer.staleness] += 1
+    def _hash_lines(self, num: int) -> None:
+        if num:
+            self._hash.update(repr(self._lines[:num]).encode())
+            del self._lines[:num]
 
     def exchanged(self, worker: Worker, held_s: float, own_s: float, rest_cause: str) -> None:
         """Where the time of this worker's exchange went: held by the mode, on its own link, and the rest."""

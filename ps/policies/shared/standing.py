@@ -43,8 +43,15 @@ class Standing:
 
     def advance(self, rank: int, number: int) -> None:
         """The rank goes from `number` to the next."""
-        self.add(rank, number + 1)
-        self.remove(rank, number)
+        ranks = self._ranks
+        if (there := ranks.get(number + 1)) is not None:
+            there[rank] = None
+        else:
+            self.add(rank, number + 1)
+        if len(there := ranks[number]) > 1:
+            del there[rank]
+        else:
+            self.remove(rank, number)
 
     @property
     def most(self) -> int | None:

@@ -40,6 +40,8 @@ class Waiting:
         asked = self._to_ask
         while self._bounds and self._bounds[0] <= progress:
             asked |= self._until.pop(heappop(self._bounds)) & self.ranks
+        if len(asked) == 1:  # as nearly always
+            return [asked.pop()]
         found = sorted(asked)
         asked.clear()
         return found
