@@ -9,7 +9,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -156,11 +157,21 @@ def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
             stack.extend(ast.iter_child_nodes(node))
 
 
-def imports_of(name: str, source: str | None = None) -> set[str]:
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(text_of(name))
+
+
+@cache
+def imports_of(name: str, source: str | None = None) -> frozenset[str]:
     """Absolute names of everything a file imports, also one by one from a package, also by importlib."""
     package = ["paramserver", *Path(name).parent.parts]
     found: set[str] = set()
-    tree = ast.parse(source if source is not None else (ROOT / name).read_text(encoding="utf-8"))
+    tree = ast.parse(source) if source is not None else tree_of(name)
     for node in running_nodes(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -173,7 +184,16 @@ def imports_of(name: str, source: str | None = None) -> set[str]:
             argument = node.args[0]
             if isinstance(argument, ast.Constant):
                 found.add(str(argument.value))
-    return found
+    return frozenset(found)
+
+
+def in_folder(folder: str) -> list[str]:
+    return [name for name in FILES if name.startswith(f"{folder}/")]
+
+
+def breaches(names: Iterable[str], roots: set[str]) -> dict[str, list[str]]:
+    """What the named files import of `roots`, by file; those that do not are left out."""
+    return {name: found for name in names if (found := forbidden_in(name, roots))}
 
 
 def forbidden_in(name: str, roots: set[str], source: str | None = None) -> list[str]:
@@ -187,25 +207,22 @@ def forbidden_in(name: str, roots: set[str], source: str | None = None) -> list[
 # ---- the table -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", matching(PURE))
-def test_pure_code_has_no_clock_no_chance_no_threads_no_wire(name: str) -> None:
-    assert forbidden_in(name, IMPURE | WIRE) == []
+def test_pure_code_has_no_clock_no_chance_no_threads_no_wire() -> None:
+    assert breaches(matching(PURE), IMPURE | WIRE) == {}
 
 
-@pytest.mark.parametrize("name", matching(TENSOR_WORK))
-def test_tensor_work_knows_no_wire(name: str) -> None:
-    assert forbidden_in(name, WIRE | {"asyncio"}) == []
+def test_tensor_work_knows_no_wire() -> None:
+    assert breaches(matching(TENSOR_WORK), WIRE | {"asyncio"}) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in WIRE_USERS])
-def test_only_a_few_files_know_grpc_and_the_messages(name: str) -> None:
-    roots = {"paramserver.proto"} if name.startswith("benchmarks/") else WIRE
-    assert forbidden_in(name, roots) == []
+def test_only_a_few_files_know_grpc_and_the_messages() -> None:
+    others = [name for name in FILES if name not in WIRE_USERS]
+    assert breaches((name for name in others if not name.startswith("benchmarks/")), WIRE) == {}
+    assert breaches(in_folder("benchmarks"), {"paramserver.proto"}) == {}
 
 
-@pytest.mark.parametrize("name", sorted(WIRE_USERS - GRPC_USERS))
-def test_messages_are_independent_of_the_transport(name: str) -> None:
-    assert forbidden_in(name, {"grpc", "asyncio", "threading", "time"}) == []
+def test_messages_are_independent_of_the_transport() -> None:
+    assert breaches(WIRE_USERS - GRPC_USERS, {"grpc", "asyncio", "threading", "time"}) == {}
 
 
 # What starts and tries the programs; the programs know nothing of it.
@@ -213,52 +230,48 @@ OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks",
 OUTSIDE |= {"paramserver.catalog", "paramserver.simulate"}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/")])
-def test_the_server_knows_no_worker_and_no_launcher(name: str) -> None:
-    assert forbidden_in(name, {"paramserver.worker", *OUTSIDE}) == []
+def test_the_server_knows_no_worker_and_no_launcher() -> None:
+    assert breaches(in_folder("ps"), {"paramserver.worker", *OUTSIDE}) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("worker/")])
-def test_the_worker_knows_no_server_and_no_launcher(name: str) -> None:
-    assert forbidden_in(name, {"paramserver.ps", *OUTSIDE}) == []
+def test_the_worker_knows_no_server_and_no_launcher() -> None:
+    assert breaches(in_folder("worker"), {"paramserver.ps", *OUTSIDE}) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("integrations/")])
-def test_an_integration_is_a_script_of_its_own(name: str) -> None:
+def test_an_integration_is_a_script_of_its_own() -> None:
     """It knows what a script knows: connect() and the session."""
     roots = {"paramserver.ps", "paramserver.worker", *OUTSIDE} - {"paramserver.integrations"}
-    found = [one for one in forbidden_in(name, roots) if not one.startswith("paramserver.worker.training.session")]
-    assert set(found) <= {"paramserver.worker.api", "paramserver.worker.api.connect"}
-    assert re.findall(r"session\._\w+", (ROOT / name).read_text()) == []
+    found = {one for ones in breaches(in_folder("integrations"), roots).values() for one in ones}
+    found = {one for one in found if not one.startswith("paramserver.worker.training.session")}
+    assert found <= {"paramserver.worker.api", "paramserver.worker.api.connect"}
+    assert [name for name in in_folder("integrations") if re.search(r"session\._\w", text_of(name))] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("launch/")])
-def test_the_launcher_loads_nothing_heavy(name: str) -> None:
+def test_the_launcher_loads_nothing_heavy() -> None:
     """What it dispatches to (`ps-launch check`, `ps-launch chaos`) it knows by name only."""
     heavy = {"torch", "numpy", "safetensors"}
     others = {"paramserver.ps", "paramserver.worker", "paramserver.drills", "paramserver.benchmarks"}
-    assert forbidden_in(name, WIRE | heavy | others) == []
+    assert breaches(in_folder("launch"), WIRE | heavy | others) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("drills/")])
-def test_drills_know_the_launcher_and_the_rules_of_a_mode(name: str) -> None:
+def test_drills_know_the_launcher_and_the_rules_of_a_mode() -> None:
     """They look at a run from outside: its processes, its history, its weights. Only a task is the worker's."""
-    if name.startswith("drills/tasks/") or name == "drills/doctor/probe.py":  # a training script
-        return
-    assert forbidden_in(name, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == []
-    ours = forbidden_in(name, {"paramserver.ps"})
-    assert [imported for imported in ours if not imported.startswith("paramserver.ps.policies")] == []
+    scripts = {*in_folder("drills/tasks"), "drills/doctor/probe.py"}
+    outside = sorted({*in_folder("drills")} - scripts)
+    assert breaches(outside, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == {}
+    ours = {one for ones in breaches(outside, {"paramserver.ps"}).values() for one in ones}
+    assert [one for one in ours if not one.startswith("paramserver.ps.policies")] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("web/")])
-def test_only_the_page_knows_its_server(name: str) -> None:
-    assert forbidden_in(name, {"starlette", "uvicorn", "websockets"}) == []
+def test_only_the_page_knows_its_server() -> None:
+    others = [name for name in FILES if not name.startswith("web/")]
+    assert breaches(others, {"starlette", "uvicorn", "websockets"}) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("web/")])
-def test_the_page_knows_no_server_and_no_worker(name: str) -> None:
+def test_the_page_knows_no_server_and_no_worker() -> None:
     """It shows what it is told, of types that belong to nobody."""
-    assert forbidden_in(name, WIRE | {"torch", "numpy", "paramserver.ps", "paramserver.worker", *OUTSIDE}) == []
+    theirs = WIRE | {"torch", "numpy", "paramserver.ps", "paramserver.worker", *OUTSIDE}
+    assert breaches(in_folder("web"), theirs) == {}
 
 
 def test_the_launcher_starts_without_torch_and_grpc() -> None:
@@ -278,9 +291,8 @@ def test_a_simulation_needs_no_torch_and_no_network() -> None:
     assert output == "[]\n"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("common/")])
-def test_common_code_belongs_to_nobody(name: str) -> None:
-    assert forbidden_in(name, {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == []
+def test_common_code_belongs_to_nobody() -> None:
+    assert breaches(in_folder("common"), {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == {}
 
 
 @pytest.mark.parametrize("name", ["ps/wire/conversation.py", "ps/wire/intake.py", "worker/conversation/client.py"])
@@ -290,12 +302,14 @@ def test_translators_know_no_policy(name: str) -> None:
     assert set(forbidden_in(name, {"paramserver.ps.policies"})) <= allowed
 
 
-@pytest.mark.parametrize("name", matching(["ps/policies/*"]))
-def test_a_mode_imports_modes_and_what_options_are_made_of_only(name: str) -> None:
+def test_a_mode_imports_modes_and_what_options_are_made_of_only() -> None:
     """One file in this folder is a mode: whoever writes one needs nothing else of ours."""
     known = ("paramserver.ps.policies", "paramserver.common.config.option")
-    assert [imported for imported in forbidden_in(name, {"paramserver"}) if not imported.startswith(known)] == []
-    theirs = {imported.split(".")[0] for imported in imports_of(name)} - {"paramserver", "pydantic"}
+    modes = matching(["ps/policies/*"])
+    ours = {one for ones in breaches(modes, {"paramserver"}).values() for one in ones}
+    assert [one for one in ours if not one.startswith(known)] == []
+    theirs = {imported.split(".")[0] for name in modes for imported in imports_of(name)}
+    theirs -= {"paramserver", "pydantic"}
     assert theirs <= set(sys.stdlib_module_names), "of others' pydantic only, for a mode's options"
 
 
@@ -314,35 +328,40 @@ def room_of(module: str) -> int | None:
     return ROOMS_OF_THE_SERVER.index(parts[2])
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("ps/") and name != "ps/__init__.py"])
-def test_no_import_runs_up(name: str) -> None:
-    here = room_of("paramserver." + name.removesuffix(".py").replace("/", "."))
-    assert here is not None
-    up = [imported for imported in imports_of(name) if (room := room_of(imported)) is not None and room > here]
+def test_no_import_runs_up() -> None:
+    up = []
+    for name in in_folder("ps")[1:]:  # all but the package's own __init__.py, the first
+        here = room_of("paramserver." + name.removesuffix(".py").replace("/", "."))
+        assert here is not None, name
+        up += [(name, imported) for imported in imports_of(name) if (room_of(imported) or 0) > here]
     assert up == []
 
 
 # ---- what is nowhere -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_pickled(name: str) -> None:
+def test_nothing_is_pickled() -> None:
     """No pickle and no torch.load or torch.save, which are pickle too: nobody's bytes run code here."""
-    assert forbidden_in(name, {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}) == []
-    tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert calls & {"torch.load", "torch.save", "torch.hub.load", "eval", "yaml.unsafe_load", "yaml.full_load"} == set()
-    mentioned = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert mentioned & {"yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader"} == set()
+    assert breaches(FILES, {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}) == {}
+    loads = {"torch.load", "torch.save", "torch.hub.load", "eval", "yaml.unsafe_load", "yaml.full_load"}
+    loaders = {"yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader"}
+    found = []
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
+            if isinstance(node, ast.Call | ast.Attribute):
+                mentioned, forbidden = (node.func, loads) if isinstance(node, ast.Call) else (node, loaders)
+                if isinstance(mentioned, ast.Name | ast.Attribute) and ast.unparse(mentioned) in forbidden:
+                    found.append((name, ast.unparse(node)))
+    assert found == []
 
 
 MODE_NAMES = {*MODES.names(), *MODE_ALIASES}
 
 
-def mode_comparisons(source: str) -> list[str]:
+def mode_comparisons(tree: ast.Module) -> list[str]:
     """Comparisons and match cases against the name of a mode."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides: list[ast.AST] = [node.left, *node.comparators]
         elif isinstance(node, ast.MatchValue):
@@ -357,10 +376,10 @@ def mode_comparisons(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("ps/policies/")])
-def test_no_code_asks_which_mode_it_is(name: str) -> None:
+def test_no_code_asks_which_mode_it_is() -> None:
     """The mode lives in its one file; everything else asks the policy what it wants."""
-    assert mode_comparisons((ROOT / name).read_text(encoding="utf-8")) == []
+    others = [name for name in FILES if not name.startswith("ps/policies/")]
+    assert {name: found for name in others if (found := mode_comparisons(tree_of(name)))} == {}
 
 
 # ---- rooms ------------------------------------------------------------------------------------------
@@ -441,4 +460,4 @@ def test_imports_are_found_wherever_they_are(source: str, expected: list[str]) -
     ],
 )
 def test_comparisons_with_a_mode_are_found(source: str, count: int) -> None:
-    assert len(mode_comparisons(source)) == count
+    assert len(mode_comparisons(ast.parse(source))) == count
