@@ -1,8 +1,9 @@
 """For all tests: nothing is forked into gRPC's own fork handlers, which abort the new process now and then. And the
-lane that faults and campaigns go over (`--lane grpc`)."""
+lane that faults and campaigns go over (`--lane grpc`), and how much of the longest is run (`--one-case`)."""
 
 import os
 import signal
+import zlib
 
 import pytest
 from hypothesis import settings
@@ -22,3 +23,18 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=("direct", "grpc"), default="direct", help="of the workers of tests/faults")
+    parser.addoption("--one-case", action="store_true", help="of a test with several sets of parameters, run one only")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Always the same case of a test, not the first of each: so all modes and lanes have some."""
+    if not config.getoption("one_case"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {name: several[zlib.crc32(name.encode()) % len(several)] for name, several in cases.items()}
+    chosen = set(kept.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
