@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docker-test trainers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow test-sample docker-test trainers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -21,11 +21,15 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 	$(BIN)/ps-launch configs/digits.yaml
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
-test: .venv/installed  ## every test but the slowest, about 8 minutes on 2 cores
+test: .venv/installed  ## every test but those of 10 seconds and more, about 8 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers"
 
-test-slow: .venv/installed  ## those that take longest: slow links, every lane, the peers of the benchmarks
-	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign"
+test-slow: .venv/installed  ## of those that take longer one case each, about an hour: slow links, lanes, kills, peers; ALL=1 every case
+	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" $(if $(ALL),,--one-of-each test)
+
+# What a change must pass to land: the same tests every time.
+test-sample: .venv/installed  ## of test-slow one test of each file, about a quarter of an hour
+	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" --one-of-each file
 
 # A process for each trainer, forked for every case: two at a time.
 trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through every mode and case, about 5 minutes

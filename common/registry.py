@@ -160,6 +160,26 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None, cli
         )
 
 
+WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the processes of a worker
+
+
+def check_zero(zero: int, mode: str, reports: bool, outstanding: int) -> None:
+    """Whether workers can divide their optimizer's state (`worker.zero`): they do where they average among themselves
+    (`reports`), with no means on the way; UsageError, the server's, the launcher's and the worker's, whose it is."""
+    if not zero or (zero == WITHIN_WORKER and not reports):
+        return
+    if zero == WITHIN_WORKER:
+        told = f"worker.zero is {zero} in mode {mode}: fully_shard's collectives are of processes that stay the same"
+        fix = "--set worker.zero=1 divides what the optimizer remembers; in --mode sync the processes of a worker"
+        raise UsageError(f"{told}, and workers come and go", fix=f"{fix} (--group) divide the model")
+    if not reports:
+        told = f"worker.zero is {zero}, and workers of mode {mode} do not average among themselves"
+        raise UsageError(told, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
+    if outstanding:
+        told = f"worker.zero is {zero}, and policy.staleness {outstanding}: means that are outstanding"
+        raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
+
+
 def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
     """Whether the mode's local steps can be divided among its fragments, if it has any, and so many go on during an
     exchange; UsageError, the server's and the launcher's."""

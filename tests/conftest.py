@@ -1,5 +1,5 @@
 """For all tests: nothing is forked into gRPC's own fork handlers, which abort the new process now and then. And the
-lane that faults and campaigns go over (`--lane grpc`), and how much of the longest is run (`--one-case`)."""
+lane that faults and campaigns go over (`--lane grpc`), and how much of the longest is run (`--one-of-each`)."""
 
 import os
 import signal
@@ -23,18 +23,18 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=("direct", "grpc"), default="direct", help="of the workers of tests/faults")
-    parser.addoption("--one-case", action="store_true", help="of a test with several sets of parameters, run one only")
+    parser.addoption("--one-of-each", choices=("test", "file"), help="run one case of each test, one test of each file")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Always the same case of a test, not the first of each: so all modes and lanes have some."""
-    if not config.getoption("one_case"):
+    """Always the same one, and not the first: so all modes and lanes have some. Behind the selection by marks."""
+    separator = {"test": "[", "file": "::"}.get(config.getoption("one_of_each"))
+    if separator is None:
         return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {name: several[zlib.crc32(name.encode()) % len(several)] for name, several in cases.items()}
-    chosen = set(kept.values())
+    first: dict[str, pytest.Item] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        first.setdefault(item.nodeid.partition(separator)[0], item)
+    chosen = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]

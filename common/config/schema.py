@@ -15,7 +15,6 @@ from .sections.policy import PolicyConfig, checked_options, mode_options, own_mo
 from .sections.processes import (
     DEFAULT_ADDRESS,
     DEFAULT_PORT,
-    WITHIN_WORKER,
     CheckpointConfig,
     LimitsConfig,
     SecurityConfig,
@@ -26,7 +25,7 @@ from .sections.run import TASK_STEPS, RunConfig, TaskConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
 
 __all__ = [
-    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "WITHIN_WORKER", "CheckpointConfig", "Config", "CostConfig",
+    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "CostConfig",
     "LaunchConfig", "LimitsConfig", "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig",
     "RunConfig", "SecurityConfig", "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig",
     "WorkerConfig", "mode_options", "own_modes",

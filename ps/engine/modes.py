@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ...common.config.schema import WITHIN_WORKER, Config
+from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_fragments, check_pipelined
+from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_fragments, check_pipelined, check_zero
 from ..core.run import Options
 from ..policies.base import Common, Policy
 
@@ -21,11 +21,10 @@ def make_policy(config: Config) -> Policy:
     if policy.pipelined:
         check_pipelined(run.mode, options)
     check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
-    if MODES.load(run.mode).contribution == "report":
+    reports = MODES.load(run.mode).contribution == "report"
+    check_zero(config.worker.zero, run.mode, reports, getattr(options, "staleness", 0))
+    if reports:
         _check_reports(config)
-    elif config.worker.zero not in (0, WITHIN_WORKER):
-        told = f"worker.zero is {config.worker.zero}, and workers of mode {run.mode} do not average among themselves"
-        raise UsageError(told, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
     codec = "raw" if config.worker.codec == AUTO else config.worker.codec
     _check_codecs(run.mode, codec, config.worker.answer_codec, getattr(options, "fragments", 1))
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
@@ -51,14 +50,7 @@ def _check_reports(config: Config) -> None:
         if value != none:
             told = f"{name} is {value}, and workers of mode {mode} average among themselves"
             raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
-    if worker.zero == WITHIN_WORKER:
-        told = f"worker.zero is {worker.zero} in mode {mode}: fully_shard's collectives are of processes that stay the"
-        fix = "--set worker.zero=1 divides what the optimizer remembers; in --mode sync the processes of a worker"
-        raise UsageError(f"{told} same, and workers come and go", fix=f"{fix} (--group) divide the model")
     outstanding = getattr(config.policy.options(mode), "staleness", 0)
-    if outstanding and worker.zero:
-        told = f"worker.zero is {worker.zero}, and policy.staleness {outstanding}: means that are outstanding"
-        raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
     if config.run.steps is not None and outstanding >= config.run.steps:
         told = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
         raise UsageError(f"{told}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
@@ -83,6 +75,7 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
 
 
 def with_mode(config: Config, mode: str) -> Config:
+    """The configuration as it would be in another mode."""
     return config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})})
 
 

@@ -70,6 +70,7 @@ def test_help_loads_no_torch(bench: Any) -> None:
     assert out.index("Examples") < out.index("Commands")
 
 
+@pytest.mark.slow
 def test_sigterm_stops_every_process_too(bench: Any) -> None:
     process = bench.start("memory", "--mb", "1000", "--lane", "grpc")
     deadline = time.monotonic() + bench.deadline_s

@@ -21,6 +21,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_four_bits_of_a_gradient_learn_as_well_as_all() -> None:
     raw, q4 = run("raw", "momentum", 0, 50), run("q4", "momentum", 0, 50)
     assert raw.accuracy > 0.7, raw

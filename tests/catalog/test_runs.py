@@ -71,6 +71,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
     found = json.loads(ps_runs("list", "--json", folder=folder))
     assert [run["id"] for run in found] == ["cccc00000004", "bbbb00000003", "aaaa00000002", "aaaa00000001"]

@@ -121,6 +121,7 @@ def test_the_layout_the_proto_describes() -> None:
     assert (layout.parameter_bytes, layout.exchange_bytes, layout.total_bytes) == (200, 328, 392)
 
 
+@pytest.mark.slow
 def test_the_layout_does_not_depend_on_the_process() -> None:
     """Hash seeds and set orders play no part: another interpreter gives the same fingerprint and places."""
     code = (

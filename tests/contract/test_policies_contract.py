@@ -17,9 +17,7 @@ from paramserver.tests.contract.policies import ALL_MODES, MAX_RANK, World, mode
 from paramserver.tests.ps.policies.buffered import BUFFERED
 
 # Without the phase that explains a failure: it traces every line.
-SETTINGS = settings(
-    max_examples=170, stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate, Phase.shrink)
-)
+SETTINGS = settings(stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate, Phase.shrink))
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -137,7 +135,8 @@ class PolicyMachine(RuleBasedStateMachine):
             self.world.replay()
 
 
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("mode", [*ALL_MODES, BUFFERED])
-def test_any_order_of_events(mode: str) -> None:
+def test_any_order_of_events(mode: str, examples: int) -> None:
     machine = type(f"{mode.rpartition(':')[2]}Machine", (PolicyMachine,), {"mode": mode})
-    run_state_machine_as_test(machine, settings=SETTINGS)
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=examples))

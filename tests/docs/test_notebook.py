@@ -73,6 +73,7 @@ def test_losses_are_bounded() -> None:
     assert len(gaps) == 1
 
 
+@pytest.mark.slow
 def test_without_a_notebook_ipython_is_not_imported() -> None:
     code = """
 import sys, paramserver, torch

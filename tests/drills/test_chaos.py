@@ -241,6 +241,7 @@ def chaos(marked, *argv: str, deadline_s: float) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_job_survives_a_kill_of_each_and_more(marked) -> None:
     run = chaos(marked, "--seconds", "14", "--seed", "1870", "-n", "2", deadline_s=380)

@@ -13,6 +13,7 @@ from paramserver.tests.engines.conftest import EngineRun, settings
 WORKER = ("-m", "paramserver.worker")
 
 
+@pytest.mark.slow
 def test_workers_take_their_place_from_torchrun(run: EngineRun) -> None:
     server = run.serve("async", 2, steps=20)
     torchrun = run.program(

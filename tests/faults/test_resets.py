@@ -44,6 +44,7 @@ def show(job, proxy: Proxy, figure, seconds: float) -> None:
     figure("seconds", seconds)
 
 
+@pytest.mark.slow
 def test_resets_in_uploads_and_answers(job, figure):
     """Every other exchange or so; the first connection ends in the middle of the initial weights."""
     seed = 4

@@ -70,6 +70,7 @@ def commits(job, number: int) -> None:
     job.until(lambda: len(job.history.lines("commit")) >= before + number, "commits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_connections_between_shards_and_to_one_shard_are_reset(job, mode):
     steps = 150

@@ -201,6 +201,7 @@ async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, 
             await joiner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
 def test_two_hundred_workers_join_at_once(start_server, wire, lane):
     """And again when all connections are lost at once; one more than the limit is refused, and says why."""

@@ -108,6 +108,7 @@ def test_the_launcher_refuses(flags: tuple[str, ...], said: str) -> None:
 SERVE = ("--mode", "sync", "--workers", "1", "--steps", "20", "--batch-size", "8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_who_is_missing_is_named(run: Run, absent: int) -> None:
     run.serve(*SERVE)

@@ -127,6 +127,7 @@ def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("h", "num", "tau", "rule", "shards"),
     [
@@ -149,6 +150,7 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rul
     assert_is(cluster, reference("adamw-deep", h, num, tau, rule, {0: (0, 1)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "tau", "rule", "shards", "up", "down", "lane"),
     [

@@ -54,6 +54,7 @@ def serve(cluster: Any, mode: str, num_workers: int, *more: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster: Any, mode: str) -> None:
     server = serve(cluster, mode, 2)
@@ -77,6 +78,7 @@ def test_two_shards_a_pipeline_and_a_codec(cluster: Any) -> None:
     assert shard.wait() == 0
 
 
+@pytest.mark.slow
 def test_in_tls_with_certificates_of_both(cluster: Any, tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     certs("init", lab, "--workers", "2")

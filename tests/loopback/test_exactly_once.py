@@ -24,6 +24,7 @@ def _start(cluster, mode: str, num_workers: int, *flags: str):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_async_applies_every_contribution_once(cluster):
     server = _start(cluster, "async", 3)
     workers = [cluster.script(rank, "onehot.py", str(STEPS)) for rank in range(3)]
@@ -35,6 +36,7 @@ def test_async_applies_every_contribution_once(cluster):
     assert [worker["steps"] for worker in summary["workers"]] == [STEPS] * 3
 
 
+@pytest.mark.slow
 def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
     bound = 2
     server = _start(cluster, "ssp", 3, "--staleness", str(bound))

@@ -65,6 +65,7 @@ def test_it_keeps_the_promises_of_every_mode(example: Path) -> None:
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: int) -> None:
     script = ("--script", str(cluster.scripts / "onehot.py"), "--", str(STEPS))
@@ -120,6 +121,7 @@ def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, s
     assert (code, "were not checked" in said) == (0, False), said
 
 
+@pytest.mark.slow
 def test_a_shard_that_was_not_given_it_does_not_load_it(cluster) -> None:
     server = cluster.server(*FLAGS, "--workers", "1", "--shards", "2")
     shard = cluster.shard(1, 2)

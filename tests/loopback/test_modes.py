@@ -150,6 +150,7 @@ def test_schedulers_work_and_every_step_is_taken_under_its_own_rate(cluster):
     assert load_file(cluster.folder / "w.safetensors")["weight"].item() == pytest.approx(-sum(rates), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("localsgd", marks=pytest.mark.slow)])
 def test_the_script_of_a_user_trains_alone_without_a_server(cluster, mode):
     alone = cluster.start("alone", str(cluster.scripts / "scheduled.py"), PS_RUN__STEPS="10", PS_RUN__MODE=mode)
@@ -166,6 +167,7 @@ def test_dataloader_workers_do_not_hang(cluster):
     assert [script.wait(), server.wait()] == [0, 0], script.output
 
 
+@pytest.mark.slow
 def test_by_hand_a_worker_says_who_it_is_and_when_it_is_through(cluster):
     server = cluster.server("--steps", "3", "--workers", "1", "--task", "xor")
     worker = cluster.worker(0, PS_LOG__FORMAT="text")

@@ -188,6 +188,7 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
     return begun, average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "local_steps"),
     [(1, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 1), (2, 4), (3, 7)))],
@@ -235,6 +236,7 @@ def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
 # ---- the end, in order ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
@@ -294,6 +296,7 @@ def test_a_script_that_breaks_off_completes_what_it_handed_over(cluster):
     assert _rows(cluster)[0]["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_in_mid_flight_ends_at_once(cluster):
     server = _start(cluster, "async", 1)
     script = _own_script(cluster, "raise RuntimeError('my own mistake')")

@@ -57,6 +57,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
     assert starts[0]["run"] == starts[1]["run"]
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_let_go_and_comes_back_by_itself(cluster):
     server = start(cluster, "async", 2, "--set", "server.lease_s=1.5", "--set", "server.absent_s=30")
     first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "5")

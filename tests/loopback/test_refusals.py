@@ -89,6 +89,7 @@ def test_an_interrupted_script_that_waits_for_a_server_says_one_line(cluster):
     assert script.output.splitlines()[1:] == ["paramserver: interrupted"]
 
 
+@pytest.mark.slow
 def test_an_address_that_is_none_ends_a_script_in_a_sentence(cluster):
     cluster.address = "nohost"
     script = cluster.script(0, "onehot.py", "5")
@@ -97,6 +98,7 @@ def test_an_address_that_is_none_ends_a_script_in_a_sentence(cluster):
     assert "Traceback" not in script.output
 
 
+@pytest.mark.slow
 def test_rank_beyond_the_workers_is_refused(cluster):
     cluster.server("--workers", "2", "--steps", "5")
     worker = cluster.worker(2)
@@ -119,6 +121,7 @@ def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
     assert server.event("summary")["workers"][0]["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_with_the_first_differences(cluster):
     server = cluster.server("--mode", "async", "--steps", "200", "--task", "digits", "--workers", "1")
     first = cluster.worker(0, "--set", "slowdown.base_s=0.2")  # long enough for another process to start
@@ -185,6 +188,7 @@ def test_a_task_that_raises_shows_its_own_traceback_and_only_that(cluster):
     assert "trainer.py" not in text
 
 
+@pytest.mark.slow
 def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "100", "--task", "xor")
     stays = cluster.worker(0, "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.02")

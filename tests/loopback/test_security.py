@@ -54,6 +54,7 @@ def mutual(shared_cluster: Any, lab: Path) -> str:
     return shared_cluster.address
 
 
+@pytest.mark.slow
 def test_run_goes_on_while_certificates_are_renewed_and_shows_no_secret(cluster: Any, tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     certs("init", lab)

@@ -125,6 +125,7 @@ def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
 # ---- exactly once ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster, mode):
     """Several read while others' commits are made: of all versions, each is written where nobody reads."""

@@ -45,6 +45,7 @@ with paramserver.connect() as session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipelined", "shards"), [(False, 2), *(pytest.param(True, shards, marks=pytest.mark.slow) for shards in (1, 2))]
 )

@@ -50,6 +50,7 @@ class AtATerminal(Process):
         return _CODES.sub("", re.sub(r"\x1b\[\d*[AK]", "\n", self.output)).replace("\r", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("term", "is_live"), [("xterm", True), pytest.param("dumb", False, marks=pytest.mark.slow)])
 def test_the_live_table(cluster: Cluster, term: str, is_live: bool) -> None:
     env = {**os.environ, "TERM": term, "PS_SERVER__ABSENT_S": "0", "OMP_NUM_THREADS": "1", "PS_LOG__FORMAT": "text"}

@@ -67,6 +67,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_servers_spans_hang_under_the_workers_exchanges(cluster: Cluster, collector: Collector, mode: str) -> None:
     server = cluster.server("--mode", mode, *RUN, "--traces", collector.url)
@@ -109,6 +110,7 @@ def test_what_is_no_address_is_refused(cluster: Cluster, told: str) -> None:
     assert "flag --traces: output.traces: is the address of a collector, such as http://127.0.0.1:4318" in done.stderr
 
 
+@pytest.mark.slow
 def test_off_it_is_not_imported(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"

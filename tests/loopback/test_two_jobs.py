@@ -19,6 +19,7 @@ def second(cluster, name: str, *flags: str):
     return cluster.start(name, *argv, PS_LOG__FORMAT="text")
 
 
+@pytest.mark.slow
 def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
     first = cluster.server("--checkpoint-dir", "kept")
     assert_refused(second(cluster, "second"), first, "kept")
@@ -29,6 +30,7 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
     cluster.server("--checkpoint-dir", "kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_shard_has_its_folder_to_itself(cluster, shard):
     first = cluster.server("--checkpoint-dir", "kept", "--shards", "2")

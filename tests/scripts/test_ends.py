@@ -57,6 +57,7 @@ def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weigh
     assert summary(cluster)["final"] == {"loss": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plain"), [sometimes("break", ""), sometimes("return", "1"), sometimes("0", ""), ("0", "1")]
 )
@@ -86,6 +87,7 @@ def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
     assert server.events("snapshot")[-1]["version"] == server.events("saved")[0]["version"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [sometimes("finish"), "break"])
 def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
@@ -142,6 +144,7 @@ def test_with_shards_too(cluster: Cluster) -> None:
     assert summary(cluster)["version"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "plain"),
     [sometimes("raise", ""), ("raise", "1"), sometimes("kill", ""), sometimes("3", ""), sometimes("3", "1")],

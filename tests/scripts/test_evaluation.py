@@ -76,6 +76,7 @@ def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
     assert total(cluster.folder / "best.safetensors") == pytest.approx(best["figures"]["total"], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
     run(cluster, "sync")
@@ -98,6 +99,7 @@ def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> Non
     assert [point["step"] for point in points] == [12, 24, 36, 48]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
 def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: str) -> None:
     told = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))

@@ -17,6 +17,7 @@ TCP = ("--set", "server.shared_memory=false")
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "shards"),
     [
@@ -91,6 +92,7 @@ def module(name: str):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=slow)])
 def test_the_state_that_is_saved_is_the_servers_and_plain_torch_takes_it(cluster: Cluster, shards: int):
     server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "4", "--shards", str(shards))
@@ -133,6 +135,7 @@ def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
         assert not torch.allclose(start[name], wanted, rtol=0.1), name
 
 
+@pytest.mark.slow
 def test_lbfgs_where_the_server_steps_is_refused_at_once(cluster: Cluster):
     cluster.server("--mode", "sync", "--workers", "1", "--steps", "5")
     script = cluster.script(0, HERE / "lbfgs.py")

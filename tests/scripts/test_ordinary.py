@@ -44,6 +44,7 @@ def plain(script: str, folder: Path, here: Path = HERE, **more: str) -> dict[str
     return torch.load(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in sorted(STEPS)]
 )

@@ -24,6 +24,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "more", "flags"),
     [

@@ -43,6 +43,7 @@ def ends_like(plain: dict[str, torch.Tensor], out: Path) -> None:
         assert torch.allclose(found[name], tensor, rtol=1e-7, atol=1e-9), name
 
 
+@pytest.mark.slow
 def test_in_sync_tables_are_those_of_one_plain_process(
     cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]
 ):

@@ -89,6 +89,7 @@ def begun(process: Process) -> tuple[int, int]:
     return int(at[1]), int(at[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [{}, pytest.param({"SCALER": "1"}, marks=slow)], ids=["", "scaler"])
 def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str, str]) -> None:
     """Killed with its server in the middle of an epoch of 20 batches: the state at the snapshot's last step comes back,

@@ -84,6 +84,7 @@ def test_a_server_that_takes_any_number_of_workers_is_refused():
         divide(DataLoader(range(4)), session(0, num_workers=0))
 
 
+@pytest.mark.slow
 def test_a_missing_trainer_is_one_sentence_with_the_line_that_installs_it():
     code = """
 import importlib, sys

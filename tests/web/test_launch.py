@@ -91,6 +91,7 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     assert "restart 1 of 3" not in job.output.partition("evicted")[2]
 
 
+@pytest.mark.slow
 def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path: Path) -> None:
     """Also over the server's death; the history is checked by the rules of whichever mode held, and replayed."""
     job = cluster.start(

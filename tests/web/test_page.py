@@ -187,6 +187,7 @@ def test_the_vendored_library_is_what_was_published() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_on_record_and_one_that_another_process_writes(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     """A page without a server: a finished run as its summary was, and a live one that moves."""
     done = cluster.command("launch", "-n", "2", "--task", "xor", "--steps", "200", "--summary", "s.json")

@@ -16,6 +16,7 @@ FIGURES = Path(__file__).parents[2] / "docs/figures"
 _MOST_BYTES = 150_000
 
 
+@pytest.mark.slow
 def test_the_page_in_both_colours(cluster: Cluster, tab: Callable[..., Tab], tmp_path: Path) -> None:
     folder = FIGURES if os.environ.get("KEEP_SCREENSHOTS") else tmp_path
     flags = ("--mode", "ssp", "--staleness", "2", "--task", "digits", "--set", "server.status_interval_s=0.2")

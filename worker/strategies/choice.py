@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...common.config.schema import WITHIN_WORKER
 from ...common.errors import UsageError
+from ...common.registry import WITHIN_WORKER, check_zero
 from ..conversation.exchange import Exchange
 from .direct import Direct
 from .overlapped import Overlapped
@@ -20,11 +20,10 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
             fix="ps-launch --group G, or torchrun --nproc-per-node G -m paramserver.worker --group; "
             "--set worker.zero=1 --mode allreduce divides what the optimizer remembers among workers",
         )
-    if settings.source == "report":
+    reports = settings.source == "report"
+    check_zero(exchange.zero, settings.mode, reports, settings.outstanding)
+    if reports:
         return _among_equals(exchange, may_send_early)
-    if exchange.zero:
-        told = f"worker.zero is {exchange.zero}, and workers of mode {settings.mode} do not average among themselves"
-        raise UsageError(told, fix="--set worker.zero=0, or --mode allreduce; or --shards S --colocate")
     if not settings.pipelined:
         return Direct(exchange, may_send_early, may_come_late)
     return Overlapped(exchange) if settings.source == "delta" else Pipelined(exchange)
@@ -32,12 +31,9 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
 
 def _among_equals(exchange: Exchange, may_leave_early: bool) -> Direct:
     """They load torch.distributed."""
-    if outstanding := exchange.settings.outstanding:
+    if exchange.settings.outstanding:
         from .among.delayed import Delayed
 
-        if exchange.zero:
-            told = f"worker.zero is {exchange.zero}, and policy.staleness {outstanding}: means that are outstanding"
-            raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
         return Delayed(exchange)
     if exchange.zero:
         from .among.zero import Zero

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ...common.codecs.base import check_codecs
-from ...common.config.schema import WITHIN_WORKER, Config
+from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import AUTO, CODECS, first_codec
+from ...common.registry import AUTO, CODECS, WITHIN_WORKER, first_codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import OptimizerSpec, TableSpec, describe_optimizers
 from ..conversation.exchange import Exchange

@@ -9,7 +9,6 @@ from ...registry import AUTO, CODECS
 from ..addresses import listening, reached, reached_or_none
 from ..option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
 
-WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the processes of a worker
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 

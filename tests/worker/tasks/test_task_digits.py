@@ -15,6 +15,7 @@ from paramserver.worker.tasks.images import ConvNet
 NUM_WORKERS, BATCH = 4, 32
 
 
+@pytest.mark.slow
 def test_four_workers_with_stale_gradients_reach_97_percent_in_250_steps():
     task = Digits()
     torch.manual_seed(0)
