@@ -41,6 +41,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench allreduce --sweep            among workers: by size, and in a training step
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
   ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
+  ps-bench page                         what a page, viewers and the record cost a server
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
@@ -202,6 +203,25 @@ def scale(
     show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer, lane)), json_path, keep)
 
 
+@app.command(
+    "page", help="Many workers at a pace: what the server's CPU needs for the record, the page, and those who look on."
+)
+def watched(
+    workers: Annotated[int, typer.Option(min=1, max=4096, help="Played by one process.", rich_help_panel=_RUN)] = 64,
+    viewers: Annotated[int, typer.Option(min=0, max=32, help="That look at the page.", rich_help_panel=_RUN)] = 4,
+    per_s: Annotated[float, typer.Option(min=1, help="Exchanges, of all workers.", rich_help_panel=_RUN)] = 640,
+    floats: FloatsOption = 203,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measured each time.", rich_help_panel=_RUN)] = 10.0,
+    runs: Annotated[int, typer.Option(min=1, help="Times, in turns.", rich_help_panel=_RUN)] = 5,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    prepare(json_path, keep)
+    from .measures.watched import WatchedOptions, measure_watched
+
+    show(measure_watched(WatchedOptions(workers, viewers, per_s, floats, seconds, runs)), json_path, keep)
+
+
 @app.command(help="A step of a real task: compute, transfer, wait and apply, beside what bandwidth alone predicts.")
 def step(
     task: Annotated[str, typer.Option(help="A built-in task, or FILE.py:NAME.", rich_help_panel=_RUN)] = "digits",
@@ -293,7 +313,7 @@ def codecs(
 
     names = CODECS.names() if codec == "all" else [CODECS.check(one) for one in codec.split(",")]
     prepare(json_path, keep)
-    from .measures.codecs import CodecOptions, measure_codecs
+    from .measures.alone.codecs import CodecOptions, measure_codecs
 
     show(measure_codecs(CodecOptions(names, mb, runs)), json_path, keep)
 
@@ -313,7 +333,7 @@ def policies(
     counts = numbers(workers, "--workers", most=100_000)
     modes = [canonical_mode(one) for one in mode.split(",")] if mode else MODES.names()
     prepare(json_path, keep)
-    from .measures.policies import PolicyOptions, measure_policies
+    from .measures.alone.policies import PolicyOptions, measure_policies
 
     show(measure_policies(PolicyOptions(modes, counts, contributions)), json_path, keep)
 

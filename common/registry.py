@@ -29,15 +29,15 @@ class Family:
 
     Files whose name is in `support` hold shared code, not an implementation. Where `base` names a class of the
     package's `base.py`, a class of a user's own that extends it is an implementation too: `FILE.py:NAME`.
-    `more` is a package with more of them.
+    `more` are packages with more of them.
     """
 
     def __init__(
-        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", more: str = ""
+        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", more: tuple[str, ...] = ()
     ) -> None:
         self.package = package
         self.what = what
-        self.packages = (package, more) if more else (package,)
+        self.packages = (package, *more)
         self._support = support
         self._base = base
 
@@ -87,13 +87,13 @@ class Family:
 
 
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
-MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
+MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", ("paramserver.ps.policies.averaging",))
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family(
     "paramserver.common.codecs",
     "codec",
-    frozenset({"base", "shared", "remembering"}),
-    more="paramserver.common.codecs.remembering",
+    frozenset({"base", "shared", "blocks", "remembering"}),
+    more=("paramserver.common.codecs.blocks", "paramserver.common.codecs.remembering"),
 )
 AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
 
@@ -103,7 +103,7 @@ def first_codec(name: str) -> Any:
     return CODECS.load("raw" if name == AUTO else name)()
 
 
-TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more="paramserver.drills.tasks")
+TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more=("paramserver.drills.tasks",))
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 TRACKERS = Family("paramserver.ps.observe.trackers", "tracker", frozenset({"base"}))
 

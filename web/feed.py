@@ -54,6 +54,14 @@ class Feed:
         self._whole = None
         self._wake()
 
+    def retell(self, about: About) -> None:
+        """The run is not what it began as: everyone gets the whole again."""
+        self.watched.about = about
+        self._number += 1
+        self._ticks.clear()
+        self._whole = None
+        self._wake()
+
     def end(self) -> None:
         """Nothing comes any more."""
         self.is_over = True
@@ -84,7 +92,7 @@ class Feed:
         seen = -1
         while True:
             late = [tick for tick in self._ticks if tick.number > seen]
-            if seen < 0 or (late and late[0].number > seen + 1):
+            if seen < self._number and (seen < 0 or not late or late[0].number > seen + 1):
                 late = [self.whole()]
             for message in late:
                 seen = message.number

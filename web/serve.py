@@ -114,6 +114,10 @@ class Page:
         self._feed = feed = Feed(about, control)
         self._loop.call_soon_threadsafe(self._runs.live.__setitem__, about.run, feed)
 
+    def retell(self, about: About) -> None:
+        if self._feed is not None:
+            self._loop.call_soon_threadsafe(self._feed.retell, about)
+
     def push(self, tick: Tick) -> None:
         if self._feed is not None:
             self._loop.call_soon_threadsafe(self._feed.push, tick)

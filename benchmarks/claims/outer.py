@@ -63,6 +63,8 @@ WAYS: dict[str, Asked] = {
     "H 25": Asked(),
     "H 25, q4 both": Asked(up="q4", down="q4"),
     "H 25, int8 both": Asked(up="int8", down="int8"),
+    "H 25, int2 both": Asked(up="int2", down="int2"),
+    "H 25, int2 both, no feedback": Asked(up="int2", down="int2", has_feedback=False),
     "H 25, mean": Asked(options=_MEAN),
     "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
     "H 25, 5 fragments": Asked(options={"fragments": 5}),

@@ -42,7 +42,8 @@ _LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class SwarmOptions:
-    """`ranks` of the run at `address` that this process plays, for `seconds`."""
+    """`ranks` of the run at `address` that this process plays, for `seconds`; `pace_s`: so long from the beginning of
+    one exchange to that of the next, where that can be had; none: one after another."""
 
     address: str
     server_pid: int
@@ -50,6 +51,7 @@ class SwarmOptions:
     optimizer: str
     seconds: float
     lane: str = "grpc"
+    pace_s: float = 0.0
 
 
 class Bodies:
@@ -128,6 +130,7 @@ class Player:
 
     def __init__(self, channel: grpc.aio.Channel, rank: int, bodies: Bodies, options: SwarmOptions) -> None:
         self._is_direct, self._host = options.lane == "direct", options.address.rpartition(":")[0]
+        self._pace_s = options.pace_s
         self.num_exchanges = 0
         self._call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")()
         self._progress = Progress(rank=rank)
@@ -155,8 +158,11 @@ class Player:
             num_bytes = self._bodies.layout.exchange_bytes
             header = messages.contribution(self._progress, work, num_bytes, "raw", False)
             await self._send(message_frames(header, self._bodies.gradient))
+            began = time.perf_counter()
             await self._take(await self._receive("answer"))
             self.num_exchanges += 1
+            if self._pace_s:
+                await asyncio.sleep(max(0.0, began + self._pace_s - time.perf_counter()))
 
     async def leave(self) -> None:
         await self._send(messages.message(leave={}))

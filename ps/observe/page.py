@@ -65,6 +65,7 @@ class PageSink(Sink):
         self._streams = Streams()
         self._events: list[Happened] = []
         self._started: RunStarted | None = None
+        self._began_at = 0.0  # Unix seconds
         self._busy_s = 0.0
         self._asked: dict[int, asyncio.Future[str]] = {}  # by number
         self._num_asked = 0
@@ -85,6 +86,9 @@ class PageSink(Sink):
                 self._streams.add(at - self._began, fact)
             case ControlTaken():
                 self._happened(fact)
+                if self._started is not None and (about := self._about(self._started)) != self._told:
+                    self._told = about
+                    self._page.retell(about)
                 self._controlled(fact)
             case StatusTaken():
                 self._page.push(self._tick(fact))
@@ -93,6 +97,7 @@ class PageSink(Sink):
                     self._happened(fact, reason=self._engine.run.ended_by)
                     self._page.push(self._tick(StatusTaken(reports.status(self._engine)), is_over=True))
             case RunStarted():
+                self._began_at = time.time()
                 self._started = fact  # of one process before `begin`, of several shards after it
                 self._happened(fact)
                 if self._page.address:
@@ -109,14 +114,17 @@ class PageSink(Sink):
         self._page.close()
 
     def _show(self, fact: RunStarted) -> None:
-        config = self._config
+        self._told = self._about(fact)
+        self._page.begin(self._told, self._control)
+
+    def _about(self, fact: RunStarted) -> About:
+        """With the mode of now, and what may be asked of it."""
+        config, run = self._config, self._engine.run
         settings = config.model_dump(mode="json", exclude={"security"})
-        about = About(
-            run=fact.run, mode=fact.mode, task=config.task.name or "", started=time.time(), settings=settings,
-            server_incarnation=fact.server_incarnation, version=PROGRAM_VERSION,
-            controls=controls.offered(self._engine.run),
+        return About(
+            run=fact.run, mode=run.mode, task=config.task.name or "", started=self._began_at, settings=settings,
+            server_incarnation=fact.server_incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
         )  # fmt: skip
-        self._page.begin(about, self._control)
 
     # ---- controls --------------------------------------------------------------------------
 

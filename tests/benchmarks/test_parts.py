@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.measures.codecs import CodecOptions, measure_codecs
+from paramserver.benchmarks.measures.alone.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
 from paramserver.benchmarks.measures.step import summed_up, traffic

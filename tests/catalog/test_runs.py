@@ -51,6 +51,19 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
     writer.close()
 
 
+def write_many(file: Path, count: int) -> None:
+    """So many runs, all but the first copies of it in SQL."""
+    write(file, "aaaa00000000")
+    with closing(sqlite3.connect(file)) as db, db:
+        names = [row[1] for row in db.execute("PRAGMA table_info(runs)")]
+        others = ", ".join(name for name in names if name not in ("key", "id"))
+        for number in range(1, count):
+            db.execute(
+                f"INSERT INTO runs (id, {others}) SELECT ?, {others} FROM runs WHERE key = 1", [f"{number:012d}"]
+            )
+        db.execute("INSERT INTO documents SELECT key, 'config', printf('%.*c', 20000, 'x') FROM runs WHERE key > 1")
+
+
 def ps_runs(*arguments: str, folder: Path, code: int = 0) -> str:
     done = subprocess.run([sys.executable, "-m", "paramserver.catalog", *arguments], cwd=folder, capture_output=True,
                           text=True, timeout=60, check=False)  # fmt: skip
@@ -148,16 +161,7 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, what: str) -> 
 
 def test_a_thousand_runs_are_listed_at_once(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    write(file, "aaaa00000000")
-    with sqlite3.connect(file) as db:
-        names = [row[1] for row in db.execute("PRAGMA table_info(runs)")]
-        others = ", ".join(name for name in names if name not in ("key", "id"))
-        for number in range(1, 1000):
-            db.execute(
-                f"INSERT INTO runs (id, {others}) SELECT ?, {others} FROM runs WHERE key = 1", [f"{number:012d}"]
-            )
-        db.execute("INSERT INTO documents SELECT key, 'config', printf('%.*c', 20000, 'x') FROM runs WHERE key > 1")
-    db.close()
+    write_many(file, 1000)
     took = []
     for _ in range(5):
         began = time.process_time()

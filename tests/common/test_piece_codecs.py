@@ -40,6 +40,16 @@ def q4_reference(encoded: bytes, n: int) -> list[float]:
     return found
 
 
+def int2_reference(encoded: bytes, n: int) -> list[float]:
+    scales, at = struct.unpack_from(f"<{-(-n // 256)}f", encoded), 4 * -(-n // 256)
+    return [(0, 1, -2, -1)[encoded[at + i // 4] >> (2 * (i % 4)) & 3] * scales[i // 256] for i in range(n)]
+
+
+def int2_nearest(block: np.ndarray) -> list[float]:
+    largest = float(np.abs(block).max())
+    return [round(value / largest) * largest if largest else 0.0 for value in block.tolist()]
+
+
 def int8_nearest(block: np.ndarray) -> list[float]:
     scale = float(np.abs(block).max()) / 127
     return [round(value / scale) * scale if scale else 0.0 for value in block.tolist()]
@@ -132,7 +142,7 @@ def test_a_bad_value_of_a_tensor_is_seen(name: str, bad: float) -> None:
         assert not through(name, values)[1].isfinite().all()
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "int8", "q4"])
+@pytest.mark.parametrize("name", [*WHOLE, *("int8", "q4", "int2")])
 @given(seed=st.integers(0, 2**31), n=st.sampled_from([4096, 5000]))
 @settings(max_examples=40, deadline=None)
 def test_any_bytes_are_decoded_or_refused(name: str, seed: int, n: int) -> None:
@@ -161,8 +171,12 @@ def test_places_that_are_none_are_refused(name: str) -> None:
             codec.decode_piece(one, torch.zeros(n))
 
 
-DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {"int8": int8_reference, "q4": q4_reference}
-NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest}
+DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {
+    "int8": int8_reference,
+    "q4": q4_reference,
+    "int2": int2_reference,
+}
+NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest, "int2": int2_nearest}
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -186,7 +200,7 @@ def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int)
     ("name", "ratio", "error"),
     [
         ("int8", 3.94, 0.0069), ("q4", 7.76, 0.203), ("sparse", 146.3, 0.938), ("topk", 66.6, 0.955),
-        ("sign", 31.9, 0.603), ("sign_rms", 31.9, 0.636),
+        ("sign", 31.9, 0.603), ("sign_rms", 31.9, 0.636), ("int2", 15.06, 0.81),
     ],
 )  # fmt: skip
 def test_bytes_and_error_of_normal_values(name: str, ratio: float, error: float) -> None:

@@ -25,6 +25,7 @@ PRECISION: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 LEFT_OUT: dict[str, float] = {
     "int8": 0.5 / 127,
     "q4": 1 - math.sqrt(0.5),
+    "int2": 0.5,
     "sparse": 1,
     "topk": 1,
     "dgc": 1,

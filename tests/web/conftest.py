@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
-@pytest.fixture(scope="module")  # while it is there, a loop runs in this thread, and asyncio.run cannot
-def browser() -> Iterator[Any]:
+@contextmanager
+def started_browser() -> Iterator[Any]:
+    """A Chromium; skips the test where there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
@@ -38,6 +40,12 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")  # while it is there, a loop runs in this thread, and asyncio.run cannot
+def browser() -> Iterator[Any]:
+    with started_browser() as browser:
+        yield browser
 
 
 class Tab:

@@ -105,6 +105,8 @@ def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path:
     done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "mode", "value": "ssp"})["done"]
     assert done == "mode is ssp, was async"
     job.until(lambda: ask(address, "/api/runs/live/status")["status"]["mode"] == "ssp", "ssp in the status")
+    about = ask(address, "/api/runs/live")["about"]
+    assert about["mode"] == "ssp" and "set staleness" in about["controls"]
     step = step_of(address) + 40  # a snapshot and more
     until_beyond(job, address, step)
     os.kill(server_of(job).pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.measures.policies import Alone
+from paramserver.benchmarks.measures.alone.policies import Alone
 from paramserver.common.registry import MODES
 
 FEW, MANY = 100, 2_000

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.codecs.base import Codec, Coder, body_bytes
-from ...common.registry import CODECS
-from ...common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from ...worker.lanes.encoding import Encoding
-from ...worker.tensors.transfer import Stretch
-from ..output.report import Report
-from ..output.tables import figures, number, page
+from ....common.codecs.base import Codec, Coder, body_bytes
+from ....common.registry import CODECS
+from ....common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from ....worker.lanes.encoding import Encoding
+from ....worker.tensors.transfer import Stretch
+from ...output.report import Report
+from ...output.tables import figures, number, page
 
 _ROWS, _COLUMNS = 1000, 1000
 

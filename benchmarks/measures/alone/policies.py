@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean
 
-from ...ps.core import effects, events
-from ...ps.core.run import Options, Run
-from ...ps.engine.modes import policy_of
-from ..output.report import Report
-from ..output.tables import figures, page
+from ....ps.core import effects, events
+from ....ps.core.run import Options, Run
+from ....ps.engine.modes import policy_of
+from ...output.report import Report
+from ...output.tables import figures, page
 
 _NUM_TICKS = 20
 

@@ -1,0 +1,1 @@
+"""Measurements of one part alone, without a network."""

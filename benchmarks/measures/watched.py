@@ -1,0 +1,109 @@
+"""What a run costs its server that is on record, that has a page, and that is looked at.
+
+Workers come at a pace, not as fast as they can: so all variants do the same work, and what the server's CPU needs more
+is the record's and the page's. A viewer is a connection that reads every event the page would show.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from ..output.machine import machine
+from ..output.report import Report, median
+from ..output.tables import figures, page
+from ..rig.server_process import ServerProcess, running_server
+from ..rig.swarm import SwarmOptions, swarm_life
+from ..rig.team import team
+
+_STEPS = 1_000_000_000
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class WatchedOptions:
+    workers: int
+    viewers: int
+    per_s: float
+    floats: int
+    seconds: float
+    runs: int
+
+
+def measure_watched(options: WatchedOptions) -> Report:
+    """All variants in turns, each with a server of its own; medians."""
+    parts = ("record", "page", "viewers")
+    variants = {"neither": (), "record": parts[:1], "page": parts[1:2], "both": parts[:2], "both, looked at": parts}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    for _ in range(options.runs):
+        for name, having in variants.items():
+            found[name].append(_measure(options, having))
+    results = {name: {key: median([one[key] for one in ones]) for key in ones[0]} for name, ones in found.items()}
+    bare = results["neither"]["server_cpu"]
+    for one in results.values():
+        one["more_cpu"] = one["server_cpu"] - bare
+    return Report("page", vars(options), results, _table(options, results))
+
+
+def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, float]:
+    """Exchanges/s, and the server's share of a core."""
+    with ExitStack() as stack:
+        flags = ["--mode", "async", "--workers", str(options.workers), "--steps", str(_STEPS)]
+        if "record" in having:
+            flags += ["--set", "output.store=true", "--set", f"output.track_dir={stack.enter_context(_folder())}"]
+        else:
+            flags += ["--set", "output.store=false"]
+        if "page" in having:
+            flags += ["--web", "127.0.0.1:0"]
+        server = stack.enter_context(running_server(*flags))
+        pace_s = options.workers / options.per_s
+        swarm = SwarmOptions(server.address, server.pid, options.floats, "sgd", options.seconds, "direct", pace_s)
+        players = stack.enter_context(team(1, swarm_life, 1, options.workers, swarm))
+        if "viewers" in having:
+            stack.enter_context(_viewers(server, options.viewers))
+        (one,) = players.turns(1)
+    return {"exchanges_per_s": one["rate"][0], "server_cpu": one["server"][0]}
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _viewers(server: ServerProcess, count: int) -> Iterator[None]:
+    """So many that read what they are sent until the end of the block."""
+    address = str(server.wait_for("page", _START_S)["address"])
+    host, _, port = address.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(count):
+            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=None))
+            one.sendall(f"GET /api/events?run=live HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            threading.Thread(target=_read, args=(one,), daemon=True).start()
+        yield
+
+
+def _read(connection: socket.socket) -> None:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except OSError:
+        return  # closed at the end of the block
+
+
+def _table(options: WatchedOptions, results: dict[str, dict[str, float]]) -> RenderableType:
+    rows = [
+        [name, f"{one['exchanges_per_s']:,.0f}", f"{one['server_cpu']:.2%}", f"{one['more_cpu']:+.2%}"]
+        for name, one in results.items()
+    ]
+    title = f"{options.workers} workers, {options.viewers} viewers, {options.seconds:g} s each, {options.runs} times"
+    note = f"CPU in shares of one core, of {machine()['cores']}; medians"
+    return page(title, figures(["", "exchanges/s", "server's CPU", "more"], rows), notes=[note])
