@@ -66,7 +66,7 @@ def write_many(file: Path, count: int) -> None:
 
 def ps_runs(*arguments: str, folder: Path, code: int = 0) -> str:
     done = subprocess.run([sys.executable, "-m", "paramserver.catalog", *arguments], cwd=folder, capture_output=True,
-                          text=True, timeout=60, check=False)  # fmt: skip
+                          text=True, timeout=200, check=False)  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr

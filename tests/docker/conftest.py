@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "paramserver-test"
-DEADLINE_S = 90.0
+DEADLINE_S = 120.0
 
 
 def docker(*argv: str, check: bool = True, timeout_s: float = DEADLINE_S, **options: Any) -> str:

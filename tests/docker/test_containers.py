@@ -23,7 +23,7 @@ FOR_EVER = "1000000"
 def run_rm(image: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["docker", "run", "--rm", "--network=none", image, *argv],
-        capture_output=True, text=True, timeout=90, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_with_tls_and_a_token_nobody_else_comes_in(up: Up, image: str) -> None:
     def stranger(*argv: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["docker", "run", "--rm", "--network", network, image, *argv],
-            capture_output=True, text=True, timeout=90, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
     plain = stranger("ps-worker", "--server", "server:50051", "--set", "worker.give_up_s=3")

@@ -26,7 +26,7 @@ from paramserver.drills.chaos.trial import _samples, judge, make_trial
 from paramserver.drills.lineage import Lineage
 from paramserver.launch.plan.process import Child
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 WORKER, OTHER = Child("worker", 0), Child("worker", 1)
 
 # ---- the account in the weights ------------------------------------------------------------------

@@ -27,7 +27,7 @@ from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 # Too large for one message and for a connection's first window: its bodies wait in flow control when nobody reads.
 NUM_FLOATS = 100_000
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (NUM_FLOATS,))])

@@ -36,7 +36,7 @@ from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHER = str(PROGRAMS / "launch_with_fakes.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Marked:

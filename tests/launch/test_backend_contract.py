@@ -20,7 +20,7 @@ from paramserver.launch.view.events import parse_event
 
 PROGRAMS = Path(__file__).parent / "programs"
 W0, W1 = Child("worker", 0), Child("worker", 1)
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 SITES: dict[str, Site] = {}  # of the test that runs
 
 # A cluster of three nodes of Ray takes longest to start.

@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.common.reporting.summary import Summary
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 NUM_STEPS = 300
 
 

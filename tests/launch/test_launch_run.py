@@ -16,7 +16,7 @@ import pytest
 
 from paramserver.common.reporting.summary import Summary
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 WORKER = str(Path(__file__).parent / "programs" / "fake_worker.py")
 
 

@@ -10,7 +10,7 @@ from paramserver.common.config.sources import load_config
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.supervise.supervisor import Supervisor
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 SOON = ("--set", "launch.backoff_s=0.01")
 
 UP = """

@@ -19,7 +19,7 @@ def test_both_variants_run_over_a_slow_link() -> None:
     argv = [sys.executable, str(MEASURE), "--json", "--repeats", "1", "--mode", "ssp", *small]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rig:
         try:
-            out, err = rig.communicate(timeout=100)
+            out, err = rig.communicate(timeout=200)
         finally:
             rig.terminate()  # it takes its namespaces and processes with it
     if rig.returncode == _SKIPPED:

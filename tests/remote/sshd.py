@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 HOSTS = {"node1": "127.0.0.1", "node2": "127.0.0.2", "node3": "127.0.0.3"}
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Sshd:

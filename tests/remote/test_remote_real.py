@@ -17,7 +17,7 @@ from paramserver.tests.faults import network
 from paramserver.tests.faults.network import Network
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
-DEADLINE_S = 100.0
+DEADLINE_S = 120.0
 TWO = ("{host: node2, slots: 2}", "{host: node3, slots: 2}")
 
 

@@ -38,7 +38,7 @@ def plain(script: str, folder: Path, here: Path = HERE, **more: str) -> dict[str
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
     environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "OMP_NUM_THREADS": "1", **more}
     done = subprocess.run(
-        [sys.executable, str(here / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, str(here / f"{script}.py")], env=environ, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return torch.load(out)

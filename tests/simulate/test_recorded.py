@@ -28,7 +28,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     sets = [word for setting in SETTINGS for word in ("--set", setting)]
     code = "from paramserver.launch.main import main; main()"
     command = [sys.executable, "-c", code, str(CONFIG), *flags, *sets]
-    subprocess.run(command, check=True, capture_output=True, timeout=100, cwd=tmp_path)
+    subprocess.run(command, check=True, capture_output=True, timeout=200, cwd=tmp_path)
 
     lines = read_trace(history)
     verdict = replay(lines, {})

@@ -28,7 +28,7 @@ def opened(tab: Callable[..., Tab], server: Process, **options: Any) -> Tab:
 
 
 def until(shown: Tab, expression: str, argument: Any = None) -> None:
-    shown.page.wait_for_function(expression, arg=argument, timeout=60_000)
+    shown.page.wait_for_function(expression, arg=argument, timeout=120_000)
     come_late()
 
 
