@@ -83,6 +83,30 @@ def start(cluster, num_workers, steps, *arguments, checkpoints=False):
     return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments)
 
 
+def versions_of(cluster):
+    """(rank, number) of the contributions of each, as the history has them, in which nothing is wrong."""
+    checked = cluster.command("launch", "check", "h.jsonl")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
+    return [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+
+
+def killed_and_back(cluster, server, worker):
+    """Of three that run SCRIPT with "leaves", rank 2 dies in step 11, while others average with it, and is back when
+    they have come to step 21; to the end."""
+    workers = [worker(rank) for rank in range(3)]
+    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
+    workers[2].signal(signal.SIGKILL)
+    for one in workers[:2]:
+        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
+    (cluster.folder / "one").touch()
+    again = worker(2)
+    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
+    (cluster.folder / "two").touch()
+    assert [one.wait() for one in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
+    assert server.wait() == 0
+
+
 def test_it_equals_one_process(cluster):
     server, worker = start(cluster, 3, 100)
     workers = [worker(rank) for rank in range(3)]
@@ -94,20 +118,8 @@ def test_it_equals_one_process(cluster):
 
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
-    workers = [worker(rank) for rank in range(3)]
-    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
-    workers[2].signal(signal.SIGKILL)  # the others average, and wait for it
-    for one in workers[:2]:
-        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
-    (cluster.folder / "one").touch()
-    again = worker(2)
-    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
-    (cluster.folder / "two").touch()
-    assert [one.wait() for one in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
-    assert server.wait() == 0
-    assert cluster.command("launch", "check", "h.jsonl").returncode == 0
-    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    killed_and_back(cluster, server, worker)
+    versions = versions_of(cluster)
     assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
     assert difference(cluster, versions) <= 1e-9
 
@@ -118,8 +130,7 @@ def test_who_dies_with_the_mean_of_a_step_that_a_snapshot_is_of_is_in_no_weights
     workers = [worker(rank) for rank in range(3)]
     assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
     assert server.wait() == 0
-    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    versions = versions_of(cluster)
     assert [len(one) for one in versions] == [3] * 9 + [2] * 11
     assert difference(cluster, versions) <= 1e-9
 

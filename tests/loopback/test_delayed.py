@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .test_allreduce import killed_and_back
+
 pytestmark = pytest.mark.slow
 
 K = 2
@@ -124,17 +126,7 @@ def test_it_is_delayed_sgd(cluster, kind):
 def test_one_is_killed_with_means_outstanding_and_comes_back(cluster):
     """The others average again what they hold; who comes is given the weights, and the means that are outstanding."""
     server, worker = start(cluster, 3, 40, "adam", "leaves")
-    workers = [worker(rank) for rank in range(3)]
-    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
-    workers[2].signal(signal.SIGKILL)  # the others have handed over K more each, and wait for it
-    for one in workers[:2]:
-        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
-    (cluster.folder / "one").touch()
-    again = worker(2)
-    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
-    (cluster.folder / "two").touch()
-    assert [one.wait() for one in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
-    assert server.wait() == 0
+    killed_and_back(cluster, server, worker)  # the others have handed over K more each
     versions = versions_of(cluster)
     assert len(versions) == 40
     assert {len(one) for one in versions} == {2, 3}

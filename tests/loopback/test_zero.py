@@ -3,13 +3,9 @@ where one is killed and comes back, and from a snapshot with another number of w
 
 from __future__ import annotations
 
-import json
-import signal
-
 import pytest
-from safetensors.torch import load_file
 
-from .test_allreduce import SCRIPT, difference
+from .test_allreduce import SCRIPT, difference, killed_and_back, versions_of
 
 pytestmark = pytest.mark.slow
 
@@ -65,22 +61,10 @@ def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
 @pytest.mark.campaign
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
-    workers = [worker(rank) for rank in range(3)]
-    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
-    workers[2].signal(signal.SIGKILL)
-    for one in workers[:2]:
-        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
-    (cluster.folder / "one").touch()
-    again = worker(2)
-    server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
-    (cluster.folder / "two").touch()
-    finished(server, [*workers[:2], again])
-    assert cluster.command("launch", "check", "h.jsonl").returncode == 0
-    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    killed_and_back(cluster, server, worker)
+    versions = versions_of(cluster)
     assert {len(one) for one in versions} == {2, 3}
     assert difference(cluster, versions) <= 1e-9
-    assert load_file(cluster.folder / "w.safetensors")
 
 
 def test_who_dies_before_it_has_given_its_share_leaves_it_with_another_one(cluster):
@@ -91,7 +75,6 @@ def test_who_dies_before_it_has_given_its_share_leaves_it_with_another_one(clust
     workers = [worker(rank) for rank in range(3)]
     assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
     assert server.wait() == 0
-    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    versions = [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    versions = versions_of(cluster)
     assert [len(one) for one in versions] == [3] * 8 + [2] * 12
     assert difference(cluster, versions) <= 1e-9
