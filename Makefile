@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Programs and tests are compiled once, not by every process of every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-sample docker-test trainers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
 

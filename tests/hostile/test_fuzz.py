@@ -9,6 +9,7 @@ import os
 import random
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -260,38 +261,39 @@ def hyperparameter(value: bytes) -> bytes:
 
 
 MANY = 4 << 20
-BOMBS = {
-    "four million tensors": field(2, b"\x0a\x00" * (MANY - 10)),
-    "four hundred thousand named tensors": field(2, b"".join(tensor(b"%d" % i) for i in range(390_000))),
-    "a million dimensions": field(2, tensor(rest=field(4, b"\x7f" * 1_000_000))),
-    "dimensions whose product overflows": field(2, tensor(rest=field(4, varint(2**63 - 1) * 60))),
-    "two million aliases": field(2, tensor(rest=b"\x2a\x01a" * (MANY // 2))),
-    "a name of 8 MB": field(2, tensor(b"w" * (2 * MANY - 100))),
-    "a name with a NUL": field(2, tensor(b"a\0b")),
-    "a name of two lines": field(2, tensor(b"a\nb")),
-    "four million optimizer groups": field(2, tensor() + field(3, b"\x12\x00" * (MANY - 100))),
-    "two million tensors in a group": field(2, tensor() + field(3, field(2, b"\x0a\x01a" * (MANY // 2)))),
-    "an optimizer's name of 8 MB": field(2, tensor() + field(3, field(1, b"a" * (2 * MANY - 100)))),
-    "a codec's name of 8 MB": field(4, field(7, b"a" * (2 * MANY - 100))),
-    "four million groups of hyperparameters": field(4, b"\x32\x00" * (MANY - 10)),
-    "a list of three million values": hyperparameter(field(6, b"\x0a\x00" * (MANY - MANY // 4))),
-    "a host's name of 8 MB": field(1, field(4, b"h" * (2 * MANY - 100))),
-    "half a million metrics": field(
+BOMBS: dict[str, Callable[[], bytes]] = {  # made when they are needed: together they take seconds
+    "four million tensors": lambda: field(2, b"\x0a\x00" * (MANY - 10)),
+    "four hundred thousand named tensors": lambda: field(2, b"".join(tensor(b"%d" % i) for i in range(390_000))),
+    "a million dimensions": lambda: field(2, tensor(rest=field(4, b"\x7f" * 1_000_000))),
+    "dimensions whose product overflows": lambda: field(2, tensor(rest=field(4, varint(2**63 - 1) * 60))),
+    "two million aliases": lambda: field(2, tensor(rest=b"\x2a\x01a" * (MANY // 2))),
+    "a name of 8 MB": lambda: field(2, tensor(b"w" * (2 * MANY - 100))),
+    "a name with a NUL": lambda: field(2, tensor(b"a\0b")),
+    "a name of two lines": lambda: field(2, tensor(b"a\nb")),
+    "four million optimizer groups": lambda: field(2, tensor() + field(3, b"\x12\x00" * (MANY - 100))),
+    "two million tensors in a group": lambda: field(2, tensor() + field(3, field(2, b"\x0a\x01a" * (MANY // 2)))),
+    "an optimizer's name of 8 MB": lambda: field(2, tensor() + field(3, field(1, b"a" * (2 * MANY - 100)))),
+    "a codec's name of 8 MB": lambda: field(4, field(7, b"a" * (2 * MANY - 100))),
+    "four million groups of hyperparameters": lambda: field(4, b"\x32\x00" * (MANY - 10)),
+    "a list of three million values": lambda: hyperparameter(field(6, b"\x0a\x00" * (MANY - MANY // 4))),
+    "a host's name of 8 MB": lambda: field(1, field(4, b"h" * (2 * MANY - 100))),
+    "half a million metrics": lambda: field(
         6, b"".join(field(1, field(1, b"%d" % i) + b"\x11" + bytes(8)) for i in range(400_000))
     ),
-    "four million fields nobody knows": b"\x30\x00" * MANY,
-    "four million empty pieces": b"\x7a\x00" * MANY,
-    "four million offsets": b"\x70\x00" * MANY,
-    "one data field that claims to be 1 TiB": b"\x7a" + varint(1 << 40) + b"abc",
+    "four million fields nobody knows": lambda: b"\x30\x00" * MANY,
+    "four million empty pieces": lambda: b"\x7a\x00" * MANY,
+    "four million offsets": lambda: b"\x70\x00" * MANY,
+    "one data field that claims to be 1 TiB": lambda: b"\x7a" + varint(1 << 40) + b"abc",
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_message_that_is_all_too_much(name):
     """8 MB at most, and written to cost as much as can be: seconds and memory are bounded."""
+    bomb = BOMBS[name]()
     started = time.process_time()
     with pytest.raises(ParamServerError) as caught:
-        take(BOMBS[name])
+        take(bomb)
     assert time.process_time() - started < MAX_S
     assert len(caught.value.message) < 2000
 
@@ -356,7 +358,7 @@ def test_a_server_takes_every_bomb(server, wire):
         for bomb in bombs.values():
             peer = server.peer(8)
             polite = [wire.join_bytes(8), *([wire.model_bytes()] if server.lane == "direct" else [])]
-            peer.send(*polite, bomb)
+            peer.send(*polite, bomb())
             peer.hang_up()
             assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
             peer.close()
