@@ -81,8 +81,10 @@ def test_one_that_is_killed_takes_the_worker_with_it_which_goes_on_as_a_whole(ru
 @pytest.mark.slow
 def test_the_worker_divides_the_model_of_a_task_and_evaluates_it(run: Run) -> None:
     """Whole in each process or divided: the same weights."""
-    found = []
+    found, folder = [], run.folder
     for zero in ("0", "3"):
+        run.folder = folder / zero
+        run.folder.mkdir()
         saved = str(run.folder / f"{zero}.safetensors")
         run.serve("--mode", "sync", "--workers", "1", "--steps", "10", "--batch-size", "8", "--task", "digits",
                   "--eval-every", "5", "--save", saved)  # fmt: skip
