@@ -44,6 +44,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench page                         what a page, viewers and the record cost a server
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
+  ps-bench zero                         what each worker holds, by stage of ZeRO
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
   ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
@@ -279,9 +280,26 @@ def memory(
     modes = [canonical_mode(one) for one in mode.split(",")]
     check_lane(lane)
     _, optimizer = checked(modes[0], optimizer, json_path, keep)
-    from .measures.memory import MemoryOptions, measure_memory
+    from .measures.held.memory import MemoryOptions, measure_memory
 
     show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, lane)), json_path, keep)
+
+
+@app.command(help="What each process holds of a model that Adam trains, by stage of ZeRO, beside 1/N.")
+def zero(
+    mb: MbOption = 40,
+    workers: Annotated[str, typer.Option(help="Processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
+    stages: Annotated[str, typer.Option(help="0,1: of allreduce; 3: in one worker.", rich_help_panel=_RUN)] = "0,1,3",
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    counts, chosen = numbers(workers, "--workers", most=64), stages.split(",")
+    if unknown := sorted({*chosen} - {"0", "1", "3"}):
+        raise UsageError(f"--stages: '{unknown[0]}' is no stage", fix="--stages 0,1,3")
+    checked("sync", "adam", json_path, keep)
+    from .measures.held.zero import ZeroOptions, measure_zero
+
+    show(measure_zero(ZeroOptions(mb, counts, [int(one) for one in chosen])), json_path, keep)
 
 
 @app.command(help="The same training with and without snapshots: by how much they slow it down.")

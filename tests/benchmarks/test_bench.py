@@ -50,6 +50,7 @@ def check_numbers(value: Any) -> None:
         ("memory --workers 0", "from 1 to 64"),
         ("step --task digit", "did you mean 'digits'?"),
         ("latency --exchange 10", "--exchanges"),
+        ("zero --stages 0,2", "'2' is no stage"),
         ("xor --json nowhere/x.json", "there is no directory"),
     ],
 )
@@ -164,6 +165,17 @@ def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> N
     for line, words in (("--sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"), ("--width 24", "of 16")):
         done = bench.run("allreduce", *line.split())
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.campaign
+def test_what_each_worker_holds_by_stage(bench: Any) -> None:
+    report, _ = bench.measure("zero --mb 1 --workers 2")
+    check_origin(report, "zero")
+    whole, first, third = report["results"]["runs"]
+    for part in ("parameters", "gradients", "optimizer"):
+        assert third[f"{part}_mb"] == pytest.approx(whole[f"{part}_mb"] / 2, rel=0.01)
+    assert first["optimizer_mb"] == pytest.approx(whole["optimizer_mb"] / 2, rel=0.01)
+    assert first["parameters_mb"] == whole["parameters_mb"] == third["whole_mb"]
 
 
 @pytest.mark.slow

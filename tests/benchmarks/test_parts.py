@@ -13,7 +13,7 @@ import pytest
 
 from paramserver.benchmarks.measures.alone.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
-from paramserver.benchmarks.measures.memory import expected_parts, state_bodies
+from paramserver.benchmarks.measures.held.memory import expected_parts, state_bodies
 from paramserver.benchmarks.measures.step import summed_up, traffic
 from paramserver.benchmarks.options import numbers
 from paramserver.benchmarks.output.machine import memory_of, name

@@ -77,7 +77,6 @@ class Sharded:
                 self._plain.append((homes[id(one)][0], place, key))
         self.tensors = ModelTensors(whole, (made[one] for one in held if one in made))
         self.tensors.names |= names
-        self._whole_by_own = {one: made[one] for one in names}
         self._check()
         own, num = sum(part.own.to_local().nbytes for part in self._parts), self.tensors.layout.total_bytes
         log.info("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
@@ -108,10 +107,6 @@ class Sharded:
                 continue
             first, end = part.of(self._group.rank, self._group.size)
             assert part.own.to_local().shape[part.dim] == end - first, (part.name, part.own.to_local().shape)
-
-    def whole_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The same parameters, whole."""
-        return [self._whole_by_own.get(id(one), one) for one in parameters]
 
     def plain_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of which each process has the whole."""

@@ -214,6 +214,11 @@ class Grouped(Direct):
         specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in model.layout.specs]
         self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
         if self._sharded is not None:
+            if is_parted:
+                told = (
+                    "session.optimizers() of models that are divided among the processes of this worker (fully_shard)"
+                )
+                raise UsageError(told, fix="one optimizer; or DistributedDataParallel or the bare models in the group")
             self._sharded.gather("weights")
         if self._own is not None:
             with self._told():
@@ -311,7 +316,6 @@ class Grouped(Direct):
             self._meet(2)
         if self._sharded is not None:
             self._sharded.gather(self.source)
-            parameters = None if parameters is None else self._sharded.whole_of(parameters)
         if self._own is not None:
             with self._told():
                 self._own.contribute(work._replace(num_samples=samples, loss=loss), parameters)

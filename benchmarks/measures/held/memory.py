@@ -23,16 +23,16 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ...common.config.schema import ServerConfig
-from ...common.registry import MODES
-from ..output.machine import memory_of
-from ..output.report import Report, median
-from ..output.tables import figures, page
-from ..rig.ours import lanes_of
-from ..rig.server_process import running_server
-from ..rig.team import team
-from ..rig.turns import Measured, Samples
-from ..rig.worker_run import joined_worker
+from ....common.config.schema import ServerConfig
+from ....common.registry import MODES
+from ...output.machine import memory_of
+from ...output.report import Report, median
+from ...output.tables import figures, page
+from ...rig.ours import lanes_of
+from ...rig.server_process import running_server
+from ...rig.team import team
+from ...rig.turns import Measured, Samples
+from ...rig.worker_run import joined_worker
 
 _NUM_STEPS = 6
 _SAMPLE_S = 0.02
@@ -94,7 +94,7 @@ def state_bodies(optimizer: str) -> float:
     """Size of an optimizer's state in parameters: tried out on a small one."""
     import torch
 
-    from ...common.tensors.optimizers import find_optimizer
+    from ....common.tensors.optimizers import find_optimizer
 
     cls: Any = find_optimizer(optimizer)
     parameter = torch.nn.Parameter(torch.zeros(1000))
@@ -165,9 +165,9 @@ def worker_life(rank: int, address: str, num_floats: int, optimizer: str, lane: 
 @contextmanager
 def bare_life(_: int, num_floats: int, optimizer: str, steps: bool) -> Iterator[Measured]:
     """What a worker has without a server."""
-    from ...common.tensors.optimizers import find_optimizer
-    from ...worker import api  # noqa: F401  all that a worker loads
-    from ..rig.model import fill_gradients, synthetic_model
+    from ....common.tensors.optimizers import find_optimizer
+    from ....worker import api  # noqa: F401  all that a worker loads
+    from ...rig.model import fill_gradients, synthetic_model
 
     model = synthetic_model(num_floats)
     cls: Any = find_optimizer(optimizer)

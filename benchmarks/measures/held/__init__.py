@@ -1,0 +1,1 @@
+"""Measurements of what processes hold in memory."""
