@@ -57,9 +57,15 @@ class Traffic:
 
     num_sent: int = 0  # by the worker
     num_received: int = 0
+    num_in_waiting: int = 0  # of those, in words about what it waits for, which come by the clock
     lane: str = "grpc"
     lane_reason: str = ""  # why it is no better one
     codec: str = "raw"  # of the newest contribution
+
+    def received(self, num_bytes: int, num_in_waiting: int) -> None:
+        """By the worker, with an answer and since the one before."""
+        self.num_received += num_bytes
+        self.num_in_waiting += num_in_waiting
 
 
 @dataclass(frozen=True)

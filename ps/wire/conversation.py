@@ -102,7 +102,7 @@ class Conversation:
         while True:
             match await peer.outbox.get():
                 case str(reason):
-                    await self._stream.say(pb.ServerMessage(waiting=pb.Waiting(reason=reason)))
+                    await self._stream.say_waiting(reason)
                 case effects.AskForWeights():
                     if not await self._take_initial_weights(peer):
                         return False

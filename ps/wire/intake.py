@@ -341,6 +341,7 @@ class Intake:
         """What the run is told of it; what its script remembers is staged."""
         if rows:
             judgement = self._engine.model.store.sanity.with_rows(judgement, [one.values for one in rows])
+        traffic = self._peer.traffic
         event = events.Contributed(
             *self._peer.seat,
             header.step,
@@ -362,7 +363,7 @@ class Intake:
             residual=header.residual,
             epoch=header.epoch,
             is_broken=header.broken,
-            traffic=(self._peer.traffic.num_sent, self._peer.traffic.num_received),
+            traffic=(traffic.num_sent, traffic.num_received - traffic.num_in_waiting),
         )
         if header.HasField("place"):
             place = {field.name: value for field, value in header.place.ListFields()}

@@ -87,12 +87,13 @@ class SmallExchanges:
             return True
         if isinstance(item, Go):
             self._is_due = False
-            traffic, stream = self._peer.traffic, self._stream
-            traffic.num_received, stream.num_sent = traffic.num_received + stream.num_sent, 0
+            self._peer.traffic.received(*self._stream.take_sent())
             if self._is_paused:
                 self._is_paused = False
                 self._connection.watch(self._readable)
                 asyncio.get_running_loop().call_soon(self._readable)
+        else:
+            self._stream.num_in_waiting += len(raw)
         return True
 
     def _end(self, has_to_say: bool) -> None:

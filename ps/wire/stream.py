@@ -58,7 +58,7 @@ class Stream:
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # once it has one
         self.num_received = 0
-        self.num_sent = 0
+        self.num_sent = self.num_in_waiting = 0
         self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
@@ -238,6 +238,18 @@ class Stream:
         """Send a message without a body."""
         await self.write(message.SerializeToString())
 
+    async def say_waiting(self, reason: str) -> None:
+        """What the worker waits for, which is said by the clock."""
+        raw = pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString()
+        self.num_in_waiting += len(raw)
+        await self.write(raw)
+
+    def take_sent(self) -> tuple[int, int]:
+        """Bytes sent since this was asked last, and how many of them said what was waited for."""
+        found = self.num_sent, self.num_in_waiting
+        self.num_sent = self.num_in_waiting = 0
+        return found
+
     async def write_placed(self, start: int, end: int) -> None:
         """Say that these bytes of a body lie in shared memory; they count as sent."""
         self.num_sent += end - start
@@ -248,7 +260,7 @@ class Stream:
         waiting = asyncio.ensure_future(result)
         try:
             while not (await asyncio.wait({waiting}, timeout=_SAY_WAITING_S))[0]:
-                await self.say(pb.ServerMessage(waiting=pb.Waiting(reason=why())))
+                await self.say_waiting(why())
             return waiting.result()
         finally:
             waiting.cancel()

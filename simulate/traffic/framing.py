@@ -54,8 +54,6 @@ class Framing:
             size += 2
         if event.compute_s:
             size += 1 + _DOUBLE
-        if event.transfer_s:
-            size += 1 + _DOUBLE
         if self.codec != "raw" and event.number > 1:
             size += 2 + _DOUBLE  # residual
         if is_cut_short and event.num_steps is not None:
@@ -69,8 +67,6 @@ class Framing:
         size += _FIELD[answer.next_local_steps.bit_length()] + _FIELD[answer.staleness.bit_length()]
         size += _FIELD[answer.num_workers.bit_length()] + _FIELD[answer.worker_index.bit_length()]
         size += _FIELD[answer.training_steps.bit_length()] + _text(answer.reason)
-        if answer.held_s:
-            size += 1 + _DOUBLE
         if answer.steps:
             size += _FIELD[answer.steps.bit_length()]
         if answer.has_spare:
@@ -85,7 +81,7 @@ class Framing:
     def _up_size(self) -> int:
         """Of the message, what is the same in every one."""
         num, is_raw = self.up_bytes, self.codec == "raw"
-        size = _number(4, num) + 2 + len(self.codec) + 1 + _DOUBLE  # loss
+        size = _number(4, num) + 2 + len(self.codec) + 2 * (1 + _DOUBLE)  # loss, transfer_s
         size += 2 if self.is_direct and is_raw and num > INLINE_BYTES else 0  # in_segment
         return size + (3 if self.has_base else 0)
 
@@ -102,7 +98,8 @@ class Framing:
         ):  # fmt: skip
             is_start = len(found) == 1
             body = self._body(num, self.is_direct and not self.answer_codec and not is_start)
-            found.append((2 + _number(5, num) + (_text(codec) if num else 0), body + (extra if num else 0.0)))
+            size = 2 + 1 + _DOUBLE + _number(5, num) + (_text(codec) if num else 0)  # outcome, held_s
+            found.append((size, body + (extra if num else 0.0)))
         return tuple(found)
 
     def _body(self, num: int, is_direct: bool) -> int:

@@ -40,10 +40,10 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     sets = ["worker.lanes=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Told())[0]
     found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
-    # Nine bytes of an answer are how long it was held: there or not, as the server was busy.
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0
-    assert abs(found.foreseen.num_received - was.num_received) <= 9 * was.num
+    # Two bytes of an answer are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
+    assert abs(found.foreseen.num_received - was.num_received) <= (0 if mode == "sync" else 2 * was.num)
     assert found.foreseen.num == found.recorded.num == 90
     # What the machine itself did differently in the second half, nobody can foresee from the first.
     drift = abs(found.recorded.rate / found.before.rate - 1)

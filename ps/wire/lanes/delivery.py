@@ -112,8 +112,7 @@ class Delivery:
         self._peer.holds = None
         if self._engine.model.has_weights:
             self._engine.model.publisher.let_go(self._peer.rank)
-        traffic, stream = self._peer.traffic, self._stream
-        traffic.num_received, stream.num_sent = traffic.num_received + stream.num_sent, 0
+        self._peer.traffic.received(*self._stream.take_sent())
 
     async def final(self, done: Done) -> None:
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
