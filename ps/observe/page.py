@@ -66,6 +66,7 @@ class PageSink(Sink):
         self._events: list[Happened] = []
         self._started: RunStarted | None = None
         self._began_at = 0.0  # Unix seconds
+        self._told: About | None = None
         self._busy_s = 0.0
         self._asked: dict[int, asyncio.Future[str]] = {}  # by number
         self._num_asked = 0
@@ -114,8 +115,8 @@ class PageSink(Sink):
         self._page.close()
 
     def _show(self, fact: RunStarted) -> None:
-        self._told = self._about(fact)
-        self._page.begin(self._told, self._control)
+        self._told = about = self._about(fact)
+        self._page.begin(about, self._control)
 
     def _about(self, fact: RunStarted) -> About:
         """With the mode of now, and what may be asked of it."""

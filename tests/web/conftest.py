@@ -98,11 +98,12 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A page of this process, with the token `secret`."""
+def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A page of this process, with the token `secret` and no runs on record."""
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
     monkeypatch.setenv(serve.TOKEN_VARIABLE, "secret")
-    page = serve.Page(Config.model_validate({"server": {"web": "127.0.0.1:0"}}))
+    told = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
+    page = serve.Page(Config.model_validate(told))
     page.start()
     yield page
     page.close()
