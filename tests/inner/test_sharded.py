@@ -15,6 +15,7 @@ from paramserver.tests.inner.member import make
 from paramserver.tests.inner.test_groups import EXTRA, alone, difference, ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.campaign)])
 def test_in_sync_two_groups_of_two_are_one_process_with_the_union_batch(run: Run, optimizer: str) -> None:
     """The last batch of each epoch has two samples for four processes. What is saved loads into the bare model."""

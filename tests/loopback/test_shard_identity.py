@@ -36,6 +36,7 @@ def refused(address: str, security: Credentials, call: str, message: Any) -> tup
     return error.value.code(), error.value.details()
 
 
+@pytest.mark.slow
 def test_a_run_of_shards_is_for_their_certificates_only(cluster: Any, lab: Path) -> None:
     """A rank's certificate, another shard's, and a rank asked for with a shard's are refused; the run ends well."""
     settings = ("--mode", "async", "--workers", "1", "--steps", "5", "--shards", "2", *MUTUAL)

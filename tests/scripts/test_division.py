@@ -43,6 +43,7 @@ def scripts(cluster: Cluster, num: int, out: str, **env: str) -> list[Process]:
     return [cluster.script(rank, SCRIPT, OUT=str(cluster.folder / f"{out}{rank}.pt"), **env) for rank in range(num)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "num_samples", "env"),
     [

@@ -41,6 +41,7 @@ def total(path: Path) -> float:
     return sum(tensor.double().sum().item() for name, tensor in load_file(path).items() if name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MODES])
 def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mode: str) -> None:
     """24 steps each."""

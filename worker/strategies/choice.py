@@ -21,7 +21,8 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
             "--set worker.zero=1 --mode allreduce divides what the optimizer remembers among workers",
         )
     reports = settings.source == "report"
-    check_zero(exchange.zero, settings.mode, reports, settings.outstanding)
+    if exchange.zero:
+        check_zero(exchange.zero, settings.mode, reports, settings.outstanding)
     if reports:
         return _among_equals(exchange, may_send_early)
     if not settings.pipelined:
