@@ -37,6 +37,7 @@ class Feed:
         self._ticks: deque[Message] = deque(maxlen=_KEPT)
         self._whole: Message | None = None
         self._changed = asyncio.Event()
+        self._num_viewers = 0
 
     @classmethod
     def of(cls, watched: Watched) -> Feed:
@@ -50,7 +51,8 @@ class Feed:
         self.watched.add(tick)
         self._number += 1
         self.is_over = tick.is_over
-        self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
+        if self._num_viewers:  # who comes later begins with the whole
+            self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
         self._whole = None
         self._wake()
 
@@ -89,6 +91,15 @@ class Feed:
             yield feed.whole()._replace(number=number + 1)
             yield Message("over", number + 1, "{}")
             return
+        self._num_viewers += 1
+        try:
+            async for message in self._news():
+                yield message
+        finally:
+            self._num_viewers -= 1
+
+    async def _news(self) -> AsyncIterator[Message]:
+        """The whole, and what is new until the run is over."""
         seen = -1
         while True:
             late = [tick for tick in self._ticks if tick.number > seen]

@@ -207,43 +207,45 @@ def read_control(asked: dict[str, Any]) -> Controlled:
 
 
 class Streams:
-    """What the time of each rank went to, between one contribution and the next; pure."""
+    """What the time of each rank went to, between one contribution and the next; pure. Called for every contribution:
+    plain lists, of which models are made when somebody asks."""
 
     def __init__(self) -> None:
         self._until: dict[int, float] = {}  # by rank
-        self._spans: dict[int, list[Span]] = {}
+        self._spans: dict[int, list[list[float]]] = {}  # begin, wait, transfer, compute
 
     def add(self, now_s: float, fact: ContributionTaken) -> None:
         """Its exchange before and its computing have ended now. Where both went on side by side (pipelined), each has
         its share of the time between."""
-        rank = fact.identity.rank
-        wait_s = max(0.0, fact.exchange_s - fact.transfer_s)
-        parts = [wait_s, max(0.0, fact.transfer_s), max(0.0, fact.compute_s)]
-        if fact.exchange_s < 0 or rank not in self._until:  # the first of a process
-            parts[:2] = 0.0, 0.0
-            begin_s = now_s - parts[2]
+        rank, compute_s = fact.identity.rank, max(0.0, fact.compute_s)
+        until = self._until.get(rank)
+        if fact.exchange_s < 0 or until is None:  # the first of a process
+            wait_s = transfer_s = 0.0
+            begin_s = now_s - compute_s
         else:
-            begin_s = self._until[rank]
+            transfer_s = max(0.0, fact.transfer_s)
+            wait_s = max(0.0, fact.exchange_s - fact.transfer_s)
+            begin_s = until
         self._until[rank] = now_s
-        total = sum(parts)
+        total = wait_s + transfer_s + compute_s
         scale = min(1.0, (now_s - begin_s) / total) if total > 0 else 0.0
-        wait_s, transfer_s, compute_s = (part * scale for part in parts)
-        span = Span.model_construct(
-            rank=rank, begin_s=begin_s, wait_s=wait_s, transfer_s=transfer_s, compute_s=compute_s, apply_s=0.0
-        )
         spans = self._spans.setdefault(rank, [])
         if len(spans) < _MOST_SPANS:
-            spans.append(span)
-        else:
-            last = spans[-1]
-            last.wait_s, last.transfer_s = last.wait_s + wait_s, last.transfer_s + transfer_s
-            last.compute_s += compute_s
+            spans.append([begin_s, wait_s * scale, transfer_s * scale, compute_s * scale])
+            return
+        last = spans[-1]
+        last[1] += wait_s * scale
+        last[2] += transfer_s * scale
+        last[3] += compute_s * scale
 
     def taken(self) -> list[Span]:
         """Since it was asked last."""
-        spans, self._spans = self._spans, {}
+        ranks, self._spans = self._spans, {}
         return [
-            Span(**{name: value if name == "rank" else round(value, 4) for name, value in one.model_dump().items()})
-            for of_rank in spans.values()
-            for one in of_rank
-        ]
+            Span.model_construct(
+                rank=rank, begin_s=round(begin_s, 4), wait_s=round(wait_s, 4), transfer_s=round(transfer_s, 4),
+                compute_s=round(compute_s, 4), apply_s=0.0,
+            )
+            for rank, spans in ranks.items()
+            for begin_s, wait_s, transfer_s, compute_s in spans
+        ]  # fmt: skip
