@@ -45,6 +45,7 @@ class AllreducePolicy(Policy):
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
         self._reports: dict[int, Contribution] = {}  # of the open round, by rank
+        self._outside: set[int] = set()  # live ranks that are of the next group
         self._is_over = False  # a member of the epoch has gone
         self._turn = 0  # grows with every epoch and every round
         self._brought = 0  # the newest version whose weights the server has
@@ -96,25 +97,30 @@ class AllreducePolicy(Policy):
             told = f"on version {contribution.base_version}, and version {self.version + 1} is to be made of it"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"computed {told}: {self.outstanding} may lie between")]
         self._owe(member, Outcome.DROPPED)  # unless all others report too
-        if rank not in self.group or (contribution.epoch or self.epoch, contribution.part) != (self.epoch, 0):
+        if rank in self._outside or (contribution.epoch or self.epoch, contribution.part) != (self.epoch, 0):
             return [Discard(rank)]
         self._reports[rank] = contribution
         return [Wait(rank)]
 
+    def _joined(self, rank: int) -> list[Decision]:
+        self._outside.add(rank)
+        return []
+
     def _left(self, rank: int) -> list[Decision]:
         self._reports.pop(rank, None)
-        self._is_over |= rank in self.group
+        self._is_over |= rank not in self._outside
+        self._outside.discard(rank)
         return []
 
     def _advance(self, now: float) -> list[Decision]:
-        if self._is_over or not self.group or (self._is_through and self.group != tuple(self._ranks)):
+        if self._is_over or not self.group or (self._outside and self._is_through):
             return self._form()
         if len(self._reports) < len(self.group):
             return []
         if any(report.is_broken for report in self._reports.values()):
             return self._form()
         decisions = self._close()
-        return decisions + self._form() if self.group != tuple(self._ranks) else decisions
+        return decisions + self._form() if self._outside else decisions
 
     @property
     def _is_through(self) -> bool:
@@ -127,6 +133,7 @@ class AllreducePolicy(Policy):
             return []
         self.epoch, self._turn, self._is_over = self.epoch + 1, self._turn + 1, False
         self.group = tuple(self._ranks)
+        self._outside.clear()
         dropped, self._reports = sorted(self._reports), {}
         return [Discard(rank) for rank in dropped]
 
@@ -146,7 +153,7 @@ class AllreducePolicy(Policy):
     def _gate(self, member: Member, now: float) -> Closed | None:
         if member.rank in self._reports:
             return Closed(self._turn + 1, self._why_open)
-        if member.rank not in self.group:
+        if member.rank in self._outside:
             return Closed(self._turn + 1, lambda: "the end of the step that the others take: it is of the next group")
         return None
 

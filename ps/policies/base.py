@@ -449,7 +449,7 @@ class Policy(ABC):
         number = self.num_counted[rank]
         self.num_counted[rank] = number + 1
         self._num_open[rank] = self._num_open.get(rank, 0) + 1
-        self._standing.advance(rank, number)
+        self._standing.move(rank, number, number + 1)
         self._owe(member, Outcome.APPLIED)
 
     def _stepped_part(self, key: int, continues: bool) -> None:

@@ -86,9 +86,8 @@ class Speeds:
     _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank), some of them no longer so
 
     def measured(self, rank: int, speed: float) -> None:
-        before = self._of.get(rank, speed)
-        self._of[rank] = (1 - _NEWEST) * before + _NEWEST * speed
-        heappush(self._heap, (-self._of[rank], rank))
+        self._of[rank] = speed = (1 - _NEWEST) * self._of.get(rank, speed) + _NEWEST * speed
+        heappush(self._heap, (-speed, rank))
         self._tidy()
 
     def forget(self, rank: int) -> None:
@@ -97,7 +96,8 @@ class Speeds:
 
     def share(self, rank: int) -> float:
         """Of the fastest's, 0 to 1; 1 while nothing is known of it."""
-        return self._of[rank] / -self._heap[0][0] if rank in self._of else 1.0
+        speed = self._of.get(rank)
+        return 1.0 if speed is None else speed / -self._heap[0][0]
 
     def _tidy(self) -> None:
         while self._heap and self._of.get(self._heap[0][1]) != -self._heap[0][0]:
@@ -174,10 +174,10 @@ class AsyncDilocoPolicy(Policy):
 
     def next_local_steps(self, rank: int) -> int:
         most = super().next_local_steps(rank)
-        if not self.options.even_pace or most <= 1:
+        if most <= 1 or not self.options.even_pace:
             return most
-        wanted = self.local_steps * self._speeds.share(rank)
-        return min(most, max(1, ceil(wanted)))
+        wanted = ceil(self.options.local_steps * self._speeds.share(rank)) or 1
+        return most if most < wanted else wanted
 
     def told_steps(self, rank: int) -> int | None:
         return self._answered[rank][1] if rank in self._answered else None
@@ -198,9 +198,12 @@ class AsyncDilocoPolicy(Policy):
         self._since_moved = state.get("since_moved", 0)
 
     def _place(self, rank: int) -> None:
-        self._unplace(rank)
-        self._placed[rank] = self.steps_done(rank)
-        self._by_steps.add(rank, self._placed[rank])
+        steps = self.steps_done(rank)
+        if rank in self._placed:
+            self._by_steps.move(rank, self._placed[rank], steps)
+        else:
+            self._by_steps.add(rank, steps)
+        self._placed[rank] = steps
 
     def _unplace(self, rank: int) -> None:
         if rank in self._placed:
@@ -230,7 +233,7 @@ class AsyncDilocoPolicy(Policy):
         return [self._close("the last worker has finished")] if is_last else []
 
     def _is_missing(self, rank: int) -> None:
-        if rank not in self._round and self.next_local_steps(rank):
+        if rank not in self._round and super().next_local_steps(rank):  # at an even pace it is one at least
             self._missing[rank] = None
 
     def _settle(self, now: float) -> list[Decision]:
@@ -245,7 +248,7 @@ class AsyncDilocoPolicy(Policy):
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
-        answered_at, told = self._answered.pop(rank, (now, self.next_local_steps(rank)))
+        answered_at, told = self._answered.pop(rank, None) or (now, self.next_local_steps(rank))
         steps = contribution.num_steps if contribution.num_steps is not None else told
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there

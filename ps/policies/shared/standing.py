@@ -41,17 +41,19 @@ class Standing:
                 heappop(self._numbers)
             self.least = self._numbers[0] if self._numbers else None
 
-    def advance(self, rank: int, number: int) -> None:
-        """The rank goes from `number` to the next."""
+    def move(self, rank: int, before: int, number: int) -> None:
+        """The rank goes from `before` to `number`."""
+        if number == before:
+            return
         ranks = self._ranks
-        if (there := ranks.get(number + 1)) is not None:
+        if (there := ranks.get(number)) is not None:
             there[rank] = None
         else:
-            self.add(rank, number + 1)
-        if len(there := ranks[number]) > 1:
+            self.add(rank, number)
+        if len(there := ranks[before]) > 1:
             del there[rank]
         else:
-            self.remove(rank, number)
+            self.remove(rank, before)
 
     @property
     def most(self) -> int | None:
