@@ -92,8 +92,12 @@ AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", froze
 CODECS = Family(
     "paramserver.common.codecs",
     "codec",
-    frozenset({"base", "shared", "blocks", "remembering"}),
-    more=("paramserver.common.codecs.blocks", "paramserver.common.codecs.remembering"),
+    frozenset({"base", "shared", "blocks", "largest", "remembering"}),
+    more=(
+        "paramserver.common.codecs.blocks",
+        "paramserver.common.codecs.largest",
+        "paramserver.common.codecs.remembering",
+    ),
 )
 AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
 

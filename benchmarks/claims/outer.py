@@ -80,8 +80,11 @@ WAYS: dict[str, Asked] = {
     "H 100": Asked(options={"local_steps": 100}),
     "H 100, mean": Asked(options={"local_steps": 100, **_MEAN}),
     "H 100, q4 both": Asked(options={"local_steps": 100}, up="q4", down="q4"),
-    "H 25, sparse up": Asked(options=_MEAN, up="sparse"),
-    "H 25, sparse up, no feedback": Asked(options=_MEAN, up="sparse", has_feedback=False),
+    **{
+        f"H 25, {codec} up{told}": Asked(options=_MEAN, up=codec, has_feedback=not told)
+        for codec in ("sparse", "sparse_256")
+        for told in ("", ", no feedback")
+    },
     "H 25, 30 % dropped": Asked(dropped=0.3),
     "unequal": Asked(seconds=UNEQUAL),
 }

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -80,8 +81,8 @@ def topk_nearest(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def sparse_nearest(values: np.ndarray) -> np.ndarray:
-    found, places = np.zeros_like(values), [at + i for at, kept in chunked(values, 64) for i in kept]
+def sparse_nearest(values: np.ndarray, of: int = 64) -> np.ndarray:
+    found, places = np.zeros_like(values), [at + i for at, kept in chunked(values, of) for i in kept]
     kept = values[places]
     levels = np.clip(np.round((kept - kept.mean()) / (1.5 * kept.std(ddof=1)) + 2), 0, 3)
     found[places] = [kept[levels == level].mean() for level in levels]
@@ -96,7 +97,13 @@ def sign_rms_nearest(values: np.ndarray) -> np.ndarray:
     return np.where(values < 0, -1, 1) * np.sqrt((values**2).mean())
 
 
-WHOLE = {"topk": topk_nearest, "sparse": sparse_nearest, "sign": sign_nearest, "sign_rms": sign_rms_nearest}
+WHOLE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "topk": topk_nearest,
+    "sparse": sparse_nearest,
+    "sparse_256": partial(sparse_nearest, of=16),
+    "sign": sign_nearest,
+    "sign_rms": sign_rms_nearest,
+}
 
 
 def through(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +124,7 @@ def test_a_tensor_is_what_its_file_says(name: str, n: int) -> None:
     assert len(encoded) == {
         "topk": 6 * (n // 4096 * 41 + -(-(n % 4096) // 100)),
         "sparse": 16 + 3 * -(-(k := n // 4096 * 64 + -(-(n % 4096) // 64)) // 2) + -(-k // 4),
+        "sparse_256": 16 + 3 * -(-(k := n // 4096 * 256 + -(-(n % 4096) // 16)) // 2) + -(-k // 4),
     }.get(name, 4 + -(-n // 8))
 
 
@@ -200,6 +208,7 @@ def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int)
     ("name", "ratio", "error"),
     [
         ("int8", 3.94, 0.0069), ("q4", 7.76, 0.203), ("sparse", 146.3, 0.938), ("topk", 66.6, 0.955),
+        ("sparse_256", 36.55, 0.826),
         ("sign", 31.9, 0.603), ("sign_rms", 31.9, 0.636), ("int2", 15.06, 0.81),
     ],
 )  # fmt: skip

@@ -27,6 +27,7 @@ LEFT_OUT: dict[str, float] = {
     "q4": 1 - math.sqrt(0.5),
     "int2": 0.5,
     "sparse": 1,
+    "sparse_256": 1,
     "topk": 1,
     "dgc": 1,
     "powersgd": math.sqrt(67),  # a column is projected on another one

@@ -8,7 +8,7 @@ values of v the 5 that are largest in size are sent, as `topk` does, and u and v
 
 from __future__ import annotations
 
-from ..topk import TopkCodec
+from ..largest.topk import TopkCodec
 
 
 class DgcCodec(TopkCodec):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ByTensor, largest, scatter
+from ..shared.by_tensor import ByTensor, largest, scatter
 
 _CHUNK = 4096
 _CHUNKS = 32  # of a piece

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ByTensor, largest, scatter
+from ..shared.by_tensor import ByTensor, largest, scatter
 
-_CHUNK, _KEPT = 4096, 64
+_CHUNK = 4096
 _LEVELS = 4
 _TABLE_BYTES = 4 * _LEVELS
 _CHUNKS_AT_ONCE = 32
@@ -25,15 +25,16 @@ class SparseCodec(ByTensor):
     suits_adaptive = False
     decay = 0.95
     least = _CHUNK
+    kept = 64  # of a chunk
     piece = 1 << 62  # the four means are of a whole tensor
 
     def size(self, num_elements: int) -> int:
-        num_kept = _num_kept(num_elements)
+        num_kept = self._num_kept(num_elements)
         return _TABLE_BYTES + 3 * -(-num_kept // 2) + -(-num_kept // 4)
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
         parts = [part for chunks in _chunks_of(values) for part in chunks.split(_CHUNKS_AT_ONCE)]
-        found = [largest(part, _kept_of(part.shape[1])) for part in parts]
+        found = [largest(part, self._kept_of(part.shape[1])) for part in parts]
         kept = torch.cat([part.gather(1, places).view(-1) for part, places in zip(parts, found, strict=True)])
         places = torch.cat([places.view(-1) for places in found])
         table, levels = _levels_of(kept)
@@ -43,13 +44,13 @@ class SparseCodec(ByTensor):
         _pack(levels, 2, 4, level_bytes)
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        num_kept = _num_kept(len(out))
+        num_kept = self._num_kept(len(out))
         table, place_bytes, level_bytes = self._parts(encoded, num_kept)
         places, levels = _unpack(place_bytes, 12, 2, num_kept), _unpack(level_bytes, 2, 4, num_kept)
         kept, at = table.view(torch.float32)[levels], 0
         out.zero_()
         for chunks in _chunks_of(out):
-            num = len(chunks) * _kept_of(chunks.shape[1])
+            num = len(chunks) * self._kept_of(chunks.shape[1])
             scatter(chunks, places[at : at + num].view(len(chunks), -1), kept[at : at + num].view(len(chunks), -1))
             at += num
 
@@ -58,20 +59,18 @@ class SparseCodec(ByTensor):
         end = _TABLE_BYTES + 3 * -(-num_kept // 2)
         return encoded[:_TABLE_BYTES], encoded[_TABLE_BYTES:end], encoded[end:]
 
+    def _kept_of(self, num_elements: int) -> int:
+        return -(-num_elements * self.kept // _CHUNK)
+
+    def _num_kept(self, num_elements: int) -> int:
+        return num_elements // _CHUNK * self.kept + self._kept_of(num_elements % _CHUNK)
+
 
 def _chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
     """[n] as [chunks, 4096] and what is left over, [1, fewer]."""
     full = len(values) // _CHUNK * _CHUNK
     both = values[:full].view(-1, _CHUNK), values[full:].view(1, -1)
     return [chunks for chunks in both if chunks.numel()]
-
-
-def _kept_of(num_elements: int) -> int:
-    return -(-num_elements * _KEPT // _CHUNK)
-
-
-def _num_kept(num_elements: int) -> int:
-    return num_elements // _CHUNK * _KEPT + _kept_of(num_elements % _CHUNK)
 
 
 def _levels_of(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Codecs that send a few values and their places."""
