@@ -93,6 +93,15 @@ def test_worker_with_the_wrong_token_ends_at_once(shared_cluster: Any, mutual: s
     assert "guessed-token" not in worker.output + shared_cluster.processes[0].output
 
 
+def test_members_that_average_among_themselves_say_that_tls_is_not_theirs(cluster: Any, tmp_path: Path) -> None:
+    lab = tmp_path / "lab"
+    certs("init", lab)
+    server = cluster.server("--mode", "allreduce", "--workers", "1", "--steps", "5", *flags(lab, "server"))
+    worker = cluster.worker(0, *TASK, *flags(lab, "worker"))
+    assert (worker.wait(), server.wait()) == (0, 0), worker.output
+    assert "Gloo has no TLS" in worker.event("group_in_plaintext")["meaning"]
+
+
 def test_worker_that_speaks_no_tls_ends_at_once(shared_cluster: Any, mutual: str) -> None:
     worker = shared_cluster.worker(0, *TASK)
     assert worker.wait() == 11

@@ -107,6 +107,11 @@ class Exchange:
         return self._config.server
 
     @property
+    def is_encrypted(self) -> bool:
+        """What goes to and from the server is in TLS."""
+        return self._credentials.ca is not None
+
+    @property
     def told_settings(self) -> bytes:
         """As the server said them."""
         return self._welcome.settings.SerializeToString()

@@ -45,6 +45,10 @@ _NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters
 _NOBODY = -1  # in the place of a version
 _MAX_FAILED = 3
 _MAY_DIFFER = 1e-3  # weights of members, relatively
+_IN_PLAINTEXT = (
+    "the server speaks TLS, members among themselves plain TCP, for torch's Gloo has no TLS: keep them on a network of "
+    "their own (a tunnel), or take --mode sync"
+)
 
 
 class Equals(Direct):
@@ -68,6 +72,8 @@ class Equals(Direct):
         self._num_failed = 0  # groups in a row that did not come together, of the same members:
         self._failing: tuple[int, ...] = ()
         self._helper = Helper("group")
+        if exchange.is_encrypted:
+            log.warning("group_in_plaintext", meaning=_IN_PLAINTEXT)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
