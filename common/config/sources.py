@@ -45,15 +45,15 @@ class Resolved:
         """True when `key` came from anywhere but the default."""
         return key in self.origins
 
-    def check_options(self, modes: Iterable[str]) -> None:
-        """Refuse a mode's option that a flag sets and none of the `modes` that are to run reads. What a file sets may
-        be another mode's: several are compared with one file. Raises UsageError."""
+    def check_options(self, modes: Iterable[str], told_by: tuple[str, ...] = ("flag ",)) -> None:
+        """Refuse a mode's option that a flag (`told_by`: how origins begin) sets and none of the `modes` that are to run
+        reads. What a file sets may be another mode's: several are compared with one file. Raises UsageError."""
         modes = list(modes)
         declared = mode_options(self.config.run.modes)
         for key, origin in self.origins.items():
             section, _, name = key.partition(".")
             readers = [mode for mode, options in declared.items() if name in options.model_fields]
-            if section == "policy" and origin.startswith("flag ") and readers and not {*readers} & {*modes}:
+            if section == "policy" and origin.startswith(told_by) and readers and not {*readers} & {*modes}:
                 raise UsageError(
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
