@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from ..common.config.cli import Flags
-from ..common.config.sources import Resolved
+from ..common.config.sources import Resolved, of_mode
 from ..common.errors import UsageError
 from ..common.reporting.report import duration, report_console, share, size
 from ..common.reporting.summary import Summary, price
@@ -38,8 +38,9 @@ def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tu
     for mode in modes:
         local_steps = getattr(wanted.config.policy.options(mode), "local_steps", 1) if mode != run.SINGLE else 1
         few = min(max(_STEPS, 2 * local_steps), max(1, steps // _MORE))
+        its, its_sets = of_mode(mode, quiet, sets) if mode != run.SINGLE else (quiet, sets)
         found = [
-            _ran({**quiet, "run.mode": mode, "run.steps": number}, config, sets, script_args)
+            _ran({**its, "run.mode": mode, "run.steps": number}, config, its_sets, script_args)
             for number in (few, few * _MORE)
         ]
         if len(ran := [summary for _, summary in found if summary is not None]) < len(found):

@@ -190,6 +190,14 @@ def show_config(resolved: Resolved) -> None:
     Console(soft_wrap=True).print(table)
 
 
+def _takes_no_value(message: str) -> str:
+    """Of an argument too many, where it is behind a flag."""
+    for flag, word in pairwise(sys.argv[1:]):
+        if flag.startswith("--") and f"unexpected extra argument ({word})" in message.replace("(s)", ""):
+            return f"{flag} takes no value; "
+    return ""
+
+
 def run_app(app: typer.Typer, program: str) -> NoReturn:
     """Run a Typer app and end the process with the exit code of what happened."""
     if sys.argv[1:] == ["--version"]:
@@ -211,7 +219,8 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     except Exception as error:  # a wrong flag is the user's; anything else is our bug, shown whole
         if not hasattr(error, "format_message"):
             raise
-        code = report(program, UsageError(error.format_message(), fix=f"{program} --help lists every flag"))
+        message = error.format_message()
+        code = report(program, UsageError(message, fix=f"{_takes_no_value(message)}{program} --help lists every flag"))
     sys.stdout.flush()
     sys.stderr.flush()
     quiet.over(code or 0)

@@ -46,14 +46,12 @@ class Resolved:
         return key in self.origins
 
     def check_options(self, modes: Iterable[str], told_by: tuple[str, ...] = ("flag ",)) -> None:
-        """Refuse a mode's option that a flag (`told_by`: how origins begin) sets and none of the `modes` that are to run
-        reads. What a file sets may be another mode's: several are compared with one file. Raises UsageError."""
+        """Refuse a mode's option that a flag (`told_by`: how origins begin) sets and none of the `modes` that are to
+        run reads. What a file sets may be another mode's: several are compared with one file. Raises UsageError."""
         modes = list(modes)
-        declared = mode_options(self.config.run.modes)
         for key, origin in self.origins.items():
-            section, _, name = key.partition(".")
-            readers = [mode for mode, options in declared.items() if name in options.model_fields]
-            if section == "policy" and origin.startswith(told_by) and readers and not {*readers} & {*modes}:
+            readers = _readers(key, self.config.run.modes) if origin.startswith(told_by) else []
+            if readers and not {*readers} & {*modes}:
                 raise UsageError(
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
@@ -76,6 +74,24 @@ class Resolved:
         known = {key: info for key, info in settings(self.config.run.modes).items() if key.startswith(f"{section}.")}
         values = {key: info.get_default(call_default_factory=True) for key, info in known.items()}
         return values | {f"{section}.{name}": value for name, value in body}
+
+
+def _readers(key: str, modes: Iterable[str]) -> list[str]:
+    """The modes that have this option; empty for a setting of every mode."""
+    section, _, name = key.partition(".")
+    found = mode_options(modes).items() if section == "policy" else ()
+    return [mode for mode, options in found if name in options.model_fields]
+
+
+def of_mode(mode: str, flags: Mapping[str, Any], sets: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """What one mode is told of what several were, without options that only others have."""
+
+    def is_its(key: str) -> bool:
+        readers = _readers(key.strip(), [mode])
+        return not readers or mode in readers
+
+    told = {key: value for key, value in flags.items() if is_its(key)}
+    return told, [text for text in sets if is_its(text.partition("=")[0])]
 
 
 def load_config(

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from ...common.config.cli import SetOption, make_app, run_app
+from ...common.config.sources import load_config, of_mode
 from ...common.errors import ParamServerError, UsageError
 from ...common.reporting.report import report_console, share
 from ...common.reporting.summary import Summary
@@ -65,24 +66,25 @@ def doctor(
     if config is None and (megabytes is None or compute_s is None):
         raise UsageError("neither a CONFIG nor what it would say: the model's size and a step's time",
                          fix="ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms")  # fmt: skip
-    where = [*([config] if config else []), "-n", str(workers), *(["--hosts", hosts, "--sync-code"] if hosts else [])]
-    arguments = (*where, *(f"--set={one}" for one in sets or []))
+    machines = ["--hosts", hosts, "--sync-code"] if hosts else []
+    where, sets = (*([config] if config else []), "-n", str(workers), *machines), sets or []
+    load_config(config, {}, sets, {}, is_worker=False)
     if compute_s is None or megabytes is None:
         _say("a step of the task")
-        ran = _ran(arguments, "async", _STEPS, [])
+        ran = _ran(where, "async", _STEPS, sets)
         each = [one for one in ran.workers if one.steps]
         compute_s = compute_s or sum(one.compute_s for one in each) / sum(one.steps for one in each)
         megabytes = megabytes or sum(one.bytes_sent for one in each) / sum(one.steps for one in each) / 1e6
-    found = measure(Job(arguments, seconds, workers, _say), megabytes, chosen)
+    found = measure(Job((*where, *_sets("async", sets)), seconds, workers, _say), megabytes, chosen)
     links = advice.best_links(found)
     if not links:
         raise UsageError(f"no worker was given a lane of {lanes}", fix="leave --lanes out")
     link = advice.typical(links)
     trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
-    foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets or [])
+    foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
     told = advice.sentences(foreseen, link, trip_s, compute_s, megabytes)
-    beside = _verified(arguments, foreseen) if verify else []
+    beside = _verified(where, foreseen, sets) if verify else []
     if as_json:
         print(_as_json(found, checks, foreseen, told, beside, compute_s))
     else:
@@ -94,7 +96,12 @@ def _say(what: str) -> None:
     print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
-def _ran(arguments: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summary:
+def _sets(mode: str, sets: list[str]) -> list[str]:
+    """As flags, without what is other modes'."""
+    return [f"--set={one}" for one in of_mode(mode, {}, sets)[1]]
+
+
+def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summary:
     """What a short run came to. ParamServerError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
@@ -107,8 +114,8 @@ def _ran(arguments: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> 
             *sets,
         ]
         command = [
-            sys.executable, "-m", "paramserver.launch", *arguments, "--mode", mode, "--steps", str(steps), "--summary",
-            str(path), *(f"--set={one}" for one in quiet),
+            sys.executable, "-m", "paramserver.launch", *where, "--mode", mode, "--steps", str(steps), "--summary",
+            str(path), *_sets(mode, quiet),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not path.exists():
@@ -121,7 +128,9 @@ def _ran(arguments: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> 
         return Summary.model_validate_json(path.read_text())
 
 
-def _verified(arguments: tuple[str, ...], foreseen: list[advice.Foreseen]) -> list[tuple[advice.Foreseen, float]]:
+def _verified(
+    where: tuple[str, ...], foreseen: list[advice.Foreseen], sets: list[str]
+) -> list[tuple[advice.Foreseen, float]]:
     """Raw, as real runs: steps a second of all workers, without what happens once."""
     found = []
     for one in foreseen:
@@ -130,7 +139,7 @@ def _verified(arguments: tuple[str, ...], foreseen: list[advice.Foreseen]) -> li
         _say(f"{one.mode}, for real")
         local = [f"policy.local_steps={one.local_steps}"] if one.local_steps > 1 else []
         few = max(_STEPS, 3 * one.local_steps)
-        short, long = (_ran(arguments, one.mode, number, local) for number in (few, 3 * few))
+        short, long = (_ran(where, one.mode, number, [*sets, *local]) for number in (few, 3 * few))
         elapsed_s = long.wall_s - short.wall_s
         found.append((one, len(long.workers) * 2 * few / elapsed_s if elapsed_s > 0 else 0.0))
     return found

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.documents import scalar_text
 from paramserver.common.config.schema import Config
-from paramserver.common.config.sources import Resolved, load_config
+from paramserver.common.config.sources import Resolved, load_config, of_mode
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 
@@ -493,3 +493,13 @@ def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_se
     assert error.message == "flag --straggler-timeout-s: mode async has no such option, it would change nothing"
     assert error.fix == "leave it out, or take a mode that has it: diloco, localsgd, sync"
     resolved.check_options(["async", "sync"])
+
+
+def test_of_what_several_modes_are_told_each_has_its_own():
+    flags, sets = (
+        {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None},
+        ["policy.staleness=2", "run.steps=5"],
+    )
+    assert of_mode("sync", flags, sets) == ({"run.lr": 0.1, "policy.weighting": None}, ["run.steps=5"])
+    assert of_mode("localsgd", flags, sets) == (flags, ["run.steps=5"])
+    assert of_mode("ssp", flags, sets)[1] == sets

@@ -78,12 +78,15 @@ def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
     assert cluster.command("launch", "doctor", "--mb", "4", "--compute", "0ms").returncode == 2
     told = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
     assert (told.returncode, "the model has -4 MB" in told.stderr) == (2, True)
+    told = cluster.command("launch", "doctor", "nowhere.yaml")
+    assert (told.returncode, told.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", ["shared", "direct", "grpc"])
 def test_it_measures_a_lane(cluster: Cluster, lane: str) -> None:
-    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--lanes", lane, "--json")
+    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--lanes", lane, "--json", "--set",
+             "policy.local_steps=4")  # fmt: skip
     told = cluster.command("launch", "doctor", *flags)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)

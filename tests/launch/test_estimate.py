@@ -23,6 +23,7 @@ def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
     told = cluster.command(
         "launch", "-n", "2", "--task", "xor", "--mode", "sync,localsgd", "--steps", "100000", "--estimate", "--save",
         "w.safetensors", "--checkpoint-dir", "snapshots", "--set", "cost.per_hour=36", "--set", "slowdown.base_s=0.02",
+        "--local-steps", "4", "--set", "policy.backup_workers=1",
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     rows = [line.split() for line in told.stdout.splitlines() if re.match(r"(sync|localsgd) ", line)]
