@@ -6,15 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route, WebSocketRoute
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.version import PROGRAM_VERSION
@@ -23,7 +24,8 @@ from .guard import told
 from .openapi import description
 from .stored import Store
 
-STATIC = Path(__file__).parent / "static"
+_STATIC = Path(__file__).parent / "static"
+_STYLE = "style.css"
 MOST_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
 
@@ -111,14 +113,13 @@ def make_app(runs: Runs) -> Starlette:
     async def described(request: Request) -> Response:
         return JSONResponse(description())
 
-    async def page(request: Request) -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+    files = _files()
 
-    async def all_runs(request: Request) -> Response:
-        return FileResponse(STATIC / "runs.html", headers={"Cache-Control": "no-cache"})
+    def file(name: str) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return _file(files, name or request.path_params["name"], request)
 
-    async def icon(request: Request) -> Response:
-        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+        return handle
 
     def newest(feed: Feed) -> Any:
         tick = feed.watched.newest
@@ -126,9 +127,10 @@ def make_app(runs: Runs) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/", page),
-            Route("/runs", all_runs),
-            Route("/favicon.ico", icon),
+            Route("/", file("index.html")),
+            Route("/runs", file("runs.html")),
+            Route("/favicon.ico", file("icon.svg")),
+            Route("/static/{name:path}", file("")),
             Route("/api/openapi.json", described),
             Route("/api/health", health),
             Route("/api/session", session),
@@ -141,10 +143,28 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/runs/{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),
-            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         exception_handlers={HTTPException: _refused},
     )
+
+
+def _files() -> dict[str, bytes]:
+    """What a browser may ask for, by name: read once, for it asks for a dozen at once. Its own style is in each page,
+    which then has something to show as soon as it is there."""
+    found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
+    link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
+    style = b"<style>\n" + found[_STYLE] + b"</style>"
+    return {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
+
+
+def _file(files: dict[str, bytes], name: str, request: Request) -> Response:
+    if (body := files.get(name)) is None:
+        raise HTTPException(404, f"no file {name[:80]}")
+    tag = f'"{sha256(body).hexdigest()[:16]}"'
+    headers = {"Cache-Control": "no-cache", "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=guess_type(name)[0], headers=headers)
 
 
 def _line(feed: Feed) -> dict[str, Any]:

@@ -15,6 +15,10 @@ from ..common.runstore.reading import RunStore, StoredRun, WorkerPoint
 
 _FRESH_S = 0.9  # what was read is shown again within this time
 _MOST_EVENTS = 300
+_SAID = (
+    "mode", "project", "state", "step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes",
+    "elapsed_s", "figures", "ended_by",
+)  # fmt: skip
 
 
 class Store:
@@ -51,17 +55,13 @@ class Store:
 
 def line(run: StoredRun) -> dict[str, Any]:
     """Of a run in a list."""
-    said = run.model_dump(include={
-        "mode", "project", "state", "step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes",
-        "elapsed_s", "figures", "ended_by",
-    })  # fmt: skip
     return {
         "run": run.id,
         "name": run.label,
         "task": run.work,
         "started": run.started_at,
         "workers": run.num_workers,
-        **said,
+        **{name: getattr(run, name) for name in _SAID},
     }
 
 

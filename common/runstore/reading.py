@@ -278,8 +278,11 @@ def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]
             yield f"{before}{name}", inner
 
 
+_OF_RUN = frozenset(StoredRun.model_fields)
+
+
 def _run(row: sqlite3.Row) -> StoredRun:
-    told = {name: row[name] for name in row.keys() if name in StoredRun.model_fields}  # noqa: SIM118
+    told = {name: row[name] for name in row.keys() if name in _OF_RUN}  # noqa: SIM118
     return StoredRun.model_construct(**{**told, "figures": _json(row["figures"]), "state": _state(row)})
 
 

@@ -1,10 +1,11 @@
 // All runs on record, the newest first; those that go on are looked at again every few seconds.
 import { $, duration, figure, make, size, whole } from './text.js';
 const MOST = 200;
+const WHEN = new Intl.DateTimeFormat([], { dateStyle: 'short', timeStyle: 'medium', hour12: false });
 const COLUMNS = [
   ['run', one => make('a', { href: `/?run=${encodeURIComponent(one.run)}` }, one.name || `${one.mode}-${one.run.slice(0, 6)}`), 'text'],
   ['state', one => one.state, 'text'], ['mode', one => one.mode, 'text'], ['task', one => one.task, 'text'],
-  ['started', one => new Date(one.started * 1000).toLocaleString([], { hour12: false }), 'text'],
+  ['started', one => WHEN.format(one.started * 1000), 'text'],
   ['workers', one => whole(one.workers || 0)], ['step', one => one.steps ? `${whole(one.step || 0)} / ${whole(one.steps)}` : whole(one.step || 0)],
   ['time', one => duration(one.elapsed_s)], ['loss', one => figure(one.loss)],
   ['figures', one => Object.entries(one.figures || {}).map(([name, value]) => `${name} ${figure(value)}`).join(', '), 'text'],
