@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError, did_you_mean
-from ..registry import MODES, canonical_mode
+from ..registry import canonical_mode
 from ..user_code import is_in_file
 from .documents import built, items, mistakes, read_document, scalar
 from .flags import flag_name, sections, settings
@@ -45,14 +45,13 @@ class Resolved:
         """True when `key` came from anywhere but the default."""
         return key in self.origins
 
-    def check_options(self, modes: Iterable[str], told_by: tuple[str, ...] = ("flag ",)) -> None:
-        """Refuse a mode's option that a flag (`told_by`: how origins begin) sets and none of the `modes` that are to
-        run reads. What a file sets may be another mode's: several are compared with one file. Raises UsageError."""
+    def check_options(self, modes: Iterable[str]) -> None:
+        """Refuse a mode's option that a flag sets and none of the `modes` that are to run reads. What a file or --set
+        says may be another mode's: several are compared with one file, or one takes over. Raises UsageError."""
         modes = list(modes)
         for key, origin in self.origins.items():
-            readers = _readers(key, self.config.run.modes) if origin.startswith(told_by) else []
-            may_take_over = origin.startswith("--set ") and _kin(readers) & _kin(modes)  # while it runs, with these
-            if readers and not {*readers} & {*modes} and not may_take_over:
+            readers = _readers(key, self.config.run.modes) if origin.startswith("flag ") else []
+            if readers and not {*readers} & {*modes}:
                 raise UsageError(
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
@@ -82,10 +81,6 @@ def _readers(key: str, modes: Iterable[str]) -> list[str]:
     section, _, name = key.partition(".")
     found = mode_options(modes).items() if section == "policy" else ()
     return [mode for mode, options in found if name in options.model_fields]
-
-
-def _kin(modes: Iterable[str]) -> set[str]:
-    return {MODES.load(mode).kin for mode in modes} - {""}
 
 
 def of_mode(mode: str, flags: Mapping[str, Any], sets: Iterable[str]) -> tuple[dict[str, Any], list[str]]:

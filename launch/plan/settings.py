@@ -24,7 +24,6 @@ SINGLE = "single"  # not a mode of the server: one worker and no server
 DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # The launcher's own affairs. Children log JSON, and at least the events that the launcher lives by.
 _NOT_PASSED_ON = ("launch.", "log.")
-_ON_COMMAND_LINE = ("flag ", "--set ")
 # Each server of a job has its own, given by the launcher.
 _ONE_SERVERS = ("server.shard", "server.coordinator", "server.advertise")
 
@@ -33,7 +32,7 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     """Refuse what does not go together with these modes, or with a script or none. Raises UsageError."""
     script, resume = resolved.config.launch.script, resolved.config.checkpoint.resume
     if modes != (SINGLE,):
-        resolved.check_options(modes, _ON_COMMAND_LINE)
+        resolved.check_options(modes)
     for key, origin in resolved.origins.items():
         if key in _ONE_SERVERS:
             raise UsageError(
@@ -84,7 +83,7 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
 
 def is_flag(origin: str) -> bool:
     """Whether a setting comes from the launcher's own command line."""
-    return origin.startswith(_ON_COMMAND_LINE)
+    return origin.startswith(("flag ", "--set "))
 
 
 def told_settings(resolved: Resolved, *, with_files: bool) -> dict[str, Any]:

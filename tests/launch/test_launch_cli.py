@@ -83,11 +83,7 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--script", "train.py", "--accumulate", "2"], 2, ["flag --accumulate together with the script train.py"]),
         (["--warmup", "600"], 2, ["train.warmup is 600: it must be below run.steps, 500"]),
         (["--mode", "async", "--straggler-timeout-s", "2"], 2, ["mode async has no such option", "localsgd, sync"]),
-        (
-            ["--mode", "allreduce", "--set", "policy.local_steps=4"],
-            2,
-            ["--set policy.local_steps: mode allreduce has no"],
-        ),
+        (["--mode", "allreduce", "--local-steps", "4"], 2, ["flag --local-steps: mode allreduce has no such option"]),
         (["--script", "train.py", "--lr", "0.1"], 2, ["flag --lr", "the script owns the optimizer"]),
         (["--script", "train.py", "--optimizer", "adam"], 2, ["flag --optimizer"]),
         (["--", "--epochs", "3"], 2, ["arguments after --", "--script FILE.py -- ARGS"]),
