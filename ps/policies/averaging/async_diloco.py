@@ -248,7 +248,8 @@ class AsyncDilocoPolicy(Policy):
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
-        answered_at, told = self._answered.pop(rank, None) or (now, self.next_local_steps(rank))
+        answered = self._answered.pop(rank, None)
+        answered_at, told = answered if answered is not None else (now, self.next_local_steps(rank))
         steps = contribution.num_steps if contribution.num_steps is not None else told
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there
