@@ -148,19 +148,20 @@ def make_app(runs: Runs) -> Starlette:
     )
 
 
-def _files() -> dict[str, bytes]:
-    """What a browser may ask for, by name: read once, for it asks for a dozen at once. Its own style is in each page,
-    which then has something to show as soon as it is there."""
+def _files() -> dict[str, tuple[bytes, str]]:
+    """What a browser may ask for, by name, with its ETag: read once, for it asks for a dozen at once. Its own style is
+    in each page, which then has something to show as soon as it is there."""
     found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
     link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
     style = b"<style>\n" + found[_STYLE] + b"</style>"
-    return {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
+    whole = {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
+    return {name: (body, f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()}
 
 
-def _file(files: dict[str, bytes], name: str, request: Request) -> Response:
-    if (body := files.get(name)) is None:
+def _file(files: dict[str, tuple[bytes, str]], name: str, request: Request) -> Response:
+    if name not in files:
         raise HTTPException(404, f"no file {name[:80]}")
-    tag = f'"{sha256(body).hexdigest()[:16]}"'
+    body, tag = files[name]
     headers = {"Cache-Control": "no-cache", "ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import json
 import socket
@@ -110,6 +111,16 @@ def test_a_gigabyte_that_does_not_say_how_long_it_is(client: Client) -> None:
 @pytest.mark.parametrize("path", ["/static/../serve.py", "/static/%2e%2e/serve.py", "/static/..%2f..%2fpyproject.toml"])
 def test_no_way_out_of_the_folder(client: Client, path: str) -> None:
     assert client.ask("GET", path)[0] == 404
+
+
+def test_a_page_has_its_style_and_what_has_not_changed_is_not_sent_again(client: Client) -> None:
+    style = client.ask("GET", "/static/style.css")[1]
+    for path in ("/", "/runs"):
+        status, page = client.ask("GET", path)
+        assert (status, style in page, b"/static/style.css" in page) == (200, True, False)
+        tag = f'"{hashlib.sha256(page).hexdigest()[:16]}"'
+        assert client.ask("GET", path, If_None_Match=tag) == (304, b"")
+        assert client.ask("GET", path, If_None_Match='"another"') == (200, page)
 
 
 def test_a_run_that_is_not_there(client: Client) -> None:
