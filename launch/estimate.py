@@ -1,7 +1,8 @@
 """`ps-launch --estimate`: what a run would take and cost, from a few steps of it.
 
-Steps are real ones, of the same processes on the same machines, twice: so many, and three times as many. The difference
-is without what happens once, at the start and the end. Nothing of it is kept, and nothing is evaluated.
+Steps are real ones, of the same processes on the same machines, twice: so many, and three times as many. A step takes
+what it takes between a worker's first and its last; bytes are the difference, which is without what travels once.
+Nothing of it is kept, and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def _ran(
 
 
 def _cells(wanted: Resolved, short: Summary, long: Summary, few: int, steps: int) -> list[str]:
-    """What the difference of the two comes to over all steps."""
-    step_s = max(0.0, long.wall_s - short.wall_s) / (few * (_MORE - 1)) or long.wall_s / (few * _MORE)
+    """What the two come to over all steps."""
+    step_s = (long.num_samples / long.pace if long.pace else long.wall_s) / (few * _MORE)
     num_bytes = (long.num_bytes - short.num_bytes) / (few * (_MORE - 1)) * steps
     all_s, rate = step_s * steps, wanted.config.cost.rate
     costs = [all_s / 3600 * rate * part for part in (1.0, long.wait_share)] if rate is not None else []

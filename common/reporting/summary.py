@@ -16,6 +16,7 @@ class WorkerSummary(BaseModel):
     rank: int
     steps: int = 0  # contributions accepted
     samples: int = 0
+    pace: float = 0.0  # samples a second, from its first contribution to its last
     staleness_mean: float = 0.0  # versions, over accepted contributions
     staleness_max: int = 0
     lead_max: int = 0  # contributions ahead of the slowest live worker, after one
@@ -105,6 +106,11 @@ class Summary(BaseModel):
     @property
     def num_samples(self) -> int:
         return sum(worker.samples for worker in self.workers)
+
+    @property
+    def pace(self) -> float:
+        """Samples a second of all workers, each from its first contribution to its last: without start and end."""
+        return sum(worker.pace for worker in self.workers)
 
     @property
     def staleness_mean(self) -> float:

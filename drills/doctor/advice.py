@@ -94,9 +94,9 @@ def _of_machine(who: str, one: dict[str, Any], megabytes: float, behind_s: float
 
 
 def typical(links: Sequence[Link]) -> Link:
-    """One for all workers: each figure is the median of their best lanes."""
-    up, down = median(link.up for link in links), median(link.down for link in links)
-    return Link(-1, links[0].lane, up, down, median(link.exchange_s for link in links))
+    """One for all workers while all of them exchange: each figure is the median of their best lanes."""
+    up, down = median(link.up / link.together for link in links), median(link.down / link.together for link in links)
+    return Link(-1, links[0].lane, up, down, median(link.exchange_s * link.together for link in links))
 
 
 def best_links(measured: Measured) -> list[Link]:

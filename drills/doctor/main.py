@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -71,10 +72,8 @@ def doctor(
     load_config(config, {}, sets, {}, is_worker=False)
     if compute_s is None or megabytes is None:
         _say("a step of the task")
-        ran = _ran(where, "async", _STEPS, sets)
-        each = [one for one in ran.workers if one.steps]
-        compute_s = compute_s or sum(one.compute_s for one in each) / sum(one.steps for one in each)
-        megabytes = megabytes or sum(one.bytes_sent for one in each) / sum(one.steps for one in each) / 1e6
+        found_s, found_mb = _step(where, seconds, sets)
+        compute_s, megabytes = compute_s or found_s, megabytes or found_mb
     found = measure(Job((*where, *_sets("async", sets)), seconds, workers, _say), megabytes, chosen)
     links = advice.best_links(found)
     if not links:
@@ -84,7 +83,8 @@ def doctor(
     foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
     told = advice.sentences(foreseen, link, trip_s, compute_s, megabytes)
-    beside = _verified(where, foreseen, sets) if verify else []
+    over = f"worker.lanes={','.join(dict.fromkeys([*chosen, 'grpc']))}"
+    beside = _verified(where, foreseen, seconds, workers, [*sets, over]) if verify else []
     if as_json:
         print(_as_json(found, checks, foreseen, told, beside, compute_s))
     else:
@@ -128,20 +128,33 @@ def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summ
         return Summary.model_validate_json(path.read_text())
 
 
+def _step(where: tuple[str, ...], seconds: float, sets: list[str]) -> tuple[float, float]:
+    """Seconds that a step of the task computes, and the megabytes of its gradients: of quick steps so many that the
+    first, which is slow, does not count."""
+    steps = _STEPS
+    while True:
+        ran = _ran(where, "async", steps, sets)
+        num_steps = sum(worker.steps for worker in ran.workers)
+        compute_s = sum(worker.compute_s for worker in ran.workers) / num_steps
+        if steps > _STEPS or steps * compute_s >= seconds:
+            return compute_s, sum(worker.bytes_sent for worker in ran.workers) / num_steps / 1e6
+        steps = math.ceil(seconds / compute_s)
+
+
 def _verified(
-    where: tuple[str, ...], foreseen: list[advice.Foreseen], sets: list[str]
+    where: tuple[str, ...], foreseen: list[advice.Foreseen], seconds: float, workers: int, sets: list[str]
 ) -> list[tuple[advice.Foreseen, float]]:
-    """Raw, as real runs: steps a second of all workers, without what happens once."""
+    """Raw, as real runs of some `seconds` and at least three rounds: steps a second of all workers while they train."""
     found = []
     for one in foreseen:
         if one.codec != advice.CODECS[0]:
             continue
         _say(f"{one.mode}, for real")
         local = [f"policy.local_steps={one.local_steps}"] if one.local_steps > 1 else []
-        few = max(_STEPS, 3 * one.local_steps)
-        short, long = (_ran(where, one.mode, number, [*sets, *local]) for number in (few, 3 * few))
-        elapsed_s = long.wall_s - short.wall_s
-        found.append((one, len(long.workers) * 2 * few / elapsed_s if elapsed_s > 0 else 0.0))
+        rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
+        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *local])
+        num_steps = ran.local_steps * sum(worker.steps for worker in ran.workers)
+        found.append((one, ran.pace * num_steps / ran.num_samples))
     return found
 
 
@@ -163,13 +176,14 @@ def _show(
     beside: list[tuple[advice.Foreseen, float]],
 ) -> None:  # fmt: skip
     console = report_console()
-    links = Table("worker", "host", "lane", "up MB/s", "down MB/s", "exchange", "round trip", "99 %", box=None)
+    columns = ("up MB/s", "down MB/s", "exchange", "all at once", "round trip", "99 %")
+    links = Table("worker", "host", "lane", *columns, box=None)
     for link in sorted(found.links, key=lambda one: (one.rank, one.exchange_s)):
         trip, worst = found.round_trips[link.rank]
         links.add_row(
             str(link.rank), str(found.machines[link.rank]["host"]), link.lane, f"{link.up / 1e6:,.1f}",
-            f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms", f"{trip * 1e3:.2f} ms",
-            f"{worst * 1e3:.2f} ms",
+            f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
+            f"{link.together:.1f} times" if link.together > 1 else "", f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
         )  # fmt: skip
     console.print(links)
     for check in checks:

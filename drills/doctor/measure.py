@@ -31,6 +31,7 @@ class Link:
     up: float
     down: float
     exchange_s: float  # of both ways, median
+    together: float = 1.0  # so many times as long while all workers exchange
 
     def fields(self) -> dict[str, Any]:
         return {**vars(self), "up_mb_s": round(self.up / 1e6, 2), "down_mb_s": round(self.down / 1e6, 2)}
@@ -60,7 +61,9 @@ class Job:
     num_workers: int
     say: Callable[[str], None]
 
-    def probe(self, megabytes: float, lane: str, *sets: str) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    def probe(
+        self, megabytes: float, lane: str, *sets: str, order: str = "in-turn"
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """What each rank's probe said, and the lane it was given. ParamServerError where a job fails."""
         settings = (
             "run.mode=async",
@@ -71,7 +74,7 @@ class Job:
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
             "--log-format", "json", "--steps", _STEPS, *(f"--set={one}" for one in settings),
-            "--max-restarts", "0", "--", f"{megabytes:.6f}", str(self.seconds),
+            "--max-restarts", "0", "--", f"{megabytes:.6f}", str(self.seconds), order,
         ]  # fmt: skip
         found: dict[int, dict[str, Any]] = {}
         lanes: dict[int, str] = {}
@@ -134,4 +137,17 @@ def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measure
             # Two medians: what is between them may be less than their noise, where weights come as fast as that.
             down_s = max(0.05 * both[rank]["median_s"], both[rank]["median_s"] - up[rank]["median_s"])
             measured.links.append(Link(rank, lane, num / up_s, num / down_s, both[rank]["median_s"]))
+    if job.num_workers > 1:
+        _together(job, measured)
     return measured
+
+
+def _together(job: Job, measured: Measured) -> None:
+    """How much longer an exchange takes while all exchange: the server's link, and its cores, are everybody's."""
+    best = {rank: links[0] for rank in measured.machines if (links := measured.of_rank(rank))}
+    for lane in sorted({link.lane for link in best.values()}):
+        job.say(f"all workers at once over {lane}")
+        both, _ = job.probe(measured.megabytes, lane, order="together")
+        for rank, link in best.items():
+            if link.lane == lane:
+                link.together = max(1.0, both[rank]["median_s"] / link.exchange_s)

@@ -1,9 +1,9 @@
 """A training script that measures: its machine, and what exchanges with the server take over the lane it was given.
 
-    python probe.py MEGABYTES SECONDS
+    python probe.py MEGABYTES SECONDS in-turn|together
 
-Started by `ps-launch doctor` as each worker; says one line `PROBE {...}`. Workers take their turns, so that each has
-the server to itself; the last one is done after so many seconds for each of them.
+Started by `ps-launch doctor` as each worker; says one line `PROBE {...}`. In turn, each has the server to itself for so
+many seconds; together, all have it at once.
 """
 
 import json
@@ -24,7 +24,7 @@ from paramserver.common.version import PROGRAM_VERSION
 _FSYNC_BYTES = 1 << 20
 
 
-def main(megabytes: float, seconds: float) -> None:
+def main(megabytes: float, seconds: float, order: str) -> None:
     """Measure, and say it."""
     size = max(16, int(megabytes * 1e6 / 4))
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size))])
@@ -32,7 +32,7 @@ def main(megabytes: float, seconds: float) -> None:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
         model[0].grad = torch.full((size,), 1e-3)
         optimizer.step()  # memory is touched, and all are here
-        begins = time.monotonic() + session.rank * seconds
+        begins = time.monotonic() + (session.rank * seconds if order == "in-turn" else 0.0)
         while time.monotonic() < begins:  # in turn; so that nobody is missed the time is not slept through
             time.sleep(0.01)
         taken: list[float] = []
@@ -83,4 +83,4 @@ def _fsync_s() -> float:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]))
+    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -71,6 +71,18 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     assert says in told and first in told.partition("First try")[2]
 
 
+def test_workers_that_share_a_link() -> None:
+    """What is foreseen is for all at once: of two, each has half of what it had alone."""
+    alone = [Link(rank, "direct", 10e6, 20e6, 0.3) for rank in range(2)]
+    shared = [Link(rank, "direct", 10e6, 20e6, 0.3, together=2.0) for rank in range(2)]
+    assert advice.typical(shared) == Link(-1, "direct", 5e6, 10e6, 0.6)
+    rates = [
+        next(one.steps_per_s for one in advice.foresee(None, 2, 10.0, 0.01, advice.typical(links), 0.0))
+        for links in (alone, shared)
+    ]
+    assert rates[0] == pytest.approx(2 * rates[1], rel=0.05)
+
+
 def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
     told = cluster.command("launch", "doctor", "--mb", "4")
     assert told.returncode == 2
@@ -91,7 +103,7 @@ def test_it_measures_a_lane(cluster: Cluster, lane: str) -> None:
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert {(link["rank"], link["lane"]) for link in found["links"]} == {(0, lane), (1, lane)}
-    assert all(link["up"] > 1e6 and link["down"] > 1e6 for link in found["links"])
+    assert all(link["up"] > 1e6 and link["down"] > 1e6 and link["together"] >= 1 for link in found["links"])
     assert set(found["round_trips"]) == set(found["machines"]) == {"0", "1"}
     assert {one["mode"] for one in found["foreseen"]} == set(advice.MODES)
     assert "First try" in found["advice"][-1]

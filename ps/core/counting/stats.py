@@ -12,7 +12,7 @@ from ....common.reporting.summary import WorkerSummary
 # The live view's rates cover this many contributions.
 _RECENT = 20
 # Of this process alone; in files and summaries the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchanged"}
+_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "first", "loss", "exchanged"}
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class WorkerStats:
     residual_lost: float = 0.0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
+    first: tuple[float, int] = (0.0, 0)  # when this process took its first, and the samples counted with it
     recent_samples: int = 0  # of `recent`
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
@@ -51,6 +52,8 @@ class WorkerStats:
         if lead > self.lead_max:
             self.lead_max = lead
         self.rejected_in_a_row = 0
+        if not self.recent:
+            self.first = now, self.samples
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0][1]
         self.recent.append((now, num_samples))
@@ -93,6 +96,13 @@ class WorkerStats:
             return 0.0
         elapsed_s = self.recent[-1][0] - self.recent[0][0]
         return (self.recent_samples - self.recent[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
+
+    @property
+    def pace(self) -> float:
+        """Samples a second, from the first contribution that this process took to the newest."""
+        began_at, num_samples = self.first
+        elapsed_s = self.recent[-1][0] - began_at if self.recent else 0.0
+        return (self.samples - num_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def shares(self) -> tuple[float, float, float]:
