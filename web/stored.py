@@ -27,14 +27,21 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: dict[str, tuple[float, Watched]] = {}
+        self._listed: tuple[list[tuple[int, int, int]], list[dict[str, Any]]] = [], []
 
     def runs(self) -> list[dict[str, Any]]:
-        """A line each, the newest first; none where there is no file."""
+        """A line each, the newest first; none where there is no file. Read once while nobody writes."""
+        stamps = [*_stamp(self._path), *_stamp(self._path.with_name(f"{self._path.name}-wal"))]
+        if stamps and stamps == self._listed[0]:
+            return self._listed[1]
         try:
             with RunStore(self._path) as store:
-                return [line(run) for run in store.runs()]
+                lines = [line(run) for run in store.runs()]
         except ParamServerError:
             return []
+        # One that goes on may be lost without a word in the file.
+        self._listed = [] if any(one["state"] == "running" for one in lines) else stamps, lines
+        return lines
 
     def watched(self, name: str) -> Watched | None:
         """All that the page shows of one; None where it is not there."""
@@ -51,6 +58,15 @@ class Store:
         if found is not None:
             self._read[name] = time.monotonic(), found
         return found
+
+
+def _stamp(path: Path) -> list[tuple[int, int, int]]:
+    """What changes when the file does; nothing where there is none, or nothing in it: a reader leaves an empty WAL."""
+    try:
+        found = path.stat()
+    except OSError:
+        return []
+    return [(found.st_ino, found.st_mtime_ns, found.st_size)] if found.st_size else []
 
 
 def line(run: StoredRun) -> dict[str, Any]:

@@ -19,10 +19,12 @@ import pytest
 from paramserver.common.reporting.curve import Point
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.runstore import changing
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.tests.loopback.conftest import Cluster
+from paramserver.web.stored import Store
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
 
@@ -169,6 +171,25 @@ def test_a_thousand_runs_are_listed_at_once(tmp_path: Path) -> None:
             assert len(store.runs()) == 1000
         took.append(time.process_time() - began)
     assert min(took) < 0.3
+
+
+def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -> None:
+    file = tmp_path / "paramserver.db"
+    store = Store(file)
+    assert store.runs() == []
+    write(file, "a" * 12)
+    first = store.runs()
+    assert [one["run"] for one in first] == ["a" * 12] and store.runs() is first
+    write(file, "b" * 12)
+    assert {one["run"] for one in store.runs()} == {"a" * 12, "b" * 12}
+    changing.rename(file, 1, "lively")
+    assert "lively" in [one["name"] for one in store.runs()]
+    changing.remove(file, [1])
+    assert [one["run"] for one in store.runs()] == ["b" * 12]
+    write(file, "c" * 12, ends=False)
+    assert store.runs()[0]["state"] == "running" and store.runs() is not store.runs()  # it may be lost without a word
+    file.unlink()
+    assert store.runs() == []
 
 
 def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:

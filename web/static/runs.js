@@ -1,6 +1,7 @@
 // All runs on record, the newest first; those that go on are looked at again every few seconds.
 import { $, duration, figure, make, size, whole } from './text.js';
 const MOST = 200;
+const FIRST = 40; // more than a window shows: the others come after it is painted
 const WHEN = new Intl.DateTimeFormat([], { dateStyle: 'short', timeStyle: 'medium', hour12: false });
 const COLUMNS = [
   ['run', one => make('a', { href: `/?run=${encodeURIComponent(one.run)}` }, one.name || `${one.mode}-${one.run.slice(0, 6)}`), 'text'],
@@ -12,13 +13,18 @@ const COLUMNS = [
   ['traffic', one => one.num_bytes === undefined ? '–' : size(one.num_bytes)], ['ended by', one => one.ended_by || '', 'text why'],
 ];
 let runs = [];
+let shown = 0; // how often
+
+const row = one => make('tr', { 'data-run': one.run }, ...COLUMNS.map(([, cell, kind]) => make('td', kind ? { class: kind } : {}, cell(one))));
 
 function show() {
   const wanted = $('filter').value.trim().toLowerCase();
   const found = runs.filter(one => !wanted || [one.run, one.name, one.mode, one.task, one.state].some(text => String(text || '').toLowerCase().includes(wanted)));
   const table = $('runs');
   if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...COLUMNS.map(([name, , kind]) => make('th', { scope: 'col', class: kind || '' }, name))));
-  table.tBodies[0].replaceChildren(...found.slice(0, MOST).map(one => make('tr', { 'data-run': one.run }, ...COLUMNS.map(([, cell, kind]) => make('td', { class: kind || '' }, cell(one))))));
+  const body = table.tBodies[0], first = body.rows.length ? MOST : FIRST, turn = ++shown;
+  body.replaceChildren(...found.slice(0, first).map(row));
+  if (found.length > first) requestAnimationFrame(() => setTimeout(() => { if (turn === shown) body.append(...found.slice(first, MOST).map(row)); }));
   $('count').textContent = `${whole(found.length)} of ${whole(runs.length)} runs${found.length > MOST ? `, the newest ${MOST} are shown` : ''}`;
 }
 
