@@ -63,8 +63,11 @@ WAYS: dict[str, Asked] = {
     "H 25": Asked(),
     "H 25, q4 both": Asked(up="q4", down="q4"),
     "H 25, int8 both": Asked(up="int8", down="int8"),
-    "H 25, int2 both": Asked(up="int2", down="int2"),
-    "H 25, int2 both, no feedback": Asked(up="int2", down="int2", has_feedback=False),
+    **{
+        f"H 25, {codec} both{told}": Asked(up=codec, down=codec, has_feedback=not told)
+        for codec in ("int2", "q2")
+        for told in ("", ", no feedback")
+    },
     "H 25, mean": Asked(options=_MEAN),
     "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
     "H 25, 5 fragments": Asked(options={"fragments": 5}),
@@ -82,7 +85,7 @@ WAYS: dict[str, Asked] = {
     "H 100, q4 both": Asked(options={"local_steps": 100}, up="q4", down="q4"),
     **{
         f"H 25, {codec} up{told}": Asked(options=_MEAN, up=codec, has_feedback=not told)
-        for codec in ("sparse", "sparse_256")
+        for codec in ("sparse", "sparse_7_64")
         for told in ("", ", no feedback")
     },
     "H 25, 30 % dropped": Asked(dropped=0.3),

@@ -88,7 +88,7 @@ class Contributions:
             event.num_steps = policy.told_steps(rank)
         contribution = Contribution(
             event.number, event.base_version, event.num_samples, event.num_steps, event.part,
-            event.epoch, event.is_broken, event.has_body,
+            event.epoch, event.is_broken, event.has_body, round(event.compute_s, 6),
         )  # fmt: skip
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity

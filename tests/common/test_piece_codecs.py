@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -46,6 +47,19 @@ def int2_reference(encoded: bytes, n: int) -> list[float]:
     return [(0, 1, -2, -1)[encoded[at + i // 4] >> (2 * (i % 4)) & 3] * scales[i // 256] for i in range(n)]
 
 
+def q2_reference(encoded: bytes, n: int) -> list[float]:
+    scales = np.frombuffer(encoded, "<f4", -(-n // 256))
+    codes = [encoded[4 * len(scales) + i // 4] >> (2 * (i % 4)) & 3 for i in range(n)]
+    return [float(np.float32((0.5, 1.5, -1.5, -0.5)[code]) * scales[i // 256]) for i, code in enumerate(codes)]
+
+
+def q2_nearest(block: np.ndarray) -> list[float]:
+    block = block.astype(np.float64)
+    apart = 0.9957 * math.sqrt((block**2).mean())
+    levels = np.clip(np.floor(block / apart), -2, 1) + 0.5 if apart else np.full(len(block), 0.5)
+    return list(levels * (block @ levels) / (levels @ levels))
+
+
 def int2_nearest(block: np.ndarray) -> list[float]:
     largest = float(np.abs(block).max())
     return [round(value / largest) * largest if largest else 0.0 for value in block.tolist()]
@@ -64,11 +78,11 @@ def q4_nearest(block: np.ndarray) -> list[float]:
     return found
 
 
-def chunked(values: np.ndarray, share: int) -> list[tuple[int, list[int]]]:
+def chunked(values: np.ndarray, share: Fraction | int, size: int = 4096) -> list[tuple[int, list[int]]]:
     """(where a chunk begins, places in it of what is kept)."""
     found = []
-    for at in range(0, len(values), 4096):
-        chunk = values[at : at + 4096]
+    for at in range(0, len(values), size):
+        chunk = values[at : at + size]
         order = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))
         found.append((at, sorted(order[: -(-len(chunk) // share)])))
     return found
@@ -81,8 +95,8 @@ def topk_nearest(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def sparse_nearest(values: np.ndarray, of: int = 64) -> np.ndarray:
-    found, places = np.zeros_like(values), [at + i for at, kept in chunked(values, of) for i in kept]
+def sparse_nearest(values: np.ndarray, of: Fraction | int = 64, size: int = 4096) -> np.ndarray:
+    found, places = np.zeros_like(values), [at + i for at, kept in chunked(values, of, size) for i in kept]
     kept = values[places]
     levels = np.clip(np.round((kept - kept.mean()) / (1.5 * kept.std(ddof=1)) + 2), 0, 3)
     found[places] = [kept[levels == level].mean() for level in levels]
@@ -100,7 +114,7 @@ def sign_rms_nearest(values: np.ndarray) -> np.ndarray:
 WHOLE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "topk": topk_nearest,
     "sparse": sparse_nearest,
-    "sparse_256": partial(sparse_nearest, of=16),
+    "sparse_7_64": partial(sparse_nearest, of=Fraction(64, 7), size=64),
     "sign": sign_nearest,
     "sign_rms": sign_rms_nearest,
 }
@@ -124,7 +138,7 @@ def test_a_tensor_is_what_its_file_says(name: str, n: int) -> None:
     assert len(encoded) == {
         "topk": 6 * (n // 4096 * 41 + -(-(n % 4096) // 100)),
         "sparse": 16 + 3 * -(-(k := n // 4096 * 64 + -(-(n % 4096) // 64)) // 2) + -(-k // 4),
-        "sparse_256": 16 + 3 * -(-(k := n // 4096 * 256 + -(-(n % 4096) // 16)) // 2) + -(-k // 4),
+        "sparse_7_64": 16 + 3 * -(-(k := n // 64 * 7 + -(-(n % 64) * 7 // 64)) // 4) + -(-k // 4),
     }.get(name, 4 + -(-n // 8))
 
 
@@ -150,7 +164,7 @@ def test_a_bad_value_of_a_tensor_is_seen(name: str, bad: float) -> None:
         assert not through(name, values)[1].isfinite().all()
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *("int8", "q4", "int2")])
+@pytest.mark.parametrize("name", [*WHOLE, *("int8", "q4", "int2", "q2")])
 @given(seed=st.integers(0, 2**31), n=st.sampled_from([4096, 5000]))
 @settings(max_examples=40, deadline=None)
 def test_any_bytes_are_decoded_or_refused(name: str, seed: int, n: int) -> None:
@@ -183,8 +197,11 @@ DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {
     "int8": int8_reference,
     "q4": q4_reference,
     "int2": int2_reference,
+    "q2": q2_reference,
 }
-NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest, "int2": int2_nearest}
+NEAREST: dict[str, Callable[[np.ndarray], list[float]]] = {"int8": int8_nearest, "q4": q4_nearest, "int2": int2_nearest,
+    "q2": q2_nearest,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -208,7 +225,7 @@ def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int)
     ("name", "ratio", "error"),
     [
         ("int8", 3.94, 0.0069), ("q4", 7.76, 0.203), ("sparse", 146.3, 0.938), ("topk", 66.6, 0.955),
-        ("sparse_256", 36.55, 0.826),
+        ("sparse_7_64", 36.55, 0.733), ("q2", 15.06, 0.345),
         ("sign", 31.9, 0.603), ("sign_rms", 31.9, 0.636), ("int2", 15.06, 0.81),
     ],
 )  # fmt: skip

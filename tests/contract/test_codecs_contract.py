@@ -26,8 +26,9 @@ LEFT_OUT: dict[str, float] = {
     "int8": 0.5 / 127,
     "q4": 1 - math.sqrt(0.5),
     "int2": 0.5,
+    "q2": 1,
     "sparse": 1,
-    "sparse_256": 1,
+    "sparse_7_64": 1,
     "topk": 1,
     "dgc": 1,
     "powersgd": math.sqrt(67),  # a column is projected on another one

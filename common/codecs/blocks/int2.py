@@ -21,6 +21,7 @@ _TINY = torch.finfo(torch.float32).tiny
 class Int2Codec(ByTensor):
     name = "int2"
     suits_adaptive = suits_momentum = False
+    above = 0.0  # what is decoded is so many scales above the code
 
     def size(self, num_elements: int) -> int:
         return -(-num_elements // _BLOCK) * _SCALE_BYTES + -(-num_elements // _PER_BYTE)
@@ -28,9 +29,7 @@ class Int2Codec(ByTensor):
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
         scales, packed = self._parts(out, len(values))
         for first, block in blocks_of(values, _BLOCK):
-            scale = scales[first : first + len(block)]
-            steps = sizes_of(block, scale).clamp(min=_TINY).reciprocal_()[:, None]
-            levels = torch.mul(block, steps, out=ROOM.of("work", block.shape)).round_()
+            levels = self._levels(block, scales[first : first + len(block)])
             codes = ROOM.of("code", block.shape, torch.int8).copy_(levels).bitwise_and_(3).view(torch.uint8).view(-1)
             if missing := -len(codes) % _PER_BYTE:
                 codes = torch.nn.functional.pad(codes, (0, missing))
@@ -47,7 +46,14 @@ class Int2Codec(ByTensor):
             for at in range(_PER_BYTE):  # shifted up and down again, so that the upper of the two bits is the sign
                 levels[:, at] = (place << 6 - 2 * at) >> 6
             block.view(-1).copy_(levels.view(-1)[: block.numel()])
+            if self.above:
+                block.add_(self.above)
             block.mul_(scales[first : first + len(block), None])
+
+    def _levels(self, block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Of float32 [blocks, n] the codes, -2 to 1; the scales go to `scales`, float32 [blocks]."""
+        steps = sizes_of(block, scales).clamp(min=_TINY).reciprocal_()[:, None]
+        return torch.mul(block, steps, out=ROOM.of("work", block.shape)).round_()
 
     def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales, float32 [blocks], and packed codes, uint8 [a quarter of n]."""

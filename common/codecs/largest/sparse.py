@@ -14,63 +14,72 @@ import torch
 
 from ..shared.by_tensor import ByTensor, largest, scatter
 
-_CHUNK = 4096
 _LEVELS = 4
 _TABLE_BYTES = 4 * _LEVELS
-_CHUNKS_AT_ONCE = 32
+_AT_ONCE = 1 << 17  # values
+_WORD_BITS = 24  # so many bits of places fill three bytes
 
 
 class SparseCodec(ByTensor):
     name = "sparse"
     suits_adaptive = False
     decay = 0.95
-    least = _CHUNK
+    least = 4096
+    chunk = 4096
     kept = 64  # of a chunk
     piece = 1 << 62  # the four means are of a whole tensor
 
     def size(self, num_elements: int) -> int:
         num_kept = self._num_kept(num_elements)
-        return _TABLE_BYTES + 3 * -(-num_kept // 2) + -(-num_kept // 4)
+        return _TABLE_BYTES + self._place_bytes(num_kept) + -(-num_kept // 4)
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        parts = [part for chunks in _chunks_of(values) for part in chunks.split(_CHUNKS_AT_ONCE)]
+        parts = [part for chunks in self._chunks_of(values) for part in chunks.split(_AT_ONCE // self.chunk)]
         found = [largest(part, self._kept_of(part.shape[1])) for part in parts]
         kept = torch.cat([part.gather(1, places).view(-1) for part, places in zip(parts, found, strict=True)])
         places = torch.cat([places.view(-1) for places in found])
         table, levels = _levels_of(kept)
         _, place_bytes, level_bytes = self._parts(out, len(kept))
         out[:_TABLE_BYTES].view(torch.float32).copy_(table)
-        _pack(places, 12, 2, place_bytes)
+        _pack(places, self._bits, _WORD_BITS // self._bits, place_bytes)
         _pack(levels, 2, 4, level_bytes)
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         num_kept = self._num_kept(len(out))
         table, place_bytes, level_bytes = self._parts(encoded, num_kept)
-        places, levels = _unpack(place_bytes, 12, 2, num_kept), _unpack(level_bytes, 2, 4, num_kept)
+        places = _unpack(place_bytes, self._bits, _WORD_BITS // self._bits, num_kept)
+        levels = _unpack(level_bytes, 2, 4, num_kept)
         kept, at = table.view(torch.float32)[levels], 0
         out.zero_()
-        for chunks in _chunks_of(out):
+        for chunks in self._chunks_of(out):
             num = len(chunks) * self._kept_of(chunks.shape[1])
             scatter(chunks, places[at : at + num].view(len(chunks), -1), kept[at : at + num].view(len(chunks), -1))
             at += num
 
     def _parts(self, encoded: torch.Tensor, num_kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Bytes of means, of places and of levels."""
-        end = _TABLE_BYTES + 3 * -(-num_kept // 2)
+        end = _TABLE_BYTES + self._place_bytes(num_kept)
         return encoded[:_TABLE_BYTES], encoded[_TABLE_BYTES:end], encoded[end:]
 
     def _kept_of(self, num_elements: int) -> int:
-        return -(-num_elements * self.kept // _CHUNK)
+        return -(-num_elements * self.kept // self.chunk)
 
     def _num_kept(self, num_elements: int) -> int:
-        return num_elements // _CHUNK * self.kept + self._kept_of(num_elements % _CHUNK)
+        return num_elements // self.chunk * self.kept + self._kept_of(num_elements % self.chunk)
 
+    def _place_bytes(self, num_kept: int) -> int:
+        return -(-num_kept * self._bits // _WORD_BITS) * _WORD_BITS // 8
 
-def _chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
-    """[n] as [chunks, 4096] and what is left over, [1, fewer]."""
-    full = len(values) // _CHUNK * _CHUNK
-    both = values[:full].view(-1, _CHUNK), values[full:].view(1, -1)
-    return [chunks for chunks in both if chunks.numel()]
+    @property
+    def _bits(self) -> int:
+        """Of a place in a chunk."""
+        return (self.chunk - 1).bit_length()
+
+    def _chunks_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """[n] as [chunks, of a chunk] and what is left over, [1, fewer]."""
+        full = len(values) // self.chunk * self.chunk
+        both = values[:full].view(-1, self.chunk), values[full:].view(1, -1)
+        return [chunks for chunks in both if chunks.numel()]
 
 
 def _levels_of(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

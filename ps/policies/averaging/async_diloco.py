@@ -11,15 +11,15 @@ for n samples in s local steps: samples, times those of a step. Outer momentum i
 come one by one are momentum by themselves.
 
     window   clamp(grace * (x - q), 0, grace_cap_s): x seconds that this round's deltas took, mean; q its quorum
-    steps    H_i = ceil(H speed_i / fastest speed): a slower worker takes fewer, so that all come equally often (DyLU).
-             Speed is steps by second from an answer to the contribution after it, exchange included, as a moving mean
+    steps    H_i = ceil(H speed_i / fastest speed): who computes slower takes fewer (DyLU). Speed is steps by second of
+             computing, as the worker says, a moving mean. With exchanges in it a slow link would mean fewer steps, so
+             more exchanges, and so on down to one; that counts only of a worker that does not say what it computed
 
     delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
              what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
 
 Pipelined, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many steps
-to take while it takes others already, so that goes for those after them, and it says how many it took. It computes from
-what it sent on, not from the answer: so its speed is of the time between two contributions.
+to take while it takes others already, so that goes for those after them, and it says how many it took.
 
 Every worker takes all training steps of the run, so its contributions differ in number from others'.
 """
@@ -258,8 +258,8 @@ class AsyncDilocoPolicy(Policy):
         self._missing.pop(rank, None)
         if self.common.pipelined:
             self._handed_over[rank] = now
-        if now > answered_at and steps:
-            self._speeds.measured(rank, steps / (now - answered_at))
+        if steps and (took_s := contribution.compute_s or now - answered_at) > 0:
+            self._speeds.measured(rank, steps / took_s)
         weight = self._weight(contribution)
         if self.common.weighting == "samples":
             weight *= weight / max(1, steps)
