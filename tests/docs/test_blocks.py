@@ -95,7 +95,7 @@ def test_python_runs(pages: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", pages_with([block for block in BLOCKS if block.mark == "run"]))
 def test_what_is_marked_is_run(page: str, checkout: Path) -> None:
     for block in BLOCKS:
@@ -112,7 +112,7 @@ def run_in_a_group(command: list[str], folder: Path) -> tuple[int, str]:
             command, cwd=folder, env=environ(), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(120)
+            code = process.wait(400)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

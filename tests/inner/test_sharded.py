@@ -112,3 +112,26 @@ def test_what_cannot_be_is_said(run: Run, mode: str, words: tuple[str, ...], env
     group = run.group(0, 2, *words, **env)
     assert {one.wait() for one in group} <= {2, 15}, group[0].output + group[1].output
     assert any(said in one.output for one in group), group[0].output + group[1].output
+
+
+@pytest.mark.slow
+def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another_size(run: Run) -> None:
+    """Adam's moments are the server's: nothing of the processes is needed."""
+    saved = run.folder / "w.safetensors"
+    told = ("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "16", "--set", "server.absent_s=60",
+            "--save", str(saved), "--checkpoint-dir", str(run.folder / "snapshots"), "--checkpoint-every", "5")  # fmt: skip
+    run.serve(*told)
+    group = run.group(0, 2, "fsdp", "adam", PS_SLOWDOWN__BASE_S="0.05")
+    run.processes[0].until(lambda: '"version": 15, "path"' in run.processes[0].output, "a snapshot of version 15")
+    for one in (run.processes[0], *group):
+        os.kill(one.popen.pid, signal.SIGKILL)
+        one.wait()
+    run.processes.clear()
+    run.folder = run.folder / "again"
+    run.folder.mkdir()
+    run.serve(*told)
+    again = run.group(0, 4, "fsdp", "adam", life=1)
+    assert [one.wait() for one in again] == [0, 0, 0, 0], again[0].output
+    assert run.processes[0].wait() == 0
+    assert "snapshot-0000000000" in run.processes[0].output.partition('"admitted"')[0]  # that it goes on from
+    assert difference(load_file(saved), alone(60, 16, "adam")) <= 1e-9
