@@ -68,7 +68,12 @@ def read_document(path: str, what: str, fix: str) -> yaml.Node | None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        began = getattr(error, "context_mark", None)
+        since = f" ({getattr(error, 'context', '')}, from line {began.line + 1})" if began else ""
+        raise UsageError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', error)}{since}",
+            fix="one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/",
+        ) from None
     _check_once(root, path, set())
     return root
 

@@ -22,6 +22,8 @@ from paramserver.common.registry import MODES
 
 ROOT = Path(__file__).parents[2]
 
+YAML = "one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/"
+
 
 def load(
     path: Any = None,
@@ -206,11 +208,11 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("optimizer:\n  lr: 0\n", 2, "optimizer.lr: input should be greater than 0, got 0", ""),
         ("worker:\n  device: gpu\n", 2, "worker.device: string should match pattern", ""),
         ("output:\n  save: w.pt\n", 2, "let the name end in .safetensors", ""),
-        ("run:\n  steps: 3\n bad: indent\n", 3, "not valid YAML", ""),
-        ("run:\n\tsteps: 3\n", 2, "not valid YAML", ""),
-        ("run: {steps: 3\n", 2, "not valid YAML", ""),
-        ("run:\n  steps: *nobody\n", 2, "not valid YAML", ""),
-        ("run: {}\n---\nrun: {}\n", 2, "not valid YAML", ""),
+        ("run:\n  steps: 3\n bad: indent\n", 3, "not valid YAML", YAML),
+        ("run:\n\tsteps: 3\n", 2, "not valid YAML", YAML),
+        ("run: {steps: 3\n", 2, "not valid YAML", YAML),
+        ("run:\n  steps: *nobody\n", 2, "not valid YAML", YAML),
+        ("run: {}\n---\nrun: {}\n", 2, "not valid YAML", YAML),
     ],
 )
 def test_a_mistake_in_the_file(text: str, line: int, says: str, fix: str, write: Callable[[str], Path]) -> None:

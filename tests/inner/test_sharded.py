@@ -119,7 +119,8 @@ def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another
     """Adam's moments are the server's: nothing of the processes is needed."""
     saved = run.folder / "w.safetensors"
     told = ("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "16", "--set", "server.absent_s=60",
-            "--save", str(saved), "--checkpoint-dir", str(run.folder / "snapshots"), "--checkpoint-every", "5")  # fmt: skip
+            "--save", str(saved), "--checkpoint-dir", str(run.folder / "snapshots"),
+            "--checkpoint-every", "5")  # fmt: skip
     run.serve(*told)
     group = run.group(0, 2, "fsdp", "adam", PS_SLOWDOWN__BASE_S="0.05")
     run.processes[0].until(lambda: '"version": 15, "path"' in run.processes[0].output, "a snapshot of version 15")
