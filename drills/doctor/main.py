@@ -67,6 +67,10 @@ def doctor(
     if config is None and (megabytes is None or compute_s is None):
         raise UsageError("neither a CONFIG nor what it would say: the model's size and a step's time",
                          fix="ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms")  # fmt: skip
+    if verify and (config is None or megabytes is not None or compute_s is not None):
+        raise UsageError(
+            "flag --verify: a size and a time are nothing that could be run", fix="a CONFIG alone, whose task is"
+        )
     machines = ["--hosts", hosts, "--sync-code"] if hosts else []
     where, sets = (*([config] if config else []), "-n", str(workers), *machines), sets or []
     load_config(config, {}, sets, {}, is_worker=False)
@@ -150,9 +154,8 @@ def _verified(
         if one.codec != advice.CODECS[0]:
             continue
         _say(f"{one.mode}, for real")
-        local = [f"policy.local_steps={one.local_steps}"] if one.local_steps > 1 else []
         rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
-        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *local])
+        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, f"policy.local_steps={one.local_steps}"])
         num_steps = ran.local_steps * sum(worker.steps for worker in ran.workers)
         found.append((one, ran.pace * num_steps / ran.num_samples))
     return found

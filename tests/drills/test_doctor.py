@@ -14,6 +14,8 @@ from paramserver.drills.doctor import advice
 from paramserver.drills.doctor.measure import Link, Measured
 from paramserver.tests.loopback.conftest import Cluster
 
+ROOT = Path(__file__).parents[2]
+
 HEALTHY = {
     "host": "a", "program": "1", "torch": "2", "python": "3.11", "free_memory": 8 << 30, "free_disk": 1 << 40,
     "fsync_s": 0.01, "files": 65536, "load": 0.1, "cores": 4, "folder": "/work", "cuda": 0, "free_shm": 1 << 30,
@@ -90,6 +92,8 @@ def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
     assert cluster.command("launch", "doctor", "--mb", "4", "--compute", "0ms").returncode == 2
     told = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
     assert (told.returncode, "the model has -4 MB" in told.stderr) == (2, True)
+    told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--verify")
+    assert (told.returncode, "nothing that could be run" in told.stderr) == (2, True)
     told = cluster.command("launch", "doctor", "nowhere.yaml")
     assert (told.returncode, told.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
 
@@ -113,3 +117,16 @@ def test_it_measures_a_lane(cluster: Cluster, lane: str) -> None:
 def test_a_lane_that_is_none(cluster: Cluster) -> None:
     told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--lanes", "tin")
     assert (told.returncode, "there is no lane 'tin'" in told.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_was_foreseen_stands_beside_real_runs(cluster: Cluster) -> None:
+    """Each mode with the local steps that were foreseen, over the lane that was measured."""
+    config = str(ROOT / "configs/digits.yaml")
+    flags = ("-n", "1", "--seconds", "0.3", "--lanes", "direct", "--verify", "--json")
+    told = cluster.command("launch", "doctor", config, *flags)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert [one["mode"] for one in found["verified"]] == list(advice.MODES)
+    for one in found["verified"]:
+        assert 0.1 < one["foreseen"] / one["measured"] < 10, found["verified"]
