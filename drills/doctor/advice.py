@@ -56,7 +56,14 @@ def checks(measured: Measured) -> list[Finding]:
     found = list(_differing(machines))
     for rank, one in sorted(machines.items()):
         found += _of_machine(f"worker {rank} ({one['host']})", one, measured.megabytes, measured.clocks.get(rank, 0.0))
-    return found or [Finding("ok", f"{len(machines)} workers, all with the same versions")]
+    if "TLS" not in measured.security and len({one["host"] for one in machines.values()}) > 1:
+        told = "what machines exchange can be read and changed on the way: no TLS"
+        found.append(Finding("warn", told, "ps-certs init, see docs/running.md"))
+    found = found or [Finding("ok", f"{len(machines)} workers, all with the same versions")]
+    return found + [
+        Finding("ok", f"worker {rank} ({machines[rank]['host']}) has no lane {lane}: {why}")
+        for rank, lane, why in measured.refused
+    ]
 
 
 def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:

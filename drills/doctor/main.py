@@ -81,7 +81,8 @@ def doctor(
     found = measure(Job((*where, *_sets("async", sets)), seconds, workers, _say), megabytes, chosen)
     links = advice.best_links(found)
     if not links:
-        raise UsageError(f"no worker was given a lane of {lanes}", fix="leave --lanes out")
+        why = f": {found.refused[0][2]}" if found.refused else ""
+        raise UsageError(f"no worker was given a lane of {lanes}{why}", fix="leave --lanes out")
     link = advice.typical(links)
     trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
     foreseen = advice.foresee(config, workers, megabytes, compute_s, link, trip_s, sets)
@@ -167,7 +168,8 @@ def _as_json(
 ) -> str:  # fmt: skip
     trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
     return json.dumps({
-        "megabytes": found.megabytes, "compute_s": compute_s, "machines": found.machines, "round_trips": trips,
+        "megabytes": found.megabytes, "compute_s": compute_s, "security": found.security,
+        "machines": found.machines, "round_trips": trips,
         "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
         "foreseen": [asdict(one) for one in foreseen], "advice": told,
         "verified": [{"mode": one.mode, "foreseen": one.steps_per_s, "measured": rate} for one, rate in beside],

@@ -46,10 +46,21 @@ class Measured:
     clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, at most; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
     links: list[Link] = field(default_factory=list)
+    refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, lane, and why it was not given
+    security: str = "none"  # of the connections, as a server says it: `mutual TLS, token`
 
     def of_rank(self, rank: int) -> list[Link]:
         """The best lane first."""
         return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
+
+
+@dataclass
+class Given:
+    """What a job's processes were given."""
+
+    lanes: dict[int, str] = field(default_factory=dict)  # by rank
+    reasons: dict[int, str] = field(default_factory=dict)  # why not one that is wanted more; by rank
+    security: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,8 @@ class Job:
 
     def probe(
         self, megabytes: float, lane: str, *sets: str, order: str = "in-turn"
-    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """What each rank's probe said, and the lane it was given. ParamServerError where a job fails."""
+    ) -> tuple[dict[int, dict[str, Any]], Given]:
+        """What each rank's probe said, and what it was given. ParamServerError where a job fails."""
         settings = (
             "run.mode=async",
             "output.store=false",
@@ -77,14 +88,14 @@ class Job:
             "--max-restarts", "0", "--", f"{megabytes:.6f}", str(self.seconds), order,
         ]  # fmt: skip
         found: dict[int, dict[str, Any]] = {}
-        lanes: dict[int, str] = {}
+        given = Given()
         last: list[str] = []
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         assert process.stdout is not None
         for line in process.stdout:
             last = [*last[-8:], line.rstrip()]
-            self._read(line, found, lanes)
+            self._read(line, found, given)
         code = process.wait()
         if code or len(found) < self.num_workers:
             error = ParamServerError(
@@ -93,17 +104,22 @@ class Job:
             )
             error.exit_code = code or 1
             raise error
-        return found, lanes
+        return found, given
 
-    def _read(self, line: str, found: dict[int, dict[str, Any]], lanes: dict[int, str]) -> None:
+    def _read(self, line: str, found: dict[int, dict[str, Any]], given: Given) -> None:
         text = line
         if line.startswith("{"):
             try:
                 event = json.loads(line)
             except ValueError:
                 return
-            if event.get("event") in ("admitted", "resumed") and "tensors" in event:
-                lanes[event["rank"]] = event["tensors"]
+            match event.get("event"):
+                case "admitted" | "resumed" if "tensors" in event:
+                    given.lanes[event["rank"]] = event["tensors"]
+                case "tensors" if event.get("reason") and "rank" in event:
+                    given.reasons[event["rank"]] = event["reason"]
+                case "listening":
+                    given.security = str(event.get("security", ""))
             text = str(event.get("line", ""))
         at = text.find(_MARK)
         if at >= 0:
@@ -118,7 +134,8 @@ def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measure
         raise UsageError(f"the model has {megabytes:g} MB", fix="--mb 10")
     measured = Measured(megabytes)
     job.say("round trips")
-    small, _ = job.probe(_TINY_MB, "direct")
+    small, given = job.probe(_TINY_MB, "direct")
+    measured.security = given.security
     for rank, said in small.items():
         measured.machines[rank] = said
         measured.clocks[rank] = said["arrived"] - said["time"]
@@ -127,7 +144,8 @@ def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measure
         job.say(f"{megabytes:g} MB over {lane}")
         both, given = job.probe(megabytes, lane)
         wanted = {"shared": "shared memory"}.get(lane, lane)
-        ranks = [rank for rank in both if given.get(rank, lane) == wanted]
+        ranks = [rank for rank in both if given.lanes.get(rank, lane) == wanted]
+        measured.refused += [(rank, lane, why) for rank, why in given.reasons.items() if rank not in ranks]
         if not ranks:
             continue
         up, _ = job.probe(megabytes, lane, f"policy.pull_every={_NEVER}")

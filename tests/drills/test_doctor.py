@@ -50,6 +50,17 @@ def test_what_is_wrong_with_machines() -> None:
     assert [one.level for one in advice.checks(Measured(1.0, {0: HEALTHY}))] == ["ok"]
 
 
+def test_how_machines_are_joined_is_said() -> None:
+    apart = Measured(1.0, {0: HEALTHY, 1: {**HEALTHY, "host": "b"}}, refused=[(1, "shared", "another host")])
+    found = [(one.level, one.text) for one in advice.checks(apart)]
+    assert found == [
+        ("warn", "what machines exchange can be read and changed on the way: no TLS"),
+        ("ok", "worker 1 (b) has no lane shared: another host"),
+    ]
+    apart.security, apart.refused = "mutual TLS, token", []
+    assert [one.level for one in advice.checks(apart)] == ["ok"]
+
+
 @pytest.mark.parametrize(
     ("megabit", "says", "first"),
     [
@@ -108,10 +119,22 @@ def test_it_measures_a_lane(cluster: Cluster, lane: str) -> None:
     found = json.loads(told.stdout)
     assert {(link["rank"], link["lane"]) for link in found["links"]} == {(0, lane), (1, lane)}
     assert all(link["up"] > 1e6 and link["down"] > 1e6 and link["together"] >= 1 for link in found["links"])
+    assert found["security"] == "none"
     assert set(found["round_trips"]) == set(found["machines"]) == {"0", "1"}
     assert {one["mode"] for one in found["foreseen"]} == set(advice.MODES)
     assert "First try" in found["advice"][-1]
     assert not (cluster.folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_why_a_lane_is_not_there_is_said(cluster: Cluster) -> None:
+    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "-n", "1", "--set", "server.shared_memory=false")
+    told = cluster.command("launch", "doctor", *flags, "--lanes", "shared,direct", "--json")
+    assert told.returncode == 0, told.stderr
+    said = [one["text"] for one in json.loads(told.stdout)["checks"]]
+    assert any("has no lane shared: " in one and "server" in one for one in said), said
+    told = cluster.command("launch", "doctor", *flags, "--lanes", "shared")
+    assert (told.returncode, "no worker was given a lane of shared: " in told.stderr) == (2, True), told.stderr
 
 
 def test_a_lane_that_is_none(cluster: Cluster) -> None:
