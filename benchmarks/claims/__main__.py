@@ -23,6 +23,7 @@ class Claim(NamedTuple):
 
 
 _LONG = 3_000  # rounds of local steps are few in less: what 600 steps rank first is not first then
+_FEEDBACK = ("", ", no feedback")
 CLAIMS: dict[str, Claim] = {
     "N3": Claim("int8 both ways loses nothing", "codecs", 400, ("--down", "--codec", "raw", "--codec", "int8")),
     "N3-adam": Claim(
@@ -43,7 +44,11 @@ CLAIMS: dict[str, Claim] = {
     "N7": Claim("many local steps cost little", "outer", _LONG, (), ("sync", "H 10", "H 25", "H 100", "H 100, mean")),
     "N8": Claim(
         "sparse needs error feedback", "outer", _LONG, (),
-        ("H 25, mean", "H 25, sparse up", "H 25, sparse up, no feedback"),
+        ("H 25, mean", *(f"H 25, {codec} up{told}" for codec in ("sparse_7_64", "sparse") for told in _FEEDBACK)),
+    ),
+    "N9": Claim(
+        "2 bits lose next to nothing, with feedback", "outer", _LONG, (),
+        ("H 25", *(f"H 25, q2 both{told}" for told in _FEEDBACK)),
     ),
     "N10": Claim(
         "fragments cost nothing, nor does going on during their exchange", "outer", _LONG, (),
