@@ -12,7 +12,7 @@ from ....common.reporting.summary import WorkerSummary
 # The live view's rates cover this many contributions.
 _RECENT = 20
 # Of this process alone; in files and summaries the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "first", "loss", "exchanged"}
+_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "first", "dropped_at", "loss", "exchanged"}
 
 
 @dataclass(slots=True)
@@ -39,7 +39,8 @@ class WorkerStats:
     residual_lost: float = 0.0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
-    first: tuple[float, int] = (0.0, 0)  # when this process took its first, and the samples counted with it
+    first: tuple[float, int] | None = None  # when its first came to this process, and the samples counted by then
+    dropped_at: float = -math.inf  # the newest that did not count
     recent_samples: int = 0  # of `recent`
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
 
@@ -52,12 +53,18 @@ class WorkerStats:
         if lead > self.lead_max:
             self.lead_max = lead
         self.rejected_in_a_row = 0
-        if not self.recent:
+        if self.first is None:
             self.first = now, self.samples
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0][1]
         self.recent.append((now, num_samples))
         self.recent_samples += num_samples
+
+    def passed_over(self, now: float) -> None:
+        """One came too late to count: its time is in the pace, and its samples are not."""
+        self.dropped_at = now
+        if self.first is None:
+            self.first = now, self.samples
 
     def kept_back(self, norm: float) -> None:
         """So much its codec keeps back now, as it says. Nothing, where there was something, is the beginning after a
@@ -99,9 +106,12 @@ class WorkerStats:
 
     @property
     def pace(self) -> float:
-        """Samples a second, from the first contribution that this process took to the newest."""
+        """Samples that count a second, from the first contribution that came to this process to the newest, counted or
+        dropped: who is passed over in most rounds has the whole time, so the paces of all add up to the run's."""
+        if self.first is None:
+            return 0.0
         began_at, num_samples = self.first
-        elapsed_s = self.recent[-1][0] - began_at if self.recent else 0.0
+        elapsed_s = max(self.recent[-1][0] if self.recent else began_at, self.dropped_at) - began_at
         return (self.samples - num_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
