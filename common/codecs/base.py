@@ -135,13 +135,19 @@ class Spares:
             self._idle.append(body)
 
 
+def _or_differences(setting: str, codec: Codec) -> str:
+    """What to do where weights are sent."""
+    told = f"--set worker.{setting}={codec.name} for ps-server too, whose localsgd then takes how far workers went"
+    return f"{told}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
+
+
 def _check_reference(mode: str, source: str, down: Codec) -> None:
     """Whether answers may be differences in this codec."""
     if source == "weights":
         raise UsageError(
-            f"worker.answer_codec is {down.name}, and workers of mode {mode} send weights, in which what it leaves out "
-            "would be lost",
-            fix="--mode diloco, whose workers send how far they went; or --set worker.answer_codec=bf16",
+            f"worker.answer_codec is {down.name}, and workers of this run in mode {mode} send weights, in which what "
+            "it leaves out would be lost",
+            fix=_or_differences("answer_codec", down),
         )
     if not (down.goes_in_parts and down.contracts) or down.momentum:
         raise UsageError(
@@ -209,8 +215,9 @@ def check_codecs(
         _check_reference(mode, source, down)
     if source == "weights" and not up.takes_weights:
         raise UsageError(
-            f"worker.codec is {up.name}, and workers of mode {mode} send weights, of which it leaves out too much",
-            fix="--mode diloco, whose workers send how far they went; or --set worker.codec=bf16",
+            f"worker.codec is {up.name}, and workers of this run in mode {mode} send weights, of which it leaves out "
+            "too much",
+            fix=_or_differences("codec", up),
         )
     if momentum and (source != "gradient" or not up.has_feedback):
         raise UsageError(

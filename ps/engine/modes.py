@@ -25,11 +25,10 @@ def make_policy(config: Config) -> Policy:
     check_zero(config.worker.zero, run.mode, reports, getattr(options, "staleness", 0))
     if reports:
         _check_reports(config)
-    codec = "raw" if config.worker.codec == AUTO else config.worker.codec
-    _check_codecs(run.mode, codec, config.worker.answer_codec, getattr(options, "fragments", 1))
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
-    settings |= {"training_steps": run.steps, "num_workers": run.workers}
+    settings |= {"training_steps": run.steps, "num_workers": run.workers, "leaves_out": _leaves_out(config)}
     made = policy_of(run.mode, {**settings, **options.model_dump()})
+    _check_codecs(made, config)
     if made.compensation is not None and config.worker.answer_codec != "raw":
         codec = config.worker.answer_codec
         raise UsageError(
@@ -56,13 +55,24 @@ def _check_reports(config: Config) -> None:
         raise UsageError(f"{told}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
 
 
-def _check_codecs(mode: str, up: str, down: str, fragments: int) -> None:
-    """As `check_codecs`, which has nothing against raw."""
-    if (up, down) != ("raw", "raw"):
-        from ...common.codecs.base import check_codecs  # loads torch, which a simulation does without
+def _codecs(config: Config) -> tuple[Any, ...]:
+    """Up and down; none where both are raw, which needs no torch (a simulation does without)."""
+    names = "raw" if config.worker.codec == AUTO else config.worker.codec, config.worker.answer_codec
+    return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
-        coded = CODECS.load(up)(), CODECS.load(down)()
-        check_codecs(mode, MODES.load(mode).contribution, *coded, fragments=fragments)
+
+def _leaves_out(config: Config) -> bool:
+    """A codec leaves out more than weights themselves survive."""
+    return not all(codec.takes_weights for codec in _codecs(config))
+
+
+def _check_codecs(policy: Policy, config: Config) -> None:
+    """As `check_codecs`, which has nothing against raw."""
+    if codecs := _codecs(config):
+        from ...common.codecs.base import check_codecs
+
+        up, down = codecs
+        check_codecs(config.run.mode, policy.contribution, up, down, fragments=policy.fragments)
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:

@@ -61,7 +61,7 @@ class Policy(ABC):
     # What workers send. The server runs their optimizer on gradients, averages weights, and runs its own (`outer`)
     # on deltas: the weights that local steps began from minus those they led to.
     # Of a report workers have averaged gradients themselves, and run their own optimizers: it may bring weights.
-    contribution: ClassVar[Literal["gradient", "weights", "delta", "report"]] = "gradient"
+    contribution: Literal["gradient", "weights", "delta", "report"] = "gradient"
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False

@@ -127,6 +127,41 @@ def test_bf16_for_answers_halves_the_download(cluster):
     assert row["bytes_received"] < 0.6 * row["bytes_sent"]
 
 
+def _trained(cluster, *codec: str) -> tuple[dict, dict[str, torch.Tensor], list[dict]]:
+    """localsgd on digits: its summary, its weights, and what the server steps with."""
+    flags = ("--mode", "localsgd", "--workers", "2", "--steps", "48", "--local-steps", "8", *codec)
+    server = cluster.server(*flags, "--task", "digits", "--summary", "s.json", "--save", "w.safetensors")
+    workers = [cluster.worker(rank, *codec) for rank in range(2)]
+    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    weights = load_file(cluster.folder / "w.safetensors")
+    return json.loads((cluster.folder / "s.json").read_text()), weights, server.events("outer_optimizer")
+
+
+@pytest.mark.slow
+def test_localsgd_in_q4_both_ways_comes_to_the_mean_of_weights(cluster):
+    """Workers send how far they went, and not weights."""
+    raw, plain, stepped = _trained(cluster)
+    assert not stepped
+    coded, found, (outer,) = _trained(cluster, "--set", "worker.codec=q4", "--set", "worker.answer_codec=q4")
+    assert (outer["lr"], outer["momentum"]) == (1.0, 0.0)
+    assert coded["updates"] == raw["updates"] == 6
+    assert coded["final"]["accuracy"] > raw["final"]["accuracy"] - 0.03
+    sent, whole = (min(row["bytes_sent"] for row in one["workers"]) for one in (coded, raw))  # who brings no weights
+    assert sent < 0.2 * whole
+    squares = [((found[name] - its).square().sum(), its.square().sum()) for name, its in plain.items()]
+    apart = sum(far for far, _ in squares) / sum(of for _, of in squares)
+    assert 0 < apart.sqrt().item() < 0.05
+
+
+@pytest.mark.slow
+def test_a_codec_that_the_server_of_localsgd_was_not_told_is_refused_with_the_remedy(cluster):
+    cluster.server("--mode", "localsgd", "--workers", "1", "--steps", "8", "--task", "digits")
+    worker = cluster.worker(0, "--set", "worker.codec=q4")
+    assert worker.wait() == 2
+    assert "send weights, of which it leaves out too much" in worker.output
+    assert "--set worker.codec=q4 for ps-server too" in worker.output and "Traceback" not in worker.output
+
+
 @pytest.mark.slow
 def test_batchnorm_statistics_are_averaged(cluster):
     """Two ranks see data of different means; the statistics that end in the model lie between."""

@@ -137,6 +137,13 @@ def test_it_equals_an_independent_reference(inner, sizes, lr, momentum):
     assert_equal(found, reference(inner, sizes, lr, momentum, H, STEPS), 1e-12)
 
 
+def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differences():
+    told = {"training_steps": STEPS, "num_workers": 3, "local_steps": H}
+    policy = policy_of("localsgd", told | {"leaves_out": True})
+    assert policy_of("localsgd", told).contribution == "weights" and policy.contribution == "delta"
+    assert_equal(together("adamw", SIZES[1], policy), reference("adamw", SIZES[1], 1.0, 0.0, H, STEPS), 1e-12)
+
+
 def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
     """With samples as weights: the union batch in one process."""
     sizes, steps = (5, 2, 9), 20

@@ -93,7 +93,7 @@ def test_loss_falls_over_virtual_time(mode: str) -> None:
 
 CODED = [
     ("sync", "int8", "raw"), ("sync", "q4", "q4"), ("async", "int8", "bf16"), ("async", "raw", "int8"),
-    ("diloco", "sparse", "q4"), ("localsgd", "bf16", "raw"),
+    ("diloco", "sparse", "q4"), ("localsgd", "bf16", "raw"), ("localsgd", "q4", "q4"),
 ]  # fmt: skip
 
 

@@ -9,12 +9,19 @@ average + (its weights now - those it sent), which is what it contributes next: 
 (CoCoD-SGD, Shen et al. 2019; a close relative is Overlap Local-SGD, Wang et al. 2020). With equal
 weights of the workers the mean of that is the mean of what they computed, so nothing is lost; the
 K steps were taken without the others' last K, which is counted as one version of staleness.
+
+Where a codec leaves out more than weights survive (`Common.leaves_out`), workers contribute how far they went, and the
+server steps along the mean of that at a rate of 1: the same mean, but for what the codec keeps for later.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
+from ..base import Common
+from ..shared.decisions import Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
 
@@ -27,8 +34,13 @@ class LocalSgdOptions(RoundOptions):
 class LocalSgdPolicy(RoundPolicy):
     Options = LocalSgdOptions
     options: LocalSgdOptions
-    contribution = "weights"
+    contribution: Literal["weights", "delta"] = "weights"
     may_pipeline = True
+
+    def __init__(self, common: Common, options: LocalSgdOptions) -> None:
+        super().__init__(common, options)
+        if common.leaves_out:
+            self.contribution = "delta"
 
     @classmethod
     def told(cls, options: LocalSgdOptions) -> str:
@@ -37,6 +49,13 @@ class LocalSgdPolicy(RoundPolicy):
     @property
     def local_steps(self) -> int:
         return self.options.local_steps
+
+    @property
+    def outer(self) -> Outer | None:
+        if self.contribution == "weights":
+            return None
+        why = "the mean of weights, of which the codec would leave out too much: how far they went is sent"
+        return Outer("SGD", {"lr": 1.0, "momentum": 0.0, "nesterov": False}, why)
 
 
 ENTRY = LocalSgdPolicy

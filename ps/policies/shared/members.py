@@ -22,6 +22,7 @@ class Common:
     min_workers: int = 1  # with fewer, training holds
     weighting: Literal["samples", "equal"] = "samples"
     pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
+    leaves_out: bool = False  # a codec of the run's does, more than weights themselves survive
 
 
 @dataclass(slots=True)
