@@ -120,7 +120,7 @@ class Join(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., answers_taken: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct", "contribution", "lane_reason", "meeting")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct", "contribution", "lane_reason", "meeting", "codecs")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Model(_message.Message):
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     LANE_REASON_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
     optimizer: Optimizer
@@ -139,7 +140,8 @@ class Model(_message.Message):
     contribution: RunSettings.ContributionKind
     lane_reason: str
     meeting: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., lane_reason: _Optional[str] = ..., meeting: _Optional[str] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., lane_reason: _Optional[str] = ..., meeting: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")

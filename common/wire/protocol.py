@@ -193,7 +193,7 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
 # The texts and the times in seconds that are checked, by message.
 _TEXTS: dict[type[Message], tuple[str, ...]] = {
     pb.Join: ("run", "host", "device", "program_version", "process"),
-    pb.Model: ("answer_codec",),
+    pb.Model: ("answer_codec",),  # and `codecs`, where they are looked up
     pb.Begin: ("codec",),
     pb.Contribution: ("codec",),
     pb.Stop: ("reason",),

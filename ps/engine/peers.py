@@ -113,6 +113,8 @@ class Peer:
     sent: tuple[int, bool] | None = None
     weights: Segment | None = None  # the initial ones, when it has brought them
     takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
+    # Of codecs that contributions may come in, or did, by name: why not, or "".
+    codecs: dict[str, str] = field(default_factory=dict)
     answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
     hang_up: Callable[[ParamServerError | None], object] = lambda error: None  # ends its call, with a refusal
     is_ended: bool = False

@@ -12,9 +12,9 @@ import math
 from functools import partial
 from itertools import pairwise
 
-from ...common.codecs.base import Codec, body_bytes
+from ...common.codecs.base import Codec, body_bytes, check_codecs
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
-from ...common.errors import CheckpointError, ParamServerError, Reason, refusal
+from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
@@ -57,6 +57,7 @@ class Intake:
         self._lane = lane
         self._told: list[Hyperparameters] = []  # with the contribution that is on its way
         self._without: frozenset[str] = frozenset()  # a gradient, in it
+        self._barred = ""  # why it cannot be in the codec that it is in
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
         self._rows: list[Rows] = []  # of it
         self._optimizer: tuple[int, bytearray] = (0, bytearray())  # as `_state`
@@ -301,6 +302,10 @@ class Intake:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store = self._engine.model.store
         codec = codec_named(header.codec)
+        if (why := self._peer.codecs.get(codec.name)) is None:
+            error = barred(self._engine, self._peer, codec)
+            why = self._peer.codecs[codec.name] = "" if error is None else error.message
+        self._barred = why
         if self._engine.run.policy.fragments > 1 and isinstance(codec, ByTensor):
             codec = only_rest(codec, self._without)
         num_bytes = body_bytes(codec, store.layout)
@@ -318,6 +323,9 @@ class Intake:
         self, header: pb.Contribution, body: Body | None, judgement: Judgement, looked_s: float = 0.0
     ) -> None:
         """A whole contribution: let the run have it."""
+        if self._barred:
+            what = f"a body in a codec that was not agreed on ({self._barred})"
+            judgement = Judgement("reject", what, "in every mode")
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
         rows, self._rows = self._rows, []
@@ -418,6 +426,19 @@ def holds_of(said: pb.Contribution | pb.Finish) -> Holds | None:
         return None
     ranges = list(zip(borders[::2], borders[1::2], strict=True))
     return Holds(held.step, held.version, held.codec, held.body_bytes, ranges, held.crc)
+
+
+def barred(engine: Engine, peer: Peer, up: Codec) -> UsageError | None:
+    """Why contributions of this worker cannot come in a codec: its mode or optimizer cannot have it; None: they can."""
+    assert peer.offer is not None
+    policy, optimizer = engine.run.policy, peer.offer[1]
+    groups = zip(optimizer.classes, (group.hyperparameters for group in optimizer.groups), strict=True)
+    down = peer.answer_codec or codec_named("")
+    try:
+        check_codecs(engine.run.mode, policy.contribution, up, down, list(groups), fragments=policy.fragments)
+    except UsageError as error:
+        return error
+    return None
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
-from .intake import codec_named
+from .intake import barred, codec_named
 from .lanes.direct import DirectLane
 from .lanes.grpc import Lane
 from .lanes.shared import Probe
@@ -43,6 +43,7 @@ _KINDS = {
 }
 _ENDED_S = 1.0  # within which the old stream of a process that is back is over
 _MAX_REASON = 300  # characters
+_MAX_CODECS = 32
 
 
 class Joining:
@@ -188,21 +189,31 @@ class Joining:
             share = engine.model.share_of(layout)
             lane, refused = await self._probe.open(lane, share.layout, offered.segment)
             why_no_better = refused or why_no_better
-        codec = codec_named(offered.answer_codec)
-        peer.answer_codec = None if codec.is_identity else codec
-        if peer.answer_codec is not None and run.policy.compensation is not None:
-            raise refusal(
-                Reason.BAD_REQUEST,
-                f"worker.answer_codec is {codec.name}, and policy.late_compensation needs weights as workers have them",
-                fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
-            )
         engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
+        self._agree(peer, offered)
         peer.takes_frames = lane.as_frames
         peer.traffic.lane, peer.traffic.lane_reason = lane.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
         engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.meeting[:_MAX_REASON]))
         return lane
+
+    def _agree(self, peer: Peer, offered: pb.Model) -> None:
+        """On the codecs of its contributions and answers; refuses such as the run cannot have."""
+        engine, down = self._engine, codec_named(offered.answer_codec)
+        peer.answer_codec = None if down.is_identity else down
+        if peer.answer_codec is not None and engine.run.policy.compensation is not None:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"worker.answer_codec is {down.name}, and policy.late_compensation needs weights as workers have them",
+                fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
+            )
+        if len(offered.codecs) > _MAX_CODECS:
+            raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
+        for name in offered.codecs or ("raw",):
+            if (error := barred(engine, peer, up := codec_named(name))) is not None:
+                raise refusal(Reason.BAD_REQUEST, f"rank {peer.rank}: {error.message}", fix=error.fix)
+            peer.codecs[up.name] = ""
 
 
 _OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED)

@@ -7,7 +7,7 @@ whoever still waits waits for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -36,6 +36,10 @@ LARGE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (100_000,))])
 class Aborted(Exception):
     """What grpc's abort raises; carries the reason."""
 
+    def __init__(self, reason: str, *told: str) -> None:
+        super().__init__(reason)
+        self.told = told  # what people read, and what they can do
+
 
 class Stream:
     """One worker's end and the server's end of a stream."""
@@ -56,7 +60,7 @@ class Stream:
         return {}
 
     async def abort(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
-        raise Aborted(dict(metadata)["ps-reason"])
+        raise Aborted(dict(metadata)["ps-reason"], details, dict(metadata).get("ps-fix", ""))
 
     # The worker's end.
 
@@ -79,14 +83,23 @@ class Worker:
         self.task = asyncio.ensure_future(server.service.exchange(None, self.stream))
         server.calls.append(self.task)
 
-    async def join(self, offered: pb.Segment | None = None, answer_codec: str = "") -> None:
-        spec = OptimizerSpec("SGD", (GroupSpec(tuple(spec.name for spec in self.layout.specs), {"lr": 0.5}),))
+    async def join(
+        self,
+        offered: pb.Segment | None = None,
+        answer_codec: str = "",
+        codecs: Sequence[str] = (),
+        optimizer: str = "SGD",
+        **more: Any,
+    ) -> None:
+        names = tuple(spec.name for spec in self.layout.specs)
+        spec = OptimizerSpec(optimizer, (GroupSpec(names, {"lr": 0.5, **more}),))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
             fingerprint=self.layout.fingerprint,
             optimizer=optimizer_to_proto(spec),
             segment=offered,
             answer_codec=answer_codec,
+            codecs=codecs,
             meeting="127.0.0.1:1",  # of workers that average among themselves
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
@@ -140,6 +153,9 @@ class Worker:
         body = new_body(self.layout.exchange_bytes)
         body.view(torch.float32).fill_(value)
         self.stream.send(*message_frames(self._header(step, **fields), [as_bytes(body)]))
+
+    def send_encoded(self, step: int, data: bytes, **fields: Any) -> None:
+        self.stream.send(*message_frames(self._header(step, **fields), [memoryview(data)]))
 
     def _header(self, step: int, **fields: Any) -> pb.WorkerMessage:
         values = {

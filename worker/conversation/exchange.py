@@ -195,13 +195,15 @@ class Exchange:
     def _offer(self) -> None:
         """Say what this worker trains, to all shards, and agree on the lanes."""
         assert self._model is not None and self._optimizer is not None
+        codecs = (self._config.codec,) if self.auto is None else self.auto.candidates
+        kind = self._welcome.settings.contribution
         for shard in self._shards:
             if shard.number:
                 try:
                     shard.join(self._join_message(self._welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
-            shard.offer(self._model.layout, self._optimizer, self._welcome.settings.contribution, self.meeting)
+            shard.offer(self._model.layout, self._optimizer, kind, codecs, self.meeting)
         log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
         if self.auto is not None:
             self.auto.joined(

@@ -146,12 +146,13 @@ def spare_beat(process: str, figures: dict[str, Any] | None) -> bytes:
     return beat.SerializeToString()
 
 
-def model_message(layout: Layout, optimizer: OptimizerSpec, answer_codec: str) -> pb.Model:
-    """Without what a lane has to offer."""
+def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], answer_codec: str) -> pb.Model:
+    """Without what a lane has to offer. `codecs`: those that contributions may come in."""
     return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
         optimizer=optimizer_to_proto(optimizer),
+        codecs=[name for name in codecs if name != "raw"],
         answer_codec="" if answer_codec == "raw" else answer_codec,
     )
 

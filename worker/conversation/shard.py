@@ -6,7 +6,7 @@ Where the server is one process there is one of these, and its part is the model
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,9 +123,17 @@ class Shard:
         self.model, self.transfer = model, make_transfer(model)
         self.up.transfer = self.down.transfer = self.transfer
 
-    def offer(self, whole: Layout, optimizer: OptimizerSpec, kind: ContributionKind, meeting: str = "") -> None:
-        """Say what this worker trains and contributes (as RunSettings has it), and agree on the lane."""
-        model = model_message(whole, optimizer, self._config.answer_codec)
+    def offer(
+        self,
+        whole: Layout,
+        optimizer: OptimizerSpec,
+        kind: ContributionKind,
+        codecs: Sequence[str] = (),
+        meeting: str = "",
+    ) -> None:
+        """Say what this worker trains and contributes (as RunSettings has it) and in which codecs, and agree on the
+        lane."""
+        model = model_message(whole, optimizer, codecs, self._config.answer_codec)
         model.contribution, model.meeting = kind, meeting
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
         offered = self.lanes.offer(model, self.model.layout.exchange_bytes)

@@ -151,9 +151,11 @@ def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) 
     sound = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
     codec.encoder(matrix).begin(torch.ones(rows * 4096).view(torch.uint8), sound)
 
-    @served(layout=matrix, workers=1, mode="async")
+    @served(layout=matrix, workers=1, mode=codec.modes[0] if codec.modes else "async")
     async def play(server: Server) -> None:
-        (worker,) = await server.workers(1)
+        worker = Worker(server, 0)
+        await worker.join(codecs=[name], optimizer=codec.optimizer or "SGD")
+        await server.settle()
         for sent in (torch.full_like(sound, 255), sound):
             header = worker._header(1, codec=name, body_bytes=len(sent))
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))

@@ -1,0 +1,90 @@
+"""Which codec contributions may come in is agreed on when a worker joins, and looked at where it said nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.common.codecs.base import body_bytes
+from paramserver.common.config.schema import Config
+from paramserver.common.registry import CODECS
+from paramserver.ps.engine.modes import make_policy
+
+from ..streams import LARGE, SMALL, Aborted, Server, Worker, served, turns, weight_of
+
+
+async def refused(worker: Worker) -> tuple[str, ...]:
+    assert await worker.end() == "BAD_REQUEST"
+    error = worker.task.exception()
+    assert isinstance(error, Aborted)
+    return error.told
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "codecs", "told", "fix"),
+    [
+        ("sync", "Adam", ["sign"], "rank 0: worker.codec is sign: the server's Adam divides", "--mode diloco"),
+        ("sync", "Adam", ["int8", "topk"], "rank 0: worker.codec is topk", "--mode diloco"),
+        ("async", "SGD", ["onebit_adam"], "rank 0: worker.codec is onebit_adam, which is for --mode sync", "sync"),
+        ("localsgd", "SGD", ["q4"], "send weights, of which it leaves out too much", "worker.codec=q4 for ps-server"),
+        ("sync", "SGD", ["zip"], "unknown codec 'zip'", ""),
+        ("sync", "SGD", ["raw"] * 33, "Model.codecs has 33 names; at most 32", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "",
+)
+def test_what_the_run_cannot_have_is_refused_at_the_join(
+    mode: str, optimizer: str, codecs: list[str], told: str, fix: str
+) -> None:
+    @served(workers=1, mode=mode)
+    async def play(server: Server) -> None:
+        worker = Worker(server, 0)
+        await worker.join(codecs=codecs, optimizer=optimizer)
+        message, remedy = await refused(worker)
+        assert told in message and fix in remedy, (message, remedy)
+        again = Worker(server, 0)
+        await again.join(codecs=["q4", "bf16"] if mode != "localsgd" else ["bf16"], optimizer=optimizer)
+        await server.settle()
+        assert again.outcomes == ["START"]
+
+    play()
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["one message", "in pieces"])
+def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_and_no_other(layout) -> None:
+    """Of a worker that names none, as one of an older version; and of one that takes another than it named."""
+
+    @served(layout, max_staged=1, workers=1, mode="async")
+    async def play(server: Server) -> None:
+        worker = Worker(server, 0)
+        for codecs in ((), ("q4",)):
+            worker = Worker(server, 0)
+            await worker.join(codecs=codecs, momentum=0.9)
+            await server.settle()
+            first = worker.outcomes[0], server.engine.run.policy.num_counted[0] + 1
+            assert first[0] == "START"
+            before = weight_of(server)
+            sizes = {name: body_bytes(CODECS.load(name)(), layout) for name in ("sign", "int8", "raw")}
+            for number, name in ((first[1], "sign"), (first[1], "int8"), (first[1] + 1, "raw")):
+                header = {"codec": name, "body_bytes": sizes[name]}
+                worker.send_encoded(number, bytes(sizes[name]), **header)
+                await server.settle()
+            assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]
+            reasons = [one.header.reason for one in worker.stream.received if one.kind == "answer"]
+            assert "was not agreed on (worker.codec is sign: the server's SGD has momentum 0.9" in reasons[1]
+            assert weight_of(server) == before  # zeros
+            server.check_no_memory_is_kept()
+        await turns()
+
+    play()
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "sent"),
+    [
+        ("raw", "raw", "weights"), ("bf16", "fp16", "weights"), ("auto", "raw", "weights"),
+        ("q4", "raw", "delta"), ("raw", "int8", "delta"), ("sparse", "q4", "delta"), ("auto", "q4", "delta"),
+    ],
+)  # fmt: skip
+def test_what_localsgd_sends_is_decided_by_the_codecs_that_the_server_was_told(up: str, down: str, sent: str) -> None:
+    told = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "answer_codec": down}}
+    policy = make_policy(Config.model_validate(told))
+    assert policy.contribution == sent and (policy.outer is None) == (sent == "weights")
