@@ -66,6 +66,8 @@ class Codec(Protocol):
     # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
     suits_adaptive: bool = True
     suits_momentum: bool = True
+    # Likewise differences, and the outer momentum of a server: few values of each are sent, and long after the others.
+    suits_outer_momentum: bool = True
     # Gradients are added up with it before they are encoded, where worker.momentum says nothing else; it is for nothing
     # but gradients then. `masks_momentum`: what has been sent is forgotten in these sums as well.
     momentum: float = 0.0

@@ -26,7 +26,7 @@ def make_policy(config: Config) -> Policy:
     if reports:
         _check_reports(config)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
-    settings |= {"training_steps": run.steps, "num_workers": run.workers, "leaves_out": _leaves_out(config)}
+    settings |= {"training_steps": run.steps, "num_workers": run.workers, **_of_codecs(config)}
     made = policy_of(run.mode, {**settings, **options.model_dump()})
     _check_codecs(made, config)
     if made.compensation is not None and config.worker.answer_codec != "raw":
@@ -61,9 +61,11 @@ def _codecs(config: Config) -> tuple[Any, ...]:
     return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 
-def _leaves_out(config: Config) -> bool:
-    """A codec leaves out more than weights themselves survive."""
-    return not all(codec.takes_weights for codec in _codecs(config))
+def _of_codecs(config: Config) -> dict[str, bool]:
+    """What a mode is told of them (`Common`)."""
+    codecs = _codecs(config)
+    leaves_out = not all(codec.takes_weights for codec in codecs)
+    return {"leaves_out": leaves_out, "keeps_most": bool(codecs) and not codecs[0].suits_outer_momentum}
 
 
 def _check_codecs(policy: Policy, config: Config) -> None:

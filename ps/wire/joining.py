@@ -8,6 +8,7 @@ from functools import partial
 
 import grpc.aio
 
+from ...common.codecs.base import Codec
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.reporting.log import get_logger
@@ -55,6 +56,7 @@ class Joining:
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
         self._port = port
+        self._has_warned = False
 
     async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
         """Give the process a rank, or find the one that the coordinator has given it; None when it has gone."""
@@ -214,6 +216,19 @@ class Joining:
             if (error := barred(engine, peer, up := codec_named(name))) is not None:
                 raise refusal(Reason.BAD_REQUEST, f"rank {peer.rank}: {error.message}", fix=error.fix)
             peer.codecs[up.name] = ""
+            self._warn(up)
+
+    def _warn(self, up: Codec) -> None:
+        """Once, of what the run can have and is better without."""
+        outer = self._engine.run.policy.outer
+        if outer is None or up.suits_outer_momentum or not outer.arguments.get("momentum") or self._has_warned:
+            return
+        self._has_warned = True
+        meaning = (
+            f"{up.name} sends few values of a difference, and the others long after, which outer momentum adds up: "
+            f"--set policy.outer_momentum=0, or --set worker.codec={up.name} for ps-server too, whose default is 0 then"
+        )
+        log.warning("outer_momentum", codec=up.name, momentum=outer.arguments["momentum"], meaning=meaning)
 
 
 _OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED)

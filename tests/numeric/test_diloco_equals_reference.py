@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.common.config.schema import Config
 from paramserver.common.tensors.layout import new_body
-from paramserver.ps.engine.modes import policy_of
+from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
@@ -176,5 +177,22 @@ def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
 )
 def test_momentum_is_for_runs_with_many_rounds(steps, told, momentum, because):
     outer = policy(2, steps=steps, **({} if told is None else {"outer_momentum": told})).outer
+    assert outer is not None and because in outer.reason
+    assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
+
+
+@pytest.mark.parametrize(
+    ("codec", "told", "momentum", "because"),
+    [
+        ("sparse", None, 0.0, "keeps most of every difference for later"),
+        ("sparse_7_64", None, 0.0, "keeps most"),
+        ("sparse", 0.5, 0.5, "policy.outer_momentum"),
+        ("q4", None, 0.9, "500 rounds"),
+    ],
+)
+def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, told, momentum, because):
+    policy = {"local_steps": H, **({} if told is None else {"outer_momentum": told})}
+    run = {"mode": "diloco", "steps": 500 * H}
+    outer = make_policy(Config.model_validate({"run": run, "policy": policy, "worker": {"codec": codec}})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}

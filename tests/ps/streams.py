@@ -89,6 +89,7 @@ class Worker:
         answer_codec: str = "",
         codecs: Sequence[str] = (),
         optimizer: str = "SGD",
+        contribution: int = 0,
         **more: Any,
     ) -> None:
         names = tuple(spec.name for spec in self.layout.specs)
@@ -100,6 +101,7 @@ class Worker:
             segment=offered,
             answer_codec=answer_codec,
             codecs=codecs,
+            contribution=contribution,
             meeting="127.0.0.1:1",  # of workers that average among themselves
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))

@@ -23,6 +23,7 @@ _WORD_BITS = 24  # so many bits of places fill three bytes
 class SparseCodec(ByTensor):
     name = "sparse"
     suits_adaptive = False
+    suits_outer_momentum = False
     decay = 0.95
     least = 4096
     chunk = 4096

@@ -50,8 +50,8 @@ class OuterOptions(Section):
         None,
         ge=0,
         lt=1,
-        description="diloco, async_diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5; 0 "
-        "(with outer_delay 0.5)",
+        description="diloco, async_diloco: its Nesterov momentum; none: 0.9 in runs of 500 rounds or more, else 0.5, "
+        "with worker.codec sparse 0; async: 0 (with outer_delay 0.5)",
     )
 
     def outer(self, momentum: float, reason: str) -> Outer:
@@ -134,6 +134,8 @@ class DilocoPolicy(RoundPolicy):
     def _momentum(self) -> tuple[float, str]:
         if (told := self.options.outer_momentum) is not None:
             return told, "as policy.outer_momentum says"
+        if self.common.keeps_most:
+            return 0.0, "worker.codec keeps most of every difference for later, which momentum would add up"
         if self.training_steps is None:
             return _MOMENTUM_OF_FEW, "nobody has said how many rounds there are"
         rounds = -(-self.training_steps // self.options.local_steps)

@@ -23,6 +23,7 @@ class Common:
     weighting: Literal["samples", "equal"] = "samples"
     pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
     leaves_out: bool = False  # a codec of the run's does, more than weights themselves survive
+    keeps_most: bool = False  # contributions' does for later, which outer momentum would add up
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import pytest
 from paramserver.common.codecs.base import body_bytes
 from paramserver.common.config.schema import Config
 from paramserver.common.registry import CODECS
+from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.modes import make_policy
 
 from ..streams import LARGE, SMALL, Aborted, Server, Worker, served, turns, weight_of
@@ -75,6 +76,22 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
         await turns()
 
     play()
+
+
+@pytest.mark.parametrize(("momentum", "codec"), [(None, "sparse"), (0.5, "sparse"), (0.0, "sparse"), (None, "q4")])
+def test_outer_momentum_with_a_codec_that_sends_few_values_is_warned_of_once(momentum, codec, capfd) -> None:
+    """Of a server that was not told the workers' codec, or was told a momentum of its own."""
+
+    @served(workers=2, mode="diloco", policy={} if momentum is None else {"outer_momentum": momentum})
+    async def play(server: Server) -> None:
+        for rank in range(2):
+            worker = Worker(server, rank)
+            await worker.join(codecs=[codec], contribution=pb.RunSettings.DELTA)
+            await server.settle()
+
+    play()
+    told = capfd.readouterr()
+    assert (told.out + told.err).count("--set policy.outer_momentum=0") == (momentum != 0.0 and codec == "sparse")
 
 
 @pytest.mark.parametrize(
