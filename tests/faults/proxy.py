@@ -11,9 +11,11 @@ was on its way. Needs no root.
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,6 +33,8 @@ class Plan:
     hold_after_down: int | None = None  # the rest is not read, until the connection is reset
     lose_after_up: int | None = None  # what is said from there on does not arrive; the end of the connection does
     lose_after_down: int | None = None
+    delay_up_s: float = 0.0  # so long every byte is on its way, however many are
+    delay_down_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -60,6 +64,33 @@ class _Connection:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RD)
+
+
+class _Line:
+    """Bytes that are said now arrive `delay_s` later, in order; any number of them is on its way."""
+
+    def __init__(self, sink: socket.socket, delay_s: float) -> None:
+        self._sink, self._delay_s = sink, delay_s
+        self._on_its_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._arrive, daemon=True)
+        self._thread.start()
+
+    def say(self, data: bytes) -> None:
+        self._on_its_way.put((time.monotonic() + self._delay_s, data))
+
+    def end(self) -> None:
+        """Returns when all has arrived."""
+        self.say(b"")
+        self._thread.join()
+
+    def _arrive(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                due, data = self._on_its_way.get()
+                time.sleep(max(0.0, due - time.monotonic()))
+                if not data:
+                    return
+                self._sink.sendall(data)
 
 
 class Proxy:
@@ -133,6 +164,9 @@ class Proxy:
     def _pass_on(self, connection: _Connection, is_up: bool) -> None:
         """One direction of one connection, until either end closes it or its time has come."""
         source, sink = (connection.client, connection.server) if is_up else (connection.server, connection.client)
+        delay_s = connection.plan.delay_up_s if is_up else connection.plan.delay_down_s
+        line = _Line(sink, delay_s) if delay_s else None
+        say = sink.sendall if line is None else line.say
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE):
                 self._open.wait()
@@ -149,7 +183,7 @@ class Proxy:
                     data = data[: limit - passed]
                 if lost is not None:
                     data = data[: max(0, lost - passed)]
-                sink.sendall(data)
+                say(data)
                 if is_up:
                     connection.up += len(data)
                 else:
@@ -157,6 +191,8 @@ class Proxy:
                 if is_last:
                     self._reset(connection, is_up)
                     break
+        if line is not None:
+            line.end()
         self._close(connection, source, sink)
 
     def _reset(self, connection: _Connection, is_up: bool) -> None:
