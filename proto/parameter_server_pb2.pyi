@@ -246,7 +246,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order", "residual", "continues", "holds", "reference", "epoch", "broken")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order", "residual", "residuals_lost", "residual_lost", "continues", "holds", "reference", "epoch", "broken")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,8 @@ class Contribution(_message.Message):
     HAS_BASE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
@@ -298,12 +300,14 @@ class Contribution(_message.Message):
     has_base: bool
     order: _containers.RepeatedScalarFieldContainer[int]
     residual: float
+    residuals_lost: int
+    residual_lost: float
     continues: bool
     holds: Held
     reference: int
     epoch: int
     broken: bool
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ..., residual: _Optional[float] = ..., continues: _Optional[bool] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., continues: _Optional[bool] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
@@ -340,16 +344,20 @@ class Data(_message.Message):
     def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("transfer_s", "can_evaluate", "residual", "holds")
+    __slots__ = ("transfer_s", "can_evaluate", "residual", "holds", "residuals_lost", "residual_lost")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     can_evaluate: bool
     residual: float
     holds: Held
-    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ..., holds: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    residuals_lost: int
+    residual_lost: float
+    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)

@@ -70,8 +70,25 @@ CLAIMS: dict[str, Claim] = {
         "momentum behind it, which is refused", "codecs", 400,
         ("--only-feedback", "--optimizer", "momentum", "--codec", "sign", "--codec", "sign_rms", "--codec", "topk"),
     ),
+    "N14-dgc": Claim(
+        "the same of 0.1 % of the values, with memory and momentum that forget what was sent", "codecs", 400,
+        ("--optimizer", "sgd", "--codec", "dgc"),
+    ),
+    "N15": Claim(
+        "PowerSGD of rank 1 needs its memory, and loses nothing with it", "codecs", 400,
+        ("--codec", "raw", "--codec", "powersgd"),
+    ),
+    "N15-down": Claim("the same with int8 down", "codecs", 400, ("--down", "int8", "--codec", "powersgd")),
     "N16": Claim("top-k needs its memory", "codecs", 400, ("--codec", "topk")),
-    "N18": Claim("late gradients and the rules against it", "late", 3_000),
+    "N17": Claim(
+        "a worker that loses what it kept back costs little", "codecs", 400,
+        ("--only-feedback", "--lose-every", "10", "--codec", "raw", "--codec", "topk", "--codec", "powersgd"),
+    ),
+    "N18": Claim(
+        "late gradients and the rules against it", "late", 8_000, ("--workers", "30"),
+        ("nothing", "no momentum, inverse", "buffered, no momentum"),
+    ),
+    "N18-all": Claim("the same, all rules, by number of workers", "late", 3_000),
     "N19": Claim("local steps learn as much when nobody waits, in less time", "async_diloco", 3_200),
     "N20": Claim(
         "late gradients moved to the weights of now are no worse", "late", 3_000, ("--workers", "4,8"),

@@ -1,11 +1,11 @@
 """What codecs do to learning: handwritten digits, four workers in step, in one process.
 
-    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down]
+    python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down [NAME]] [--lose-every N]
 
 The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
-nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, as
-differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that; ratios are then of either
-way. An MLP of 85,002 parameters, batch 32 of each worker; the
+nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, or in the
+one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that; ratios
+are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the
 held-out accuracy after the last step, of several seeds, with what was left out sent later, and without.
 """
 
@@ -65,8 +65,8 @@ class Way:
     def encode(self, transfer: DirectTransfer, without: frozenset[str] = frozenset()) -> torch.Tensor:
         """uint8 [exchange_bytes], of a contribution without these tensors; what becomes of it is to be said."""
         self.encoding.choose(without)
-        (stretch,) = transfer.gather(self._source)
-        sent = torch.frombuffer(self.encoding.whole(stretch), dtype=torch.uint8)
+        (self._stretch,) = transfer.gather(self._source)
+        sent = torch.frombuffer(self.encoding.whole(self._stretch), dtype=torch.uint8)
         body, self.num_sent = new_body(self._layout.exchange_bytes), len(sent)
         codec = self.encoding.codec
         take_body(codec, codec.decoder(self._layout), self._layout, sent, body)
@@ -76,7 +76,7 @@ class Way:
         if counts:
             self.encoding.commit()
         else:
-            self.encoding.rollback(is_work=self._source == "delta")
+            self.encoding.rollback(self._stretch if self._source == "delta" else None)
 
 
 class Back:
@@ -112,8 +112,16 @@ def num_framed(num_bytes: int) -> int:
     return sum(map(len, body_frames([memoryview(bytes(num_bytes))])))
 
 
-def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: bool = True, down: str = "raw") -> Outcome:
-    """Train once."""
+def run(
+    codec: str,
+    optimizer: str,
+    seed: int,
+    num_steps: int,
+    has_feedback: bool = True,
+    down: str = "raw",
+    lose_every: int = 0,
+) -> Outcome:
+    """Train once. `lose_every`: after so many steps one worker, by turns, loses what it kept back."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     task, tensors = Digits(), ModelTensors(net)
@@ -142,6 +150,8 @@ def run(codec: str, optimizer: str, seed: int, num_steps: int, has_feedback: boo
         for group, said in zip(server.param_groups, ways[0].encoding.told(begun), strict=True):
             apply_hyperparameters(group, said)
         server.step()
+        if lose_every and step % lose_every == lose_every - 1:
+            ways[step // lose_every % NUM_WORKERS].encoding.start()
     sent, whole = num_framed(body_bytes(ways[0].codec, layout)), layout.exchange_bytes
     return Outcome(task.evaluate(net)["accuracy"], whole / sent, whole / back.num_bytes)
 
@@ -167,7 +177,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="momentum", choices=OPTIMIZERS)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--down", action="store_true", help="both ways; only with what is left out sent later")
+    parser.add_argument(
+        "--down", nargs="?", const="", metavar="CODEC", help="both ways; only with what is left out sent later"
+    )
+    parser.add_argument("--lose-every", type=int, default=0, metavar="N", help="steps, after which a worker loses that")
     parser.add_argument("--only-feedback", action="store_true", help="do not also train without it")
     return parser
 
@@ -178,10 +191,12 @@ def main() -> None:
     print(f"digits, {NUM_WORKERS} workers, {told.optimizer}, {told.steps} steps, {told.seeds} seeds: accuracy in %")
     print(f"{'codec':10}{'ratio':>8}{'down':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")
     for codec in told.codec or CODECS.names():
-        columns, ratio, ratio_down, down = [], 1.0, 1.0, codec if told.down else "raw"
-        is_alone = told.only_feedback or told.down or not CODECS.load(codec).has_feedback
+        columns, ratio, ratio_down = [], 1.0, 1.0
+        down = "raw" if told.down is None else told.down or codec
+        is_alone = told.only_feedback or told.down is not None or not CODECS.load(codec).has_feedback
         for has_feedback in (True,) if is_alone else (True, False):
-            found = [run(codec, told.optimizer, seed, told.steps, has_feedback, down) for seed in range(told.seeds)]
+            how = (told.optimizer, told.steps, has_feedback, down, told.lose_every)
+            found = [run(codec, how[0], seed, *how[1:]) for seed in range(told.seeds)]
             every, ratio, ratio_down = [100 * one.accuracy for one in found], found[0].ratio, found[0].ratio_down
             columns.append(f"{statistics.mean(every):6.2f}{min(every):7.2f}{max(every):7.2f}")
         print(f"{codec:10}{ratio:8.2f}{ratio_down:8.2f}  {'   '.join(columns)}", flush=True)

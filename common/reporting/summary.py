@@ -31,8 +31,8 @@ class WorkerSummary(BaseModel):
     skipped: int = 0  # steps of which nothing was folded, for the same reasons
     clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
     residual: float = 0.0  # norm of what worker.codec kept back, at the end
-    residuals_lost: int = 0  # how often what was kept back was lost: a new process, a server that went back
-    residual_lost: float = 0.0  # norms of it, as it was before its worker's last contribution, in all
+    residuals_lost: int = 0  # how often what was kept back was lost: a new process, a START, values not finite
+    residual_lost: float = 0.0  # norms of it in all; of a process that was gone as before its last contribution
     lane: str = "grpc"  # how its tensors travelled last: "grpc", "direct" or "shared memory"
     lane_reason: str = ""  # why not in a way that the worker prefers
     codec: str = "raw"  # of its last contribution; auto's choice

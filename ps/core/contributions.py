@@ -71,8 +71,8 @@ class Contributions:
         rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
         stats.compute_s += event.compute_s
         stats.transfer_s += event.transfer_s
-        if event.residual or stats.residual:
-            stats.kept_back(event.residual)
+        if event.residual or stats.residual or event.residuals_lost:
+            stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, event.wants_weights
         worker.evaluates = event.evaluates
         if event.hyperparameters is not None:

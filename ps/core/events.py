@@ -94,7 +94,9 @@ class Finished(OfAWorker):
 
     transfer_s: float = 0.0
     can_evaluate: bool = False
-    residual: float = 0.0  # norm of what its codec has kept back
+    residual: float = 0.0  # norm of what its codec has kept back,
+    residuals_lost: int = 0  # how often such was lost since its process began, and norms of it in all
+    residual_lost: float = 0.0
 
 
 @dataclass(slots=True)
@@ -185,7 +187,9 @@ class Contributed(OfAWorker):
     evaluates: bool = False  # its worker evaluates the weights of the answer
     steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
     part: int = 0  # of a model that is stepped in parts, from 1
-    residual: float = 0.0  # norm of what its worker's codec had kept back before it
+    residual: float = 0.0  # norm of what its worker's codec had kept back before it,
+    residuals_lost: int = 0  # how often such was lost since its process began, and norms of it in all
+    residual_lost: float = 0.0
     epoch: int = 0  # of a report, which may come without a body, or say that there is no mean
     is_broken: bool = False
     has_body: bool = True

@@ -130,7 +130,9 @@ class Roster:
         insort(self._ranks, rank)
         self._ranks_of.setdefault(asked.process, {})[rank] = None
         self.num_joins[rank], self._processes[rank] = worker.incarnation, asked.process
-        self.stats.setdefault(rank, WorkerStats(rank)).num_joins += not previous  # the same process is no restart
+        stats = self.stats.setdefault(rank, WorkerStats(rank))
+        if not previous:  # the same process is no restart
+            stats.joined_anew()
         self.was_anyone_here = True
         return worker, old
 

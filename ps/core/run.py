@@ -398,7 +398,7 @@ class Run:
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
-        stats.kept_back(event.residual)
+        stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
         yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})

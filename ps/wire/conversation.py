@@ -88,7 +88,12 @@ class Conversation:
                 peer.state = "finished"
                 facts = received.of(pb.Finish)
                 peer.holds = holds_of(facts)
-                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, facts.residual))
+                self._engine.offer(
+                    events.Finished(
+                        *peer.seat, facts.transfer_s, facts.can_evaluate,
+                        facts.residual, facts.residuals_lost, facts.residual_lost,
+                    )
+                )  # fmt: skip
                 if not await self._hear_out(peer, delivery):
                     return None
                 while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":

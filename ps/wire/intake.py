@@ -369,6 +369,8 @@ class Intake:
             steps=header.data.steps,
             part=header.part,
             residual=header.residual,
+            residuals_lost=header.residuals_lost,
+            residual_lost=header.residual_lost,
             epoch=header.epoch,
             is_broken=header.broken,
             traffic=(traffic.num_sent, traffic.num_received - traffic.num_in_waiting),

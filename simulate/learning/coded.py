@@ -42,6 +42,7 @@ class Up:
     def sent(self, stretch: Stretch, version: int) -> torch.Tensor:
         """What the server makes of a contribution, computed on the weights of a version."""
         self._encoding.ready(version)
+        self._stretch = stretch
         encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
         body, codec = new_body(self._layout.exchange_bytes), self._encoding.codec
         take_body(codec, codec.decoder(self._layout), self._layout, encoded, body)
@@ -52,11 +53,11 @@ class Up:
         return tuple(self._encoding.told(groups))
 
     def answered(self, answer: effects.Answer, is_work: bool) -> None:
-        """What became of the newest; `is_work`: it is to be sent with the next one if it does not count."""
+        """What became of the newest; `is_work`: it is to be sent with the next one if it was dropped."""
         if answer.outcome in ("APPLIED", "REPEATED"):
             self._encoding.commit()
         else:
-            self._encoding.rollback(is_work)
+            self._encoding.rollback(self._stretch if is_work and answer.outcome == "DROPPED" else None)
 
 
 class Down:

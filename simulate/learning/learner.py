@@ -213,10 +213,10 @@ class Learner:
         if is_start and self.source != "gradient":  # another process: its optimizer begins anew
             one.machine = _Machine(self._config, self.task)
             one.machine.anchor = Anchor(one.machine.tensors) if self.source == "delta" else None
-        if is_start and self._config.worker.codec != "raw":
+        if is_start and (self._config.worker.codec != "raw" or self.source == "delta"):
             one.up = Up(self._config, self._first.tensors.layout, self._described)
         elif one.up is not None:
-            one.up.answered(answer, is_work=self.source != "gradient")
+            one.up.answered(answer, is_work=self.source == "delta")
         if answer.has_weights:
             one.weights, one.version = one.on_its_way, answer.version
             if self.source != "gradient":

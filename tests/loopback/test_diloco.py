@@ -203,3 +203,27 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
     for name, tensor in wanted.items():
         assert torch.allclose(ends[0][name], tensor, rtol=1e-12, atol=1e-14), name
         assert torch.equal(ends[0][name], ends[1][name]), name
+
+
+@pytest.mark.parametrize("lanes", ["", "grpc"], ids=["shared memory", "grpc"])
+def test_work_that_came_too_late_is_in_the_next_round(cluster: Cluster, lanes: str) -> None:
+    """Raw as well: a weight for each step, and one that counts them. Every round has one contribution."""
+    server = cluster.server(
+        "--mode", "diloco", "--workers", "2", "--steps", "6", "--local-steps", "1", "--save", "w.safetensors",
+        "--outer-momentum", "0", "--outer-lr", "1", "--set", "policy.backup_workers=1", "--summary", "s.json",
+    )  # fmt: skip
+    env = {"PADDING": "40000"} | ({"PS_WORKER__LANES": lanes} if lanes else {})
+    gates = [cluster.folder / f"gate-{rank}" for rank in range(2)]
+    workers = [cluster.script(rank, "onehot.py", "6", str(gates[rank]), str(3 - 3 * rank), **env) for rank in range(2)]
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "three rounds of one, none of the other")
+    gates[1].touch()
+    server.until(lambda: bool(server.events("finished")), "the rest of the rounds are the other's")
+    gates[0].touch()
+    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[1].output
+    weights = load_file(cluster.folder / "w.safetensors")
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    late = summary["workers"][1]
+    assert (late["dropped"], late["steps"], late["residuals_lost"]) == (1, 3, 0)
+    assert weights["seen"].view(-1, 6)[:2].sum(1).tolist() == [-3.0, -4.0], "the late one is in the round after"
+    assert torch.equal(weights["padding"], torch.full((40_000,), -7.0))

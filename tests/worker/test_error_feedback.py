@@ -23,6 +23,7 @@ LAYOUT = Layout(
         TensorSpec("n", Kind.BUFFER, "int64", (3,)),
     ]
 )
+BUFFERED = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (64, 32)), TensorSpec("n", Kind.BUFFER, "int64", (3,))])
 LOSSY = [name for name in CODECS.names() if CODECS.load(name).has_feedback]
 NUM = LAYOUT.num_parameters
 
@@ -38,7 +39,8 @@ class Server:
     def encode(self, values: torch.Tensor) -> memoryview:
         body = new_body(self.layout.exchange_bytes)
         of_type(self.layout, body).copy_(values)
-        return self.encoding.whole(Stretch(0, [as_bytes(body)]))
+        self.work = Stretch(0, [as_bytes(body)])
+        return self.encoding.whole(self.work)
 
     def decoded(self, sent: memoryview) -> torch.Tensor:
         body = new_body(self.layout.exchange_bytes)
@@ -92,7 +94,7 @@ def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fat
             assert server.encoding.start() == pytest.approx(float(before.norm()))
             computed -= before
         elif fate == "dropped":
-            server.encoding.rollback(is_work)
+            server.encoding.rollback(server.work if is_work else None)
             if is_work:
                 computed += x - (1 - decay) * before
             else:
@@ -136,12 +138,17 @@ def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
     server = Server(name)
     server.encode(gradient(0))
     server.encoding.commit()
-    assert server.left.any()
+    norm = server.encoding.norm
+    assert norm > 0
     x = gradient(1)
     x[5] = math.inf
     server.encode(x)
     server.encoding.commit()
-    assert not server.left.any() and server.encoding.num_resets == 1
+    assert not server.left.any() and server.encoding.take_lost() == pytest.approx(norm)
+    assert server.encoding.take_lost() is None, "told once"
+    server.encode(x)
+    server.encoding.commit()
+    assert server.encoding.take_lost() == 0, "there was nothing before it"
 
 
 @given(fates=st.lists(st.sampled_from(["counts", "dropped", "start", "sent again"]), max_size=12))
@@ -181,7 +188,8 @@ def test_another_codec_takes_over_what_was_left_out() -> None:
 
 @pytest.mark.parametrize("is_work", [False, True])
 def test_raw_takes_over_all_that_was_left_out(is_work: bool) -> None:
-    """With the first contribution that counts; then there is none, and a dropped one takes nothing with it."""
+    """With the first contribution that counts; then there is none, and nothing was lost. A dropped one takes nothing
+    with it, and leaves its work."""
     server = Server("q4")
     server.received += server.decoded(server.encode(gradient(0)))
     server.encoding.commit()
@@ -190,12 +198,28 @@ def test_raw_takes_over_all_that_was_left_out(is_work: bool) -> None:
     server.encoding.use(CODECS.load("raw")())
     assert server.encoding.owes
     server.encode(gradient(1))
-    server.encoding.rollback(is_work)
-    assert server.left.equal(left) and server.encoding.owes
+    server.encoding.rollback(server.work if is_work else None)
+    assert server.left.equal(left + gradient(1) * is_work) and server.encoding.owes
     server.received += server.decoded(server.encode(gradient(2)))
     server.encoding.commit()
-    assert not server.encoding.owes and server.encoding.norm == 0
-    assert (server.received - gradient(0) - gradient(2)).abs().max() < 1e-12
+    assert not server.encoding.owes and server.encoding.norm == 0 and server.encoding.take_lost() is None
+    assert (server.received - gradient(0) - is_work * gradient(1) - gradient(2)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["raw", "bf16"])
+def test_work_that_was_dropped_is_sent_with_the_next_also_where_nothing_is_left_out(name: str) -> None:
+    server, layout = Server(name, BUFFERED), BUFFERED
+    num = layout.num_parameters
+    for seed in range(2):
+        server.encode(gradient(seed, num))
+        server.encoding.rollback(server.work)
+    assert server.encoding.norm == pytest.approx(float(server.left.norm()))
+    server.received += server.decoded(server.encode(gradient(2, num)))
+    server.encoding.commit()
+    worked = sum((gradient(seed, num) for seed in range(3)), torch.zeros(num, dtype=torch.float64))
+    assert (server.received + server.left - worked).abs().max() < 1e-5
+    assert (server.left.abs().max() == 0) == (name == "raw"), "of bf16 what rounding leaves out of it"
+    assert server.encoding.owes == (name != "raw")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -86,6 +86,7 @@ class Exchange:
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
         self._last_transfer_s = 0.0
+        self._num_lost, self._norm_lost = 0, 0.0  # of what the codec had kept back
         self._passed: list[Passed] = []  # with the newest contribution
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.meeting = ""  # where members of a group may meet, of workers that average among themselves
@@ -151,6 +152,10 @@ class Exchange:
     def _meet(self, addresses: list[str]) -> None:
         """The other shards, where there are any; they may have moved. Theirs by number, the coordinator's own is
         empty; none at all where there is one server."""
+        if self._model is not None:  # a START follows
+            for shard in self._shards:
+                shard.up.encoding.start()
+            self._count_lost()
         for old in self._shards[1:]:
             old.client.close()
         self._addresses = addresses
@@ -268,9 +273,19 @@ class Exchange:
         return ", ".join(dict.fromkeys(shard.lanes.lane.name for shard in self._shards))
 
     @property
-    def _residual(self) -> float:
-        """Norm of what the codec has kept back, of all parts."""
-        return math.hypot(*(shard.up.encoding.norm for shard in self._shards))
+    def _kept_back(self) -> dict[str, Any]:
+        """Norm of what the codec has kept back, of all parts; and what of such was lost, as Contribution has it."""
+        norm = math.hypot(*(shard.up.encoding.norm for shard in self._shards))
+        return {"residual": norm, "residuals_lost": self._num_lost, "residual_lost": self._norm_lost}
+
+    def _count_lost(self) -> None:
+        """What was kept back is gone, of one part or of all: that is once."""
+        found = [lost for shard in self._shards if (lost := shard.up.encoding.take_lost()) is not None]
+        if not found:
+            return
+        norm, codec = math.hypot(*found), self._shards[0].up.encoding.codec.name
+        self._num_lost, self._norm_lost = self._num_lost + 1, self._norm_lost + norm
+        log.info("residual_lost", rank=self.progress.rank, codec=codec, norm=f"{norm:.4g}", num=self._num_lost)
 
     # ---- exchanging -------------------------------------------------------------------------
 
@@ -278,7 +293,7 @@ class Exchange:
         """Send the next contribution; returns when the run lets the worker go on, its weights in the model; or, where
         they may be late, to be received with `arrive`."""
         started = time.perf_counter()
-        work = work._replace(transfer_s=self._last_transfer_s, residual=self._residual)
+        work = work._replace(transfer_s=self._last_transfer_s, **self._kept_back)
         local_steps, self._passed = self.progress.local_steps, []
         name = self.progress.run, self.progress.rank or 0, self.progress.incarnation or 0, self.progress.next_number
         try:
@@ -441,6 +456,7 @@ class Exchange:
 
     def _took(self, answers: list[Answer]) -> Answer:
         """All shards have answered and the weights are in the model, all parts of one version."""
+        self._count_lost()
         answer = answers[0]
         self.progress.server_incarnation = self._welcome.server_incarnation
         self.progress.answered(answer.step, answer.version, answer.next_local_steps, brings_weights(answer))
@@ -470,7 +486,7 @@ class Exchange:
         while True:
             try:
                 self._say_first()
-                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._residual)
+                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._kept_back)
                 finals = self._crew.all(self._shards, finish)
             except Lost as lost:
                 if self._return(lost) is not None and not (is_early or self.progress.is_done):

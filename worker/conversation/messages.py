@@ -95,7 +95,9 @@ class Work(NamedTuple):
     is_fragment: bool = False  # bytes of what is in `without_gradient` are zeros that stay at home
     # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
     order: tuple[int, ...] = ()
-    residual: float = 0.0  # norm of what the codec has kept back
+    residual: float = 0.0  # norm of what the codec has kept back,
+    residuals_lost: int = 0  # how often such was lost since this process began, and norms of it in all
+    residual_lost: float = 0.0
     epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
     is_broken: bool = False
     # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
@@ -195,6 +197,8 @@ def contribution(
     header.has_base = work.has_base
     if work.residual:
         header.residual = work.residual
+    if work.residuals_lost:
+        header.residuals_lost, header.residual_lost = work.residuals_lost, work.residual_lost
     header.reference = reference
     if work.epoch:
         header.epoch, header.broken, header.wants_weights = work.epoch, work.is_broken, False

@@ -6,7 +6,7 @@ Where the server is one process there is one of these, and its part is the model
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -300,11 +300,11 @@ class Shard:
 
     # ---- the end ----------------------------------------------------------------------------
 
-    def finish(self, transfer_s: float, can_evaluate: bool, residual: float) -> Final:
+    def finish(self, transfer_s: float, can_evaluate: bool, kept_back: Mapping[str, float]) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
         holds = self.down.holds(0)
         told = {"holds": holds} if holds is not None else {}
-        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": residual, **told})
+        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, **kept_back, **told})
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, final, codec="")

@@ -6,7 +6,7 @@ al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was com
     counts            e <- c - y
     sent again        the same bytes
     dropped, refused  e as before: a gradient that does not count was never computed
-    dropped, a delta  e <- c: work that was done is sent with the next one
+    dropped, a delta  e <- c, in every codec: work that was done is sent with the next one
     START             e <- 0: another membership, or a server that went back, whose steps are done again
 
 e lies where the body was gathered, in the tensors' own dtypes: one body more than without. Of contributions of a part
@@ -18,13 +18,13 @@ codec dgc also where it was sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ...common.codecs.base import Codec, Coder, body_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, only_rest, pieces_of
-from ...common.tensors.layout import Kind, Layout, as_bytes, new_body
+from ...common.tensors.layout import DTYPES, Kind, Layout, as_bytes, new_body
 from ...common.tensors.optimizers import Hyperparameters
 from ..tensors.transfer import Stretch, copy_bytes
 
@@ -44,8 +44,9 @@ class Encoding:
         self._left: torch.Tensor | None = None  # e, as a body; None: zeros
         self._square = 0.0  # of the norm of c - y; not finite where a value is not
         self._squares: dict[frozenset[str], float] = {}  # of e, by what it is without
+        self._without: frozenset[str] = frozenset()  # tensors that the next contribution has nothing of
         self._is_whole = False
-        self.num_resets = 0  # of e, that were not zeros
+        self._lost: float | None = None  # norm of e where it was let go, until that is told
 
     @property
     def norm(self) -> float:
@@ -55,6 +56,7 @@ class Encoding:
     def choose(self, without: frozenset[str]) -> None:
         """The next contribution has nothing of these tensors, whose bytes stay at home where the codec is one of
         pieces."""
+        self._without = without
         if isinstance(self._whole, ByTensor):
             self.codec = only_rest(self._whole, without)
 
@@ -72,8 +74,8 @@ class Encoding:
             _Gather(stretch, body).until_end()
             num_bytes = self.codec.encoded_bytes(self._layout)
             if self._left is not None:
-                for run in self._layout.runs_of(Kind.PARAMETER):
-                    run.view(body).add_(run.view(self._left))
+                for values, kept in self._views(body, self._left):
+                    values.add_(kept)
             self._coder.begin(body, out[:num_bytes])
             out[num_bytes:].copy_(body[self._layout.parameter_bytes :])
         return self.completed()
@@ -133,7 +135,12 @@ class Encoding:
 
     @property
     def _has_feedback(self) -> bool:
-        return self.codec.has_feedback or self._left is not None
+        return self.codec.has_feedback or (self._left is not None and self._has_kept)
+
+    @property
+    def _has_kept(self) -> bool:
+        """Something of what the next contribution has."""
+        return not self._without or self._without in self._squares or frozenset() in self._squares
 
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_bytes = body_bytes(self.codec, self._layout)
@@ -167,22 +174,32 @@ class Encoding:
         """It counts."""
         self._coder.commit()
         if self._is_whole and self._has_feedback:
-            self._keep()
+            if isinstance(self.codec, ByTensor):
+                self._keep()
+            else:
+                self._let_go()
         self._forget_attempt()
 
-    def rollback(self, is_work: bool = False) -> None:
-        """It does not, and never will; `is_work`: what was to be sent is to be sent with the next one."""
+    def rollback(self, work: Stretch | None = None) -> None:
+        """It does not, and never will. `work`: all of it, gathered once more, which is to be sent with the next one."""
         self._coder.rollback()
-        if is_work and self._is_whole and self._has_feedback and not self.codec.is_identity:
-            self._restore()
-            self._keep()
+        if work is not None:
+            self._keep_all(work)
         self._forget_attempt()
 
     def start(self) -> float:
         """Whatever was before, the server has forgotten it. The norm of what was left out, and never comes."""
         self._coder = self.codec.encoder(self._layout)
         self._forget_attempt()
-        return self._reset()
+        norm = self._reset()
+        if norm > 0:
+            self._lose(norm)
+        return norm
+
+    def take_lost(self) -> float | None:
+        """The norm of what was let go since this was asked last; None: nothing was."""
+        lost, self._lost = self._lost, None
+        return lost
 
     def use(self, codec: Codec) -> None:
         """Another codec from the next contribution on; what was left out is sent in it (also in raw, and then it is
@@ -205,47 +222,62 @@ class Encoding:
         """Something of earlier contributions has still to be sent."""
         return self._left is not None
 
+    def _views(self, *bodies: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Each parameter that a contribution has something of, [n], as it is in these bodies."""
+        for spec, offset, end in self._layout.entries:
+            if spec.kind is Kind.PARAMETER and spec.name not in self._without:
+                yield [body[offset:end].view(DTYPES[spec.dtype]) for body in bodies]
+
+    def _keep_all(self, work: Stretch) -> None:
+        if self._body is None:
+            self._body = new_body(self._layout.exchange_bytes)
+        _Gather(work, self._body).until_end()
+        self._square = 0.0
+        for values, kept in self._views(self._body, self._body if self._left is None else self._left):
+            if self._left is not None:
+                values.add_(kept, alpha=self.codec.decay)
+            self._square += _square(values)
+        self._keep()
+
+    def _let_go(self) -> None:
+        """All of c was sent."""
+        assert self._left is not None
+        self._squares.pop(self._without, None)
+        for (kept,) in self._views(self._left):
+            kept.zero_()
+        if not (self._without and self._squares):
+            self._left, self._squares = None, {}
+
     def _keep(self) -> None:
-        if self.codec.is_identity:
-            self._left, self._squares = None, {}  # all of it was sent
-        elif isinstance(self.codec, ByTensor) and self.codec.without:
-            self._keep_part(self.codec)
+        if self._without:
+            self._keep_part()
         elif not math.isfinite(self._square):
-            self._reset()
+            self._lose(self._reset())
         else:
             self._squares = {frozenset(): self._square}
             self._left, self._body = self._body, self._left
             self._speed, self._next_speed = self._next_speed, self._speed
 
-    def _keep_part(self, codec: ByTensor) -> None:
+    def _keep_part(self) -> None:
         assert self._body is not None
         is_finite = math.isfinite(self._square)
-        self.num_resets += not is_finite
+        before = self._squares.get(self._without, 0.0)
+        if not is_finite:
+            self._lose(math.sqrt(before))
         self._squares.pop(frozenset(), None)
-        self._squares[codec.without] = self._square if is_finite else 0.0
+        self._squares[self._without] = self._square if is_finite else 0.0
         if self._left is None:
             self._left = torch.zeros_like(self._body)
-        for pieces in pieces_of(codec, self._layout):
-            for piece in pieces:
-                kept = piece.of_body(self._left)
-                kept.copy_(piece.of_body(self._body)) if is_finite else kept.zero_()
-
-    def _restore(self) -> None:
-        """c = (c - y) + y."""
-        self._square = 0.0
-        assert isinstance(self.codec, ByTensor) and self._body is not None and self._out is not None
-        for pieces in pieces_of(self.codec, self._layout):
-            for piece in pieces:
-                values = piece.of_body(self._body)
-                decoded = ROOM.of("of what is sent", values.shape, values.dtype)
-                self.codec.read(piece, self._out, decoded)
-                self._square += _square(values.add_(decoded))
+        for kept, values in self._views(self._left, self._body):
+            kept.copy_(values) if is_finite else kept.zero_()
 
     def _reset(self) -> float:
         norm, self._squares = self.norm, {}
         self._left = self._speed = None
-        self.num_resets += norm > 0
         return norm
+
+    def _lose(self, norm: float) -> None:
+        self._lost = math.hypot(self._lost or 0.0, norm)
 
     def _forget_attempt(self) -> None:
         self._is_whole, self._square = False, 0.0

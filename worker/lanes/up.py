@@ -40,7 +40,7 @@ class Up:
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
         self.encoding = encoding_of(codec, model.layout, model.num_exchanged, momentum)
-        self._is_work = False  # what is not taken is to be sent again: the difference that steps have made
+        self._source: Source = "gradient"  # of the newest contribution
         self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
@@ -60,9 +60,11 @@ class Up:
         if outcome in COUNTED:
             self.encoding.commit()
         elif outcome != pb.Answer.START:
-            self.encoding.rollback(self._is_work and outcome == pb.Answer.DROPPED)
-        elif lost := self.encoding.start():
-            log.info("residual_lost", codec=self.encoding.codec.name, norm=f"{lost:.4g}", num=self.encoding.num_resets)
+            # The difference that steps have made is still where it was, up to the weights that come now.
+            is_work = self._source == "delta" and outcome == pb.Answer.DROPPED
+            self.encoding.rollback(self.transfer.gather("delta", None)[0] if is_work else None)
+        else:
+            self.encoding.start()
 
     # ---- ahead of the contribution ----------------------------------------------------------------
 
@@ -94,6 +96,7 @@ class Up:
 
     def contribute(self, announce: Announce, source: Source) -> None:
         """Send it; one that was not answered before is sent again as it was, or what of it has not come."""
+        self._source = source
         if source == "report":
             self._send([frame(announce(0, "raw", False))])
             return
@@ -115,7 +118,6 @@ class Up:
             self._send_tensors(source, rest)
 
     def _contribute_encoded(self, announce: Announce, source: Source, rest: list[int] | None) -> None:
-        self._is_work = source == "delta"
         announced = announce(self.num_bytes, self.encoding.codec.name, False)
         if rest is not None:
             self._send([frame(announced)])

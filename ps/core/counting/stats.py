@@ -37,6 +37,8 @@ class WorkerStats:
     residual: float = 0.0
     residuals_lost: int = 0
     residual_lost: float = 0.0
+    residuals_told: int = 0  # of these, what the process that has the rank has said
+    residual_told: float = 0.0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     first: tuple[float, int] | None = None  # when its first came to this process, and the samples counted by then
@@ -66,13 +68,20 @@ class WorkerStats:
         if self.first is None:
             self.first = now, self.samples
 
-    def kept_back(self, norm: float) -> None:
-        """So much its codec keeps back now, as it says. Nothing, where there was something, is the beginning after a
-        START or after values that were not finite: what was kept is lost."""
-        if self.residual and not norm:
-            self.residuals_lost += 1
-            self.residual_lost += self.residual
-        self.residual = norm if 0 < norm < math.inf else 0.0
+    def joined_anew(self) -> None:
+        """Another process has the rank: what the one before it kept back went with it."""
+        self.num_joins += 1
+        self.residuals_lost += self.residual > 0
+        self.residual_lost += self.residual
+        self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
+
+    def kept_back(self, norm: float, num_lost: int, lost: float) -> None:
+        """So much its codec keeps back now, as it says, and so often such was lost in this process, norms of so much in
+        all."""
+        lost = lost if 0 < lost < math.inf else 0.0
+        self.residuals_lost += max(0, num_lost - self.residuals_told)
+        self.residual_lost += max(0.0, lost - self.residual_told)
+        self.residual, self.residuals_told, self.residual_told = norm if 0 < norm < math.inf else 0.0, num_lost, lost
 
     def exchange_s(self, incarnation: int) -> float:
         """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""

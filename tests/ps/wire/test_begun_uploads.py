@@ -163,12 +163,20 @@ async def test_pieces_that_nothing_announced(server: Server) -> None:
 
 @served(workers=1, mode="async")
 async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> None:
-    """Nothing, where there was something: lost. At the end it is what is never sent."""
+    """As each says it of its process; nothing, where there was something, may have been sent. What another process had
+    kept is lost with it. At the end it is what is never sent."""
     (worker,) = await server.workers(1)
-    for step, residual in enumerate([0.0, 3.0, 4.0, 0.0, 0.0, 2.0], 1):
-        worker.contribute(step=step, base_version=step - 1, residual=residual)
+    for step, (residual, num, lost) in enumerate([(0.0, 0, 0.0), (3.0, 0, 0.0), (0.0, 0, 0.0), (2.0, 1, 4.0)], 1):
+        worker.contribute(step=step, base_version=step - 1, residual=residual, residuals_lost=num, residual_lost=lost)
         await server.settle()
-    worker.send(finish=pb.Finish(residual=1.5))
+    stats = server.engine.run.roster.stats[0]
+    assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (2.0, 1, 4.0)
+    (another,) = await server.workers(1)
+    assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (0.0, 2, 6.0)
+    for step, (num, lost) in enumerate([(1, math.nan), (1, 0.5), (1, 0.5)], 5):
+        another.contribute(step=step, base_version=step - 1, residuals_lost=num, residual_lost=lost)
+        await server.settle()
+    another.send(finish=pb.Finish(residual=1.5, residuals_lost=2, residual_lost=0.75))
     await server.settle()
-    row = server.engine.run.roster.stats[0].summary()
-    assert (row.residual, row.residuals_lost, row.residual_lost) == (1.5, 1, 4.0)
+    row = stats.summary()
+    assert (row.residual, row.residuals_lost, row.residual_lost) == (1.5, 4, 6.75)
