@@ -4,8 +4,8 @@
 
 The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
 nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, or in the
-one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that; ratios
-are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the
+one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that;
+ratios are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the
 held-out accuracy after the last step, of several seeds, with what was left out sent later, and without.
 """
 

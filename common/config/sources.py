@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError, did_you_mean
-from ..registry import canonical_mode
+from ..registry import MODES, canonical_mode
 from ..user_code import is_in_file
 from .documents import built, items, mistakes, read_document, scalar
 from .flags import flag_name, sections, settings
@@ -28,6 +28,7 @@ from .launchers import PLACE_NAMES, find_place
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
+_PULL = "pull_every"  # of async; the name of a setting
 # Of two that say the same in two ways a stronger source's one counts.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
 # The place of a worker: what a launcher does not pass on to its own children.
@@ -56,6 +57,21 @@ class Resolved:
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
                 )
+        self._check_pull(modes)
+
+    def _check_pull(self, modes: list[str]) -> None:
+        """Weights that come rarely, where contributions are how far steps went from the last ones: nobody else can have
+        meant that. In a file it may be for another mode than a stronger source names."""
+        value, origin = getattr(self.config.policy, _PULL, None), self.origins.get(f"policy.{_PULL}", "")
+        is_for_another = ":" in origin and _kind(origin) != _kind(self.origins.get("run.mode", ""))
+        if not isinstance(value, int) or value <= 1 or is_for_another:
+            return
+        if not any(MODES.load(mode).contribution == "gradient" for mode in modes):
+            raise UsageError(
+                f"{origin}: policy.{_PULL} is {value}, and every exchange of mode {' and '.join(modes)} begins and "
+                "ends with the server's weights",
+                fix="leave it out; --local-steps says how many training steps lie between two exchanges",
+            )
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(key, value, origin) for every setting, for --print-config."""
