@@ -52,7 +52,7 @@ def workers_of(cluster, **env):
     (cluster.folder / "script.py").write_text(SCRIPT)
     places = [str(cluster.folder / "gate"), *(str(cluster.folder / f"seen{rank}") for rank in range(2))]
     script = cluster.folder / "script.py"
-    return [cluster.script(rank, script, places[0], places[1 + rank], **Q4, **env) for rank in range(2)]
+    return [cluster.script(rank, script, places[0], places[1 + rank], **(Q4 | env)) for rank in range(2)]
 
 
 def flags(mode: str, shards: int) -> tuple[str, ...]:
@@ -102,3 +102,29 @@ def test_all_have_the_same_bits_after_a_killed_server(cluster):
     rows = json.loads((cluster.folder / "s.json").read_text())["workers"]
     whole = 4 * (90 * 300 + 300 * 5)
     assert all(row["bytes_received"] < (STEPS / 6 + 4) * whole for row in rows), rows
+
+
+def test_a_snapshot_goes_on_with_workers_of_other_codecs(cluster):
+    """Nothing of a codec is in it: what workers had kept is lost with their processes, and counted."""
+    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+    server = cluster.server(*flags("sync", 1), *snapshots)
+    workers = workers_of(cluster)
+    for worker in workers:
+        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    server.until(lambda: any(event["version"] >= 10 for event in server.events("snapshot")), "snapshot")
+    for process in (*workers, server):
+        process.signal(signal.SIGKILL)
+        process.popen.wait()
+    second = cluster.server(*flags("sync", 1), *snapshots, "--resume", "latest")
+    (cluster.folder / "gate").touch()
+    workers = workers_of(cluster, PS_WORKER__CODEC="int8", PS_WORKER__ANSWER_CODEC="bf16")
+    assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
+    assert second.event("resumed")["version"] >= 10
+    found = seen(cluster)
+    assert all(len(bits) == 2 and len(set(bits)) == 1 for bits in found.values()), found
+    assert max(int(version) for _, version in found) == STEPS - 1
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["version"] == STEPS
+    for row in summary["workers"]:
+        assert (row["codec"], row["residuals_lost"], row["restarts"]) == ("int8", 1, 1), row
+        assert row["residual_lost"] > row["residual"] > 0, "of q4, and of int8 at the end"

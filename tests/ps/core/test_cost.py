@@ -1,9 +1,12 @@
-"""What an event costs does not grow with the number of workers: compared between few and many, and counted."""
+"""What an event costs does not grow with the number of workers: compared between few and many, counted, measured."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
-from statistics import median
+from collections.abc import Iterator
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -14,6 +17,10 @@ from paramserver.common.registry import MODES
 FEW, MANY = 100, 2_000
 # What looks at every worker takes MANY / FEW times as long; what does not, the same but for caches.
 WIDE = 5.0
+# N21, in every mode, where a plain loop takes LOOP_S of the thread's time; on slower machines so much more.
+MOST_S, VERY_MANY = 50e-6, 10_000
+LOOP_S = 0.010
+NUM_OF_JOIN = 4  # events
 
 
 @pytest.mark.parametrize("mode", MODES.names())
@@ -22,6 +29,38 @@ def test_an_event_takes_the_same_time_with_many_workers(mode: str) -> None:
     for kind in ("join", "round", "round", "tick", "finish"):
         cost = median(getattr(few, kind)()), median(getattr(many, kind)())
         assert cost[1] < WIDE * cost[0], f"{kind}: {cost[0] * 1e6:.1f} us with {FEW}, {cost[1] * 1e6:.1f} with {MANY}"
+
+
+def loop_s() -> float:
+    """What this machine takes for work that is always the same."""
+    begun, found = time.thread_time(), dict.fromkeys(range(1024), 0)
+    for at in range(100_000):
+        found[at & 1023] = found.get(at & 1023, 0) + at
+    return time.thread_time() - begun
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Those would be of all that the tests of this process hold."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("mode", MODES.names())
+def test_an_event_takes_50_us_at_most_with_10_000_workers(mode: str) -> None:
+    """Means, as one event answers all where a round closes; of rounds the best, the machine being busy."""
+    alone, loops = Alone(mode, VERY_MANY), [loop_s()]
+    found = {"an event of a join": mean(alone.join()) / NUM_OF_JOIN}
+    rounds = []
+    for _ in range(3):
+        rounds.append(mean(alone.round()))
+        loops.append(loop_s())
+    found |= {"a contribution": min(rounds), "a tick": mean(alone.tick()), "a finish": mean(alone.finish())}
+    most_s = MOST_S * max(1.0, min(loops) / LOOP_S)
+    assert max(found.values()) < most_s, {what: f"{seconds * 1e6:.1f} us" for what, seconds in found.items()}
 
 
 def counted_gates(alone: Alone) -> Counter[str]:

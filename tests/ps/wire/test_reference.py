@@ -177,18 +177,18 @@ def parameters(layout: Layout, body: torch.Tensor) -> torch.Tensor:
     return body[: layout.parameter_bytes].view(torch.float32).clone()
 
 
-def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact() -> None:
-    for mode, layout, codec in (
+@pytest.mark.parametrize(
+    ("mode", "layout", "codec"),
+    [
         ("sync", SMALL, "q4"), ("sync", LARGE, "int8"), ("async", SMALL, "int8"), ("async", LARGE, "q4"),
-        ("buffered", SMALL, "q4"), ("diloco", SMALL, "int8"),
-    ):  # fmt: skip
-        _play(mode, layout, codec)
-
-
-def _play(mode: str, layout: Layout, codec: str) -> None:
+        ("ssp", SMALL, "q4"), ("dssp", SMALL, "int8"), ("buffered", SMALL, "q4"),
+        ("diloco", SMALL, "int8"), ("async_diloco", SMALL, "q4"),
+    ],
+)  # fmt: skip
+def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact(mode: str, layout: Layout, codec: str) -> None:
     @served(layout, max_staged=4, mode=mode, workers=2, steps=100)
     async def test(server: Server) -> None:
-        Follower.is_delta = mode == "diloco"
+        Follower.is_delta = mode in ("diloco", "async_diloco")
         workers = [Follower(server, rank, codec) for rank in range(2)]
         for worker in workers:
             await worker.join()
