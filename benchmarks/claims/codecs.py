@@ -190,7 +190,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"digits, {NUM_WORKERS} workers, {told.optimizer}, {told.steps} steps, {told.seeds} seeds: accuracy in %")
     print(f"{'codec':10}{'ratio':>8}{'down':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")
-    for codec in told.codec or CODECS.names():
+    of_any = [name for name in CODECS.names() if (CODECS.load(name).optimizer is None) != (told.optimizer == "onebit")]
+    for codec in told.codec or of_any:
         columns, ratio, ratio_down = [], 1.0, 1.0
         down = "raw" if told.down is None else told.down or codec
         is_alone = told.only_feedback or told.down is not None or not CODECS.load(codec).has_feedback
