@@ -154,7 +154,7 @@ def _tracebacks(log: Path) -> list[str]:
 
 def _audit(trial: Trial, verdict: Verdict) -> Account:
     run = trial.config.run
-    mode = MODES.load(run.mode)(Common(), trial.config.policy.options(run.mode))
+    mode = MODES.load(run.mode)(Common(num_workers=run.workers), trial.config.policy.options(run.mode))
     epoch = Epoch(
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )

@@ -2,15 +2,15 @@
 
 Nobody waits; the price is staleness, which nothing bounds (Hogwild!, Recht et al. 2011;
 Downpour SGD, Dean et al. 2012). Pipelined, a worker's own last contribution is one version more. Lateness acts as
-momentum, so with several workers less of the optimizer's own is left (`shared/late.py`): with four workers, plain
-momentum 0.9 was measured to end at chance.
+momentum, so with several workers less of the optimizer's own is left, and with many late gradients count less
+(`shared/late.py`): with four workers, plain momentum 0.9 was measured to end at chance, with 16 no momentum at all.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from .shared.late import LateOptions
+from .shared.late import MANY, LateOptions
 from .single import SinglePolicy, has_less_momentum
 
 
@@ -25,7 +25,10 @@ class AsyncPolicy(SinglePolicy):
 
     @classmethod
     def told(cls, options: AsyncOptions) -> str:
-        return "less momentum the more workers" if has_less_momentum(cls, options) else ""
+        if not has_less_momentum(cls, options):
+            return ""
+        scaled = f", beyond {MANY} a lower rate the later" if options.late_scale is None else ""
+        return f"less momentum the more workers{scaled}"
 
     @property
     def pull_every(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from ...common.config.option import Section
 from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy
 from .rules import CutRule, Rule, SingleRule
-from .shared.late import SCALES, LateOptions
+from .shared.late import MANY, SCALES, LateOptions
 
 
 class SinglePolicy(Policy):
@@ -22,19 +22,22 @@ class SinglePolicy(Policy):
         super().__init__(common, options)
         late = options if isinstance(options, LateOptions) else LateOptions(late_momentum=False)
         self._cut = late.late_cut
-        self._scale = SCALES[late.late_scale] if late.late_scale != "none" else None
         self._has_less_momentum = has_less_momentum(type(self), late)
+        self._scale = late.late_scale or ("polynomial" if self._has_less_momentum else "none")
+        self._few = 0 if late.late_scale else MANY  # live workers, with whom nothing is scaled
         self.compensation = late.compensation
-        self.may_scale = self.may_scale or self._scale is not None
+        most = common.num_workers
+        self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank, scales = member.rank, tuple[float, ...]()
-        if self._cut is not None or self._scale is not None:
+        scale = SCALES[self._scale] if self._scale != "none" and len(self.members) > self._few else None
+        if self._cut is not None or scale is not None:
             tau = self.staleness(rank, contribution)
             if self._cut is not None and tau >= self._cut:
                 self._owe(member, Outcome.DROPPED)
                 return [Discard(rank)]
-            scales = (self._scale(tau),) if self._scale is not None else ()
+            scales = (scale(tau),) if scale is not None else ()
         self._count(member)
         commit = self._commit((rank,), f"contribution {contribution.number} of rank {rank}", scales)
         return [Fold(rank, self._weight(contribution)), commit]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paramserver.tests.faults.proxy import Plan
+from paramserver.tests.faults.proxy import Plan, Proxy
 
 STALL_S = 5.0  # longer than a connection waits at first (2 s) and then (4 s), shorter than the third does
 
@@ -28,3 +30,14 @@ def test_a_connection_lost_to_an_unanswered_ping_is_followed_by_more_patient_one
     assert len(worker.events("connection_lost")) <= 2
     assert torch.equal(job.applied(), torch.ones(1, 400))
     job.check()
+
+
+def test_a_server_waits_longer_for_its_pings_than_a_lease(cluster):
+    """What it says takes longer than that to arrive, its pings too: the connection is there, and is kept."""
+    cluster.server("--mode", "async", "--set", "server.lease_s=0.5")
+    with Proxy(cluster.address, lambda _: Plan(delay_down_s=1.0)) as proxy:
+        with grpc.insecure_channel(proxy.address) as channel:
+            for _ in range(5):  # each takes one such delay: server pings fall due and go unanswered meanwhile
+                status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status
+                assert status == health_pb2.HealthCheckResponse.SERVING
+        assert len(proxy.connections) == 1

@@ -339,7 +339,11 @@ def test_plan_and_supervise_are_pure() -> None:
 
 
 def test_the_headline_says_what_async_makes_of_the_optimizer() -> None:
-    assert plan_of(resolve(), "async").headline().startswith("async (less momentum the more workers): a server")
+    less = "less momentum the more workers"
+    found = plan_of(resolve(), "async").headline()
+    assert found.startswith(f"async ({less}, beyond 8 a lower rate the later): a server")
+    told = resolve(policy__late_scale="none")
+    assert plan_of(told, "async").headline().startswith(f"async ({less}): a server")
     told = resolve(policy__late_momentum=False)
     assert plan_of(told, "async").headline().startswith("async: a server")
 

@@ -8,7 +8,9 @@ A gradient's staleness tau is the number of versions made since the weights it w
     compensation  it is moved to the weights of now by what it tells of how it changes with them (DC-ASGD:
              `ps/tensors/answers/delivered.py`)
     momentum N workers that step one by one are a momentum of 1 - 1/N by themselves (Mitliagkas et al. 2016), so of the
-             mu that was asked for max(0, 1 - N (1 - mu)) is left: 0.9 is 0.6 with 4 workers, and none from 10 on
+             mu that was asked for max(0, 1 - N (1 - mu)) is left: 0.9 is 0.6 with 4 workers, and none from 10 on.
+             Beyond that there is none to take away, and with more than MANY live workers the scale is polynomial where
+             nobody has said another
 
 The scale is the learning rate's and not the gradient's, which an Adam would not notice. Under `momentum` is meant what
 torch's SGD and RMSprop call so; Adam's betas are left alone.
@@ -25,6 +27,8 @@ from ....common.config.option import Flag, Section
 
 _KEY = Flag(programs=())  # no flag: rarely set
 _MODES = "async, ssp, dssp: "
+
+MANY = 8
 
 SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda tau: 1.0,
@@ -49,8 +53,10 @@ class LateOptions(Section):
     late_momentum: Annotated[bool | None, _KEY] = Field(
         None, description=_MODES + "less of the optimizer's momentum the more workers step one by one; none: in async"
     )
-    late_scale: Annotated[Literal["none", "inverse", "polynomial"], _KEY] = Field(
-        "none", description=_MODES + "learning rate of a gradient tau versions late: times 1/tau, or (1+tau)^-0.5"
+    late_scale: Annotated[Literal["none", "inverse", "polynomial"] | None, _KEY] = Field(
+        None,
+        description=_MODES + "learning rate of a gradient tau versions late: times 1/tau, or (1+tau)^-0.5; none: the "
+        f"latter where late_momentum holds, while more than {MANY} workers are live",
     )
     late_cut: Annotated[int | None, _KEY] = Field(
         None, ge=1, description=_MODES + "a gradient so many versions late, or more, is dropped; none: taken"

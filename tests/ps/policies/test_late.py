@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_async_leaves_less_momentum_the_more_workers_are_live() -> None:
     assert commit_of(joined("async", 1), 0, 0).momentum_among == 1
     assert commit_of(joined("ssp", 4), 0, 0).momentum_among == 1
     assert commit_of(joined("ssp", 4, late_momentum=True), 0, 0).momentum_among == 4
+
+
+def test_with_many_workers_late_gradients_count_less_unless_somebody_says_otherwise() -> None:
+    """By the number that are live, where less momentum is used; one word turns either off."""
+    policy = joined("async", 9)
+    assert policy.may_scale and commit_of(policy, 0, 0).scales == (1.0,)
+    assert commit_of(policy, 1, 0).scales == pytest.approx((2**-0.5,))
+    policy.left(8, 0.0)
+    assert commit_of(policy, 2, 0).scales == ()
+    assert not joined("async", 8).may_scale
+    for told in ({"late_scale": "none"}, {"late_momentum": False}):
+        assert commit_of(joined("async", 9, **told), 0, 0).scales == ()
+    assert commit_of(joined("ssp", 9), 0, 0).scales == ()
+    always = joined("async", 2, late_scale="inverse")
+    assert commit_of(always, 0, 0).scales == (1.0,)
+    assert json.dumps(always.full_state())  # shards compare it
 
 
 def test_the_run_says_which_momentum_is_left_when_that_changes() -> None:
