@@ -14,7 +14,9 @@ from ..core.counting.stats import WorkerStats
 from ..engine.engine import Engine
 from ..engine.peers import Traffic
 
-_MOST_SHOWN = 64  # workers in a status: making it, sending it and drawing it do not grow with the run
+# Workers in a status: sending it and drawing it do not grow with the run. Making it adds up four numbers of each
+# worker, shown or not: 7 ms with 10,000, on a machine that is busy with others.
+_MOST_SHOWN = 64
 
 
 def status(engine: Engine) -> Status:
@@ -24,7 +26,7 @@ def status(engine: Engine) -> Status:
     versions = [state.version for state in engine.shard_states.values()]
     ranks = _shown(engine)
     stats, left_out = run.roster.stats, len(run.roster.stats) - len(ranks)
-    passed = _bytes(engine)
+    passed = _bytes(engine, ranks)
     why = engine.waiting(now, ranks)
     return Status(
         mode=run.mode,
@@ -33,8 +35,8 @@ def status(engine: Engine) -> Status:
         step=run.policy.min_steps_done,
         steps=run.policy.training_steps or 0,
         num_joined=len(run.roster.workers),
-        samples=sum(one.samples for one in stats.values()),
-        num_bytes=sum(map(sum, passed.values())),
+        samples=sum([one.samples for one in stats.values()]),
+        num_bytes=_all_bytes(engine),
         evaluated=run.curve.points[-1] if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
         workers=[_worker(engine, stats[rank], why, passed) for rank in ranks],
@@ -50,15 +52,14 @@ def _shown(engine: Engine) -> list[int]:
     policy, stats = engine.run.policy, engine.run.roster.stats
     if len(stats) <= _MOST_SHOWN:
         return sorted(stats)
-    return sorted(nsmallest(_MOST_SHOWN, policy.members or stats, key=lambda rank: policy.num_counted.get(rank, 0)))
+    if policy.members:
+        return sorted(policy.slowest_members(_MOST_SHOWN))
+    return sorted(nsmallest(_MOST_SHOWN, stats, key=lambda rank: policy.num_counted.get(rank, 0)))
 
 
 def _total(stats: Iterable[WorkerStats]) -> Total:
-    losses, samples_per_s = [], 0.0
-    for one in stats:
-        samples_per_s += one.samples_per_s
-        if math.isfinite(one.loss):
-            losses.append(one.loss)
+    of_each = [(one.loss, one.samples_per_s) for one in stats]
+    losses, samples_per_s = [loss for loss, _ in of_each if math.isfinite(loss)], sum([rate for _, rate in of_each])
     return Total(loss=sum(losses) / len(losses) if losses else None, samples_per_s=round(samples_per_s, 1))
 
 
@@ -95,14 +96,21 @@ def _worker(
     )
 
 
-def _bytes(engine: Engine) -> dict[int, tuple[int, int]]:
-    """What each rank has sent to all shards, and received; of other shards as they have said last."""
-    found = {rank: (one.num_sent, one.num_received) for rank, one in engine.traffic.items()}
-    for state in engine.shard_states.values():
-        for rank, (sent, received) in state.traffic.items():
-            here = found.get(rank, (0, 0))
-            found[rank] = here[0] + sent, here[1] + received
+def _bytes(engine: Engine, ranks: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """What each of these has sent to all shards, and received; of other shards as they have said last."""
+    found, none = {}, Traffic()
+    for rank in ranks:
+        here = engine.traffic.get(rank, none)
+        others = [state.traffic.get(rank, (0, 0)) for state in engine.shard_states.values()]
+        found[rank] = (
+            here.num_sent + sum([sent for sent, _ in others]), here.num_received + sum([came for _, came in others])
+        )  # fmt: skip
     return found
+
+
+def _all_bytes(engine: Engine) -> int:
+    here = sum([one.num_sent + one.num_received for one in engine.traffic.values()])
+    return here + sum(sent + came for state in engine.shard_states.values() for sent, came in state.traffic.values())
 
 
 def state_of(engine: Engine, rank: int) -> str:
@@ -198,7 +206,7 @@ def _direction(engine: Engine) -> tuple[float | None, float | None]:
 
 def _workers(engine: Engine) -> list[WorkerSummary]:
     """Of each rank, with the bytes it has exchanged with all shards."""
-    found, passed = [], _bytes(engine)
+    found, passed = [], _bytes(engine, engine.run.roster.stats)
     for rank, stats in sorted(engine.run.roster.stats.items()):
         here, row = engine.traffic.get(rank, Traffic()), stats.summary()
         row.lane, row.lane_reason, row.codec = here.lane, here.lane_reason, here.codec

@@ -284,6 +284,10 @@ class Policy(ABC):
         least = self._standing.least
         return self._first_number if least is None else least
 
+    def slowest_members(self, most: int) -> list[int]:
+        """So many live ranks at most, of those that have the fewest contributions."""
+        return self._standing.first(most)
+
     def lead(self, rank: int) -> int:
         """Contributions of a live worker ahead of the slowest live one."""
         return self.num_counted[rank] - self.slowest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import islice
 
 _SPARE = 64  # numbers that may be in the heap though nobody is there any more, beyond as many as there are
 
@@ -59,6 +60,13 @@ class Standing:
     def most(self) -> int | None:
         """The greatest number; looks through all different ones."""
         return max(self._ranks, default=None)
+
+    def first(self, most: int) -> list[int]:
+        """So many ranks at the least numbers; looks through all different ones."""
+        found = list[int]()
+        for number in nsmallest(most, self._ranks):
+            found += islice(self._ranks[number], most - len(found))
+        return found
 
     @property
     def slowest_ranks(self) -> dict[int, None]:
