@@ -502,14 +502,18 @@ class Beat(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., evaluates: _Optional[bool] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
 
 class Pulse(_message.Message):
-    __slots__ = ("is_gone", "lease_s", "durable_version")
+    __slots__ = ("is_gone", "lease_s", "durable_version", "over_epoch", "server_incarnation")
     IS_GONE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     is_gone: bool
     lease_s: float
     durable_version: int
-    def __init__(self, is_gone: _Optional[bool] = ..., lease_s: _Optional[float] = ..., durable_version: _Optional[int] = ...) -> None: ...
+    over_epoch: int
+    server_incarnation: int
+    def __init__(self, is_gone: _Optional[bool] = ..., lease_s: _Optional[float] = ..., durable_version: _Optional[int] = ..., over_epoch: _Optional[int] = ..., server_incarnation: _Optional[int] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("accepted", "reason")

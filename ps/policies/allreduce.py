@@ -108,7 +108,8 @@ class AllreducePolicy(Policy):
 
     def _left(self, rank: int) -> list[Decision]:
         self._reports.pop(rank, None)
-        self._is_over |= rank not in self._outside
+        if rank not in self._outside:
+            self._is_over, self.over_epoch = True, self.epoch
         self._outside.discard(rank)
         return []
 

@@ -113,6 +113,7 @@ class Policy(ABC):
         self._needed = self._num_needed()
         self.epoch = 0  # of workers that average among themselves: grows with each group,
         self.group: tuple[int, ...] = ()  # whose members these are
+        self.over_epoch = 0  # the newest of which a member has gone
 
     @classmethod
     def told(cls, options: Any) -> str:

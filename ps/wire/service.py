@@ -113,6 +113,8 @@ class ParameterServerService:
                     is_gone=engine.run.is_done or engine.run.is_closed if beat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,
                     durable_version=engine.durable_version,
+                    over_epoch=engine.run.policy.over_epoch,
+                    server_incarnation=engine.run.incarnation,
                 )
         except ParamServerError as error:
             await refuse(context, error, rank=None)

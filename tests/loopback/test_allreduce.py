@@ -15,8 +15,11 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, pathlib, sys, time, torch, paramserver
+import paramserver.worker.strategies.group
 from paramserver.tests.loopback.test_allreduce import gradients, make
 folder, leaves, counts_steps = pathlib.Path(sys.argv[1]), "leaves" in sys.argv, "steps" in sys.argv
+if "patient" in sys.argv:
+    paramserver.worker.strategies.group.Group.__init__.__defaults__ = 1000.0, 1000.0
 model, inner = make()
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, inner)
@@ -72,12 +75,12 @@ def difference(cluster, versions):
     return max(float((got[key] - expected[key]).abs().max()) for key in expected)
 
 
-def start(cluster, num_workers, steps, *arguments, checkpoints=False):
+def start(cluster, num_workers, steps, *arguments, checkpoints=False, flags=()):
     (cluster.folder / "script.py").write_text(SCRIPT)
     kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "5"] if checkpoints else []
     server = cluster.server(
         "--mode", "allreduce", "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
-        "--history", "h.jsonl", *kept,
+        "--history", "h.jsonl", *kept, *flags,
     )  # fmt: skip
     script = cluster.folder / "script.py"
     return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments)
@@ -121,6 +124,29 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     killed_and_back(cluster, server, worker)
     versions = versions_of(cluster)
     assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
+    assert difference(cluster, versions) <= 1e-9
+
+
+@pytest.mark.parametrize("victim", ["highest", "lowest"])
+def test_one_stands_still_in_the_middle_of_a_reduction_and_goes_on(cluster, victim):
+    """It closes nothing: the others hear of it from the server, whatever the timeout of a reduction is."""
+    server, worker = start(cluster, 3, 40, "leaves", "patient", flags=("--set", "server.lease_s=2"))
+    workers = [worker(rank) for rank in range(3)]
+    workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which one stands still")
+    frozen = workers[2 if victim == "highest" else 0]
+    others = [one for one in workers if one is not frozen]
+    frozen.signal(signal.SIGSTOP)
+    if victim == "lowest":
+        (cluster.folder / "one").touch()
+    for one in others:
+        one.until(lambda one=one: one.events("group")[-1]["members"] == 2, "a group of those that are left")
+    frozen.signal(signal.SIGCONT)
+    (cluster.folder / "one").touch()
+    server.until(lambda: len(server.events("admitted")) == 4, "its return")
+    (cluster.folder / "two").touch()
+    assert [one.wait() for one in (*workers, server)] == [0] * 4, "".join(one.output for one in workers)
+    versions = versions_of(cluster)
+    assert 2 in [len(one) for one in versions] and len(versions[-1]) == 3
     assert difference(cluster, versions) <= 1e-9
 
 

@@ -48,9 +48,13 @@ class Helper:
     def end(self) -> None:
         """No more jobs. An interpreter that ends while a thread is in torch or gRPC aborts the process (the
         thread is unwound through C++), so the thread's own end is waited for, as long as it should take."""
-        self._jobs.put(None)
+        self.dismiss()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_S)
+
+    def dismiss(self) -> None:
+        """No more jobs; the one under way is not waited for."""
+        self._jobs.put(None)
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -46,6 +46,7 @@ from .messages import (
     Final,
     Goodbye,
     Group,
+    Pulse,
     Settings,
     Welcome,
     Work,
@@ -81,7 +82,7 @@ class Exchange:
         self._shards = [self._shard(0, config.server)]
         self._addresses: list[str] = []
         self._crew = Crew()
-        self._heartbeat = Heartbeat(config.server, credentials)
+        self._heartbeat = Heartbeat(config.server, credentials, self._pulsed)
         self._history = History(history)
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
@@ -91,6 +92,7 @@ class Exchange:
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.meeting = ""  # where members of a group may meet, of workers that average among themselves
         self.group = Group()  # with whom, from here on;
+        self._over = 0, 0.0  # server incarnation, and the newest epoch that it says to be over
         self.brings = self.brings_optimizer = False  # whether the next report is to have the weights, and what it says
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
@@ -144,10 +146,19 @@ class Exchange:
         self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)
         self._retry.rank = welcome.rank
+        self._over = 0, 0.0
         self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
         if list(welcome.shards) != self._addresses:
             self._meet(list(welcome.shards))
         return welcome
+
+    def _pulsed(self, pulse: Pulse) -> None:
+        self._over = pulse.server_incarnation, math.inf if pulse.is_gone else pulse.over_epoch
+
+    def is_over(self, epoch: int) -> bool:
+        """The server has let a member of this epoch go, or this worker itself."""
+        incarnation, over = self._over
+        return incarnation == self._welcome.server_incarnation and epoch <= over
 
     def _meet(self, addresses: list[str]) -> None:
         """The other shards, where there are any; they may have moved. Theirs by number, the coordinator's own is

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
 from ...common.security import Credentials
 from ...common.wire.protocol import SERVICE
+from ...proto import parameter_server_pb2 as pb
 from .client import OPTIONS as CLIENT_OPTIONS
 from .security import open_channel
 
@@ -24,10 +25,11 @@ OPTIONS = [option for option in CLIENT_OPTIONS if not option[0].startswith(("grp
 
 
 class Heartbeat:
-    """Beats to the server at `address`, from `start` until `stop`."""
+    """Beats to the server at `address`, from `start` until `stop`. `told` hears what it answers, on this thread."""
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, credentials: Credentials, told: Callable[[pb.Pulse], object]) -> None:
         self._address = address
+        self._told = told
         self._credentials = credentials
         self._beat: bytes = b""
         self._interval_s = 1.0
@@ -53,10 +55,10 @@ class Heartbeat:
         while not self._stop.is_set():
             if self._channel is None:
                 self._channel = open_channel(self._address, self._credentials.renewed(), OPTIONS)
-            call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat")
+            call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat", response_deserializer=pb.Pulse.FromString)
             try:
-                for _ in call(self._beats(), metadata=self._credentials.metadata):
-                    pass
+                for pulse in call(self._beats(), metadata=self._credentials.metadata):
+                    self._told(pulse)
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
                 if self._credentials.ca is not None:  # the next one may need renewed certificates
                     self._channel.close()

@@ -28,6 +28,7 @@ Answer = pb.Answer
 Final = pb.Final
 Group = pb.Group
 Held = pb.Held
+Pulse = pb.Pulse
 Waiting = pb.Waiting
 State = pb.State
 SharedMemory = pb.SharedMemory

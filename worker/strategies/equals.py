@@ -15,7 +15,7 @@ import copy
 import inspect
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -25,7 +25,7 @@ from ...common.errors import DivergedError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
-from ..conversation.crew import Helper, wait_for
+from ..conversation.crew import Helper
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..lanes.up import COUNTED
@@ -44,6 +44,7 @@ Found = TypeVar("Found")
 _NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters=[])
 _NOBODY = -1  # in the place of a version
 _MAX_FAILED = 3
+_LOOK_UP_S = 0.2
 _MAY_DIFFER = 1e-3  # weights of members, relatively
 _IN_PLAINTEXT = (
     "the server speaks TLS, members among themselves plain TCP, for torch's Gloo has no TLS: keep them on a network of "
@@ -68,6 +69,7 @@ class Equals(Direct):
         self._held_version = _NOBODY  # that the model here is at,
         self._has_state = False  # and the optimizer, as far as anybody's is
         self._has_stepped = False
+        self._epoch: Epoch | None = None  # of the group that there is, or is being formed
         self._over = ""  # epoch that did not come together
         self._num_failed = 0  # groups in a row that did not come together, of the same members:
         self._failing: tuple[int, ...] = ()
@@ -139,6 +141,7 @@ class Equals(Direct):
         host, _, port = told.meeting.rpartition(":")
         epoch = Epoch(told.epoch, tuple(told.members), (host, int(port)), name)
         assert rank is not None and rank in epoch.members, (rank, epoch)
+        self._epoch = epoch
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address))
             group.like = [one for one in self._model.sources("weights") if one is not None]
@@ -247,10 +250,24 @@ class Equals(Direct):
             self._group = None
 
     def _here(self, work: Callable[[], Found]) -> Found:
-        """On the helper, so that a signal finds this thread awake: nothing in torch would hear it."""
+        """On the helper, so that a signal finds this thread awake: nothing in torch would hear it. Broken too where the
+        server has let a member go, which itself does not: one that stands still, or is cut off, closes nothing."""
         future: Future[Found] = self._helper.submit(work)
-        wait_for(future)
+        while not wait([future], timeout=_LOOK_UP_S).done:
+            if self._epoch is None or not self._exchange.is_over(self._epoch.number):
+                continue
+            told = f"epoch {self._epoch.number}: the server has let one of its members go"
+            if self._group is None:
+                self._abandon(future)
+                raise Broken(told)
+            self._group.cut(told)
         return future.result()
+
+    def _abandon(self, forming: Future[Any]) -> None:
+        """Nothing of torch's ends the forming of a group before its time, and nobody waits for it."""
+        forming.add_done_callback(lambda one: one.exception() or one.result().close())
+        self._helper.dismiss()
+        self._helper = Helper("group")
 
     # ---- a step -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ fails closes its group at once, for a member that waits for it and not for the d
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import UsageError
+from .among.cut import Address, cut, listening
 from .buckets import Plan
 
 _MEET_S = 10.0  # for all members of an epoch to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
 _WHOLE_BYTES = 256 << 10  # tensors of fewer travel together
+_END_S = 0.2
 _REACH_S = 5.0  # for a connection to a member
 
 
@@ -91,16 +94,18 @@ class Group:
         self._has_missed = False
         self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
         self._reason = ""  # why the group is over
+        self._ends: set[Address] = set()  # where members' devices listen
         _reach(rank, epoch.members[0], _address(epoch.store))
         try:
             client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=meet_s))
         except RuntimeError as error:
             raise Broken(f"epoch {epoch.number}: its store is gone: {_first_line(error)}") from None
         store = dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
-        self._come(store, rank, own, meet_s)
+        device, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))
+        self._come(store, rank, own, (own[0], port), meet_s)
         try:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own[0])]
+            options._devices = [device]
             options._timeout = timedelta(seconds=meet_s)
             self._group = dist.ProcessGroupGloo(store, self.index, len(epoch.members), options)
             self._group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -108,9 +113,9 @@ class Group:
             self._look_for_members(store, rank)
             raise Broken(f"epoch {epoch.number}: {_first_line(error)}") from None
 
-    def _come(self, store: dist.Store, rank: int, own: tuple[str, int], meet_s: float) -> None:
+    def _come(self, store: dist.Store, rank: int, own: Address, device: Address, meet_s: float) -> None:
         """Say that this rank is here, and where, and wait for the others: so that who is missing can be named."""
-        store.set(f"here/{rank}", _address(own))
+        store.set(f"here/{rank}", f"{_address(own)} {_address(device)}")
         until = time.monotonic() + meet_s
         missing = [one for one in self.epoch.members if one != rank]
         try:
@@ -127,12 +132,15 @@ class Group:
                 f"epoch {self.epoch.number}: rank {named} did not come to {_address(self.epoch.store)} in {meet_s:g} s"
             )
             raise Broken(told)
+        for one in self.epoch.members:
+            host, _, port = store.get(f"here/{one}").decode().split()[-1].rpartition(":")
+            self._ends.add((host, int(port)))
 
     def _look_for_members(self, store: dist.Store, rank: int) -> None:
         """All are here, and cannot connect: OutOfReach when one is so."""
         for one in self.epoch.members:
             with suppress(RuntimeError):  # the store is gone: so is its member
-                _reach(rank, one, store.get(f"here/{one}").decode())
+                _reach(rank, one, store.get(f"here/{one}").decode().split()[0])
 
     def average(
         self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = (), is_right: bool = True
@@ -274,12 +282,23 @@ class Group:
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {self._reason}") from None
 
+    def cut(self, reason: str) -> None:
+        """From any thread: whatever is waited for here ends, as Broken for this reason."""
+        self._reason = self._reason or reason
+        cut(self._ends)
+
     def close(self) -> None:
         """Its connections end, and with them whatever others wait for from this member."""
         self._under_way.clear()  # each of them would keep the connections
-        if hasattr(self, "_group"):
-            self._group.abort()
-            del self._group
+        if (group := self.__dict__.pop("_group", None)) is None:
+            return
+        cut(self._ends)
+        held = [group]
+        del group
+        # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only.
+        ending = threading.Thread(target=lambda: held.pop().abort(), name="end of a group", daemon=True)
+        ending.start()
+        ending.join(_END_S)
 
 
 def own_address(server: str) -> str:
