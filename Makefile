@@ -27,7 +27,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 test: .venv/installed  ## every test but those of 10 seconds and more, about 8 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers"
 
-test-slow: .venv/installed  ## of those that take longer one case each, about an hour: slow links, lanes, kills, peers; ALL=1 every case
+test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, lanes, kills, peers; ALL=1 every case
 	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" $(if $(ALL),,--one-of-each test)
 
 # What a change must pass to land: the same tests every time.

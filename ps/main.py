@@ -58,6 +58,9 @@ def serve(
     resolved = resolve(config, flags, sets, print_config)
     resolved.check_options([resolved.config.run.mode])
     setup_logging(resolved.config.log, SERVER)
+    for key in resolved.unread([resolved.config.run.mode]):
+        told = f"mode {resolved.config.run.mode} has no such option: it changes nothing"
+        get_logger().warning("unread_option", key=key, source=resolved.origins[key], meaning=told)
     asyncio.run(_serve(resolved))
 
 

@@ -46,13 +46,14 @@ class Resolved:
         """True when `key` came from anywhere but the default."""
         return key in self.origins
 
-    def check_options(self, modes: Iterable[str]) -> None:
-        """Refuse a mode's option that a flag sets and none of the `modes` that are to run reads. What a file or --set
-        says may be another mode's: several are compared with one file, or one takes over. Raises UsageError."""
+    def check_options(self, modes: Iterable[str], also: str = "flag ") -> None:
+        """Refuse a mode's option that a flag sets and none of the `modes` that are to run reads; and one from a source
+        that begins with `also` which none of those reads either that may take over. Raises UsageError."""
         modes = list(modes)
         for key, origin in self.origins.items():
             readers = _readers(key, self.config.run.modes) if origin.startswith("flag ") else []
-            if readers and not {*readers} & {*modes}:
+            if (readers and not {*readers} & {*modes}) or (origin.startswith(also) and key in self.unread(modes)):
+                readers = _readers(key, self.config.run.modes)
                 raise UsageError(
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
@@ -72,6 +73,14 @@ class Resolved:
                 "ends with the server's weights",
                 fix="leave it out; --local-steps says how many training steps lie between two exchanges",
             )
+
+    def unread(self, modes: Iterable[str]) -> list[str]:
+        """Options of modes that were set and are read by none of these, nor by one that may take over from them."""
+        loaded = {mode: MODES.load(mode).kin for mode in [*MODES.names(), *self.config.run.modes]}
+        kins = {loaded.get(mode, "") for mode in modes} - {""}
+        here = {*modes} | {mode for mode, kin in loaded.items() if kin in kins}
+        found = {key: _readers(key, self.config.run.modes) for key in self.origins}
+        return [key for key, readers in found.items() if readers and not {*readers} & here]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(key, value, origin) for every setting, for --print-config."""

@@ -41,7 +41,7 @@ def _steps_per_s(run: Summary) -> float:
 
 
 _WIDTH = 100  # of a comparison,
-_FIRST_TO_GO = ("traffic", "steps/s")  # where it would be wider
+_FIRST_TO_GO = ("traffic", "updates", "waiting", "stale mean")  # where it would be wider
 
 _COST_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
     ("cost", lambda run: f"{price(run.cost.total)} {run.cost.currency}" if run.cost else "-"),

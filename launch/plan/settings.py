@@ -32,7 +32,7 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     """Refuse what does not go together with these modes, or with a script or none. Raises UsageError."""
     script, resume = resolved.config.launch.script, resolved.config.checkpoint.resume
     if modes != (SINGLE,):
-        resolved.check_options(modes)
+        resolved.check_options(modes, also="--set ")
     for key, origin in resolved.origins.items():
         if key in _ONE_SERVERS:
             raise UsageError(

@@ -516,6 +516,18 @@ def test_what_is_compared_with_diloco_may_have_its_weights_rarely(write):
     load(path, {"run.mode": "diloco"}).check_options(["diloco"])
 
 
+def test_what_no_mode_of_the_run_reads_is_refused_with_set_and_told_of_a_file(write):
+    path = write("policy: {local_steps: 4, staleness: 2}\n")
+    assert load(path).unread(["allreduce"]) == ["policy.local_steps"]
+    load(path).check_options(["allreduce"], also="--set ")
+    resolved = load(path, sets=["policy.local_steps=4"])
+    error = mistake(lambda: resolved.check_options(["allreduce"], also="--set "))
+    assert error.message == "--set policy.local_steps: mode allreduce has no such option, it would change nothing"
+    resolved.check_options(["allreduce", "localsgd"], also="--set ")
+    assert load(path).unread(["localsgd"]) == ["policy.staleness"]
+    assert load(path).unread(["async"]) == ["policy.local_steps"]  # ssp, which has `staleness`, may take over
+
+
 def test_of_what_several_modes_are_told_each_has_its_own():
     flags, sets = (
         {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None},

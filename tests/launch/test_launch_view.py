@@ -182,6 +182,7 @@ def test_a_comparison_lines_up_what_runs_have_in_common() -> None:
     assert first.split()[:4] == ["single", "0.500", "9.900", "-"]
     assert second.split()[:4] == ["localsgd", "0.082", "-", "0.972"]
     assert max(map(len, (head, first, second))) <= 100
+    assert "steps/s" in head and "updates" not in head  # which goes first where it is too wide
 
 
 def test_nothing_is_cut_in_a_file() -> None:

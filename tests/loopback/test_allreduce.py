@@ -212,6 +212,38 @@ with paramserver.connect() as session:
 """
 
 
+LOADS = """
+import torch, paramserver
+with paramserver.connect() as session:
+    model = torch.nn.Linear(3, 2)
+    inner = torch.optim.Adam(model.parameters())
+    rank = int(session.rank)
+    if rank:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        inner.step()
+    optimizer = session.optimizer(model, inner)
+    while not session.is_done:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        session.record(num_samples=1, loss=0.0)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--zero", "1"], ["--staleness", "1"]], ids=["plain", "zero", "staleness"])
+def test_an_optimizer_that_begins_with_another_state_is_refused(cluster, flags):
+    (cluster.folder / "script.py").write_text(LOADS)
+    settings = {"PS_WORKER__ZERO": "1"} if "--zero" in flags else {}
+    told = flags if "--staleness" in flags else []
+    server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "5", *told)
+    first, other = (cluster.script(rank, cluster.folder / "script.py", **settings) for rank in range(2))
+    assert other.wait() == 2, other.output
+    assert "the optimizer of rank 1 begins with another state than that of rank 0" in other.output
+    assert "Traceback" not in other.output
+    assert [first.wait(), server.wait()] == [0, 0]
+
+
 def test_models_that_differ_are_refused_those_that_begin_with_other_weights_have_the_first_ones(cluster):
     (cluster.folder / "script.py").write_text(OTHERS)
     script = cluster.folder / "script.py"

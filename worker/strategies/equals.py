@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 from zlib import crc32
@@ -45,6 +45,7 @@ _NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters
 _NOBODY = -1  # in the place of a version
 _MAX_FAILED = 3
 _LOOK_UP_S = 0.2
+_NUM_SAMPLED = 16  # elements of a tensor
 _MAY_DIFFER = 1e-3  # weights of members, relatively
 _IN_PLAINTEXT = (
     "the server speaks TLS, members among themselves plain TCP, for torch's Gloo has no TLS: keep them on a network of "
@@ -184,6 +185,22 @@ class Equals(Direct):
                 f"{group.epoch.members[0]}, with which rank {self._said.rank} is to average",
                 fix="start all workers with the same",
             )
+        states = self._here(lambda: group.told(self._begun_with()))
+        begun = [one for one in states if one]
+        if (mine := states[group.index]) and mine != (most := _most(begun)):
+            other = group.epoch.members[states.index(most)]
+            raise UsageError(
+                f"the optimizer of rank {self._said.rank} begins with another state than that of rank {other}: their "
+                "weights would go apart",
+                fix="load the same state in every script, before session.optimizer(), or in none",
+            )
+
+    def _begun_with(self) -> int:
+        """The optimizer's state where nobody has stepped, in short; 0 afterwards."""
+        return 0 if self._held_version or self._has_stepped else 1 + _crc(self._own_state())
+
+    def _own_state(self) -> Any:
+        return self.own[0].state_dict()["state"]
 
     def _level(self, group: Group) -> None:
         """All members have the weights of the newest version, and what the optimizer of who had them remembers."""
@@ -441,6 +458,17 @@ def nobody_has(version: int) -> UnreachableError:
 
 def remembers(own: torch.optim.Optimizer) -> bool:
     return not (isinstance(own, torch.optim.SGD) and not any(group["momentum"] for group in own.param_groups))
+
+
+def _crc(state: Any) -> int:
+    """Of nested dicts and a few elements of each tensor; the same on every machine."""
+    if isinstance(state, Mapping):
+        return crc32(repr([(str(key), _crc(state[key])) for key in sorted(state, key=str)]).encode())
+    if isinstance(state, torch.Tensor):
+        flat = state.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].double().tolist()
+        return crc32(repr((tuple(state.shape), sample)).encode())
+    return crc32(repr(state).encode())
 
 
 def _bits(number: float) -> int:

@@ -113,7 +113,7 @@ class WorkerConfig(Section):
         description="gradients leave while backward runs, weights come while the next forward pass does; "
         "none: in ps-worker yes, in scripts of your own no",
     )
-    zero: int = Field(
+    zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0,
         ge=0,
         le=3,

@@ -95,6 +95,9 @@ class Zero(Equals):
         if version and not found and remembers(own) and not self._said.is_done:
             log.warning("optimizer_state_anew", meaning="the server has none of this version: moments begin anew")
 
+    def _own_state(self) -> Any:
+        return {str(rows): state for rows, state in self._begun.items() if state}
+
     def _place(self, rows: Rows, value: torch.Tensor) -> torch.device:
         """Counters stay on the host."""
         return self._model.tensors[self._indices[rows[0]]].device if value.dim() else value.device
@@ -271,7 +274,10 @@ class Zero(Equals):
         return undo
 
     def _finish(self, can_evaluate: bool) -> Final | None:
-        log.info("optimizer_state", rank=self._said.rank, bytes=_num_bytes(self._state), shares=len(self._shares))
+        told: dict[str, Any] = {"bytes": _num_bytes(self._state), "shares": len(self._shares)}
+        if self._copies >= len(self._shares):
+            told["meaning"] = f"nothing is divided: zero_copies {self._copies} of {len(self._shares)} shares are all"
+        log.info("optimizer_state", rank=self._said.rank, **told)
         return super()._finish(can_evaluate)
 
 
