@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..common.config.conditions import Condition, condition
+from ..common.config.sections.launching import CostConfig
 from ..common.errors import UsageError
 from ..common.reporting.compared import write_report
+from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
-from ..common.reporting.summary import Summary, WorkerSummary
+from ..common.reporting.summary import Cost, Summary, WorkerSummary
 from ..common.runstore.reading import RunStore, StoredRun, config_differences
 from .showing import plain, print_json
 
@@ -24,20 +29,24 @@ _SEED = "run.seed"
 _MOST_IN_A_LABEL = 2
 
 
-def compare(path: Path, told: Sequence[str], report: str | None, *, as_json: bool) -> None:
-    """The table, sentences, and the differences; of runs that differ only in their seed, one name."""
+def compare(path: Path, told: Sequence[str], wanted: tuple[str | None, str | None], *, as_json: bool) -> None:
+    """The table, sentences, and the differences; of runs that differ only in their seed, one name. `wanted`: where a
+    report is to be, and what is to be reached."""
+    report, target = wanted[0], _target(wanted[1])
     with RunStore(path) as store:
         runs = list({run.key: run for run in map(store.find, told)}.values())
         if len(runs) < 2:
             raise UsageError("one run is compared with another", fix="ps-runs compare A B; ps-runs list names them")
         found = [store.summary(run) or so_far(store, run) for run in runs]
+        for run, summary in zip(runs, found, strict=True):
+            summary.trained = trained(store, run)
         differs = {
             key: values for key, values in config_differences(store.config(run) for run in runs).items()
             if not key.startswith(_NOT_HOW)
         }  # fmt: skip
     labels = labels_of(runs, differs)
     named, notes = list(zip(labels, found, strict=True)), notes_on(runs)
-    said = findings(named) if len({run.work for run in runs}) == 1 else []
+    said = findings(named, target) if len({run.work for run in runs}) == 1 else []
     if as_json:
         print_json({
             "runs": [{"run": run.model_dump(), "label": label, "summary": one.model_dump()}
@@ -45,12 +54,27 @@ def compare(path: Path, told: Sequence[str], report: str | None, *, as_json: boo
             "differences": differs, "findings": said, "notes": notes,
         })  # fmt: skip
     else:
-        _show(named, differs, [*said, *notes])
+        _show(named, target, differs, [*said, *notes])
     if report is not None:
         title = ", ".join(dict.fromkeys(run.work for run in runs))
-        write_report(report, title, named, notes, differs)
+        write_report(report, title, named, notes, differs, target=target)
         if not as_json:
             print(f"the report is {report}/report.html")
+
+
+def _target(told: str | None) -> Condition | None:
+    try:
+        return None if told is None else condition(told)
+    except ValueError as error:
+        raise UsageError(f"--target: {error}") from None
+
+
+def trained(store: RunStore, run: StoredRun) -> list[Point]:
+    """The training loss on its way."""
+    points: list[Point] = []
+    for row in store.series(run):
+        add_trained(points, row)
+    return points
 
 
 def so_far(store: RunStore, run: StoredRun) -> Summary:
@@ -62,10 +86,15 @@ def so_far(store: RunStore, run: StoredRun) -> Summary:
         WorkerSummary(**{"steps": row.step, **{k: v for k, v in row.model_dump().items() if k in same - {"steps"}}})
         for row in rows
     ]
-    return Summary(
+    found = Summary(
         mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, final=run.figures,
         curve=list(store.evaluations(run)), workers=workers, ended_by=run.ended_by,
     )  # fmt: skip
+    with suppress(ValidationError):  # of another version
+        prices = CostConfig.model_validate(store.config(run).get("cost", {}))
+        if prices.rate is not None:
+            found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, None)
+    return found
 
 
 def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
@@ -100,9 +129,11 @@ def notes_on(runs: Sequence[StoredRun]) -> list[str]:
     return notes
 
 
-def _show(runs: list[tuple[str, Summary]], differs: dict[str, list[Any]], said: list[str]) -> None:
+def _show(
+    runs: list[tuple[str, Summary]], target: Condition | None, differs: dict[str, list[Any]], said: list[str]
+) -> None:
     console = report_console()
-    console.print(comparison_table([(escape(plain(label)), summary) for label, summary in runs]))
+    console.print(comparison_table([(escape(plain(label)), summary) for label, summary in runs], target))
     if differs:
         columns = (Column(Text(plain(label))) for label, _ in runs)
         table = Table("setting", *columns, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

@@ -85,12 +85,15 @@ def compare(
     report: Annotated[
         str | None, typer.Option("--report", metavar="DIR", help="report.html and report.md there")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="FIGURE>=X|<=X", help="when each came to it, such as 'accuracy >= 0.95'")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Runs side by side, and what differs in their settings."""
     from . import comparing
 
-    comparing.compare(_file(db), runs, report, as_json=as_json)
+    comparing.compare(_file(db), runs, (report, target), as_json=as_json)
 
 
 @app.command("plot")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, ParamServerError
+from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.summary import Summary
 from .backends.base import Backend, Site
 from .hosts.connection import watched
@@ -53,6 +54,7 @@ class Job:
         self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
         self._page = ""  # where the coordinator shows the run
         self._summary: Summary | None = None
+        self._trained: list[Point] = []
         self._blame = Blame()
         self._supervisor = Supervisor(
             num_workers=plan.num_workers,
@@ -141,11 +143,13 @@ class Job:
     def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
         if (status := parse_status(event)) is not None:
+            add_trained(self._trained, status)
             self._screen.status(line, status, self._loop.time())
             return True
         if event.name == "summary":
             with suppress(ValidationError):
-                self._summary = Summary.model_validate({**event.fields, "mode": self._plan.mode})
+                told = {**event.fields, "mode": self._plan.mode, "trained": self._trained}
+                self._summary = Summary.model_validate(told)
                 return True
         return False
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.config.cli import Flags
+from ..common.config.conditions import condition
 from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
@@ -156,13 +157,14 @@ def run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries, {"runs": [...]}."""
-    console, report = report_console(), plans[0].config.output.report
+    console, output = report_console(), plans[0].config.output
+    report, target = output.report, condition(output.target) if output.target is not None else None
     ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
     finished = [summary for _, summary in ended]
     if len(plans) > 1:
         if finished:
-            console.print(comparison_table([(_name(plan), summary) for plan, summary in ended]))
-            for one in findings([(mode_label(summary.mode), summary) for summary in finished]):
+            console.print(comparison_table([(_name(plan), summary) for plan, summary in ended], target))
+            for one in findings([(mode_label(summary.mode), summary) for summary in finished], target):
                 console.print(one, style="dim", highlight=False)
         _write(plans[0].config.output.summary, {"runs": [summary.model_dump() for summary in finished]})
     elif finished:
@@ -170,15 +172,27 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
         _write(plans[0].summary, finished[0].model_dump())
     if report is not None and finished:  # after all that does not hang on its disk
         named = [(mode_label(summary.mode), summary) for summary in finished]
-        write_report(report, plans[0].work, named, differences=_differences([plan for plan, _ in ended]))
+        differences = _differences([plan for plan, _ in ended])
+        write_report(report, plans[0].work, named, differences=differences, target=target)
         console.print(f"the report is {report}/report.html", style="dim")
 
 
 def _differences(plans: list[Plan]) -> dict[str, list[object]]:
-    """Of runs that one command started: the mode, and the seed where there are several."""
-    found: dict[str, list[object]] = {"run.mode": [plan.mode for plan in plans]}
-    found |= {"run.seed": [plan.seed for plan in plans]} if plans[0].seed is not None else {}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    """Of runs that one command started, by key: of each what it trains with, `-` where its mode has no such option."""
+    told = [_told(plan) for plan in plans]
+    found = {key: [one.get(key, "-") for one in told] for key in dict.fromkeys(key for one in told for key in one)}
+    return {key: values for key, values in found.items() if len(set(map(str, values))) > 1}
+
+
+def _told(plan: Plan) -> dict[str, object]:
+    """`single` takes the batches of all workers as one."""
+    run, policy = plan.config.run, plan.config.policy
+    is_alone = plan.mode == SINGLE
+    batch = run.batch_size * (run.workers or 1) if is_alone else run.batch_size
+    told: dict[str, object] = {"run.mode": plan.mode, "run.workers": plan.num_workers, "run.batch_size": batch}
+    told |= {} if plan.seed is None else {"run.seed": plan.seed}
+    options = {} if is_alone else policy.options(plan.mode).model_dump(mode="json", exclude_none=True)
+    return told | {f"policy.{name}": value for name, value in options.items()}
 
 
 def _name(plan: Plan) -> str:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from ..config.conditions import Condition
 from ..errors import OutputError
-from .curve import Point
-from .findings import findings, points_of, target_of
+from .curve import TRAINED, Point
+from .findings import findings, spreads, target_of
 from .output import check_writable, write_whole
-from .pictures import Curves, png, svg
-from .report import comparison_cells
+from .pictures import Curves, bar_svg, png, svg
+from .report import amount, comparison_cells, count, share, two
 from .summary import Summary
 
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
 Picture = tuple[str, str, str, Curves]  # its PNG's name, what it shows, over what, the curves
 _FILES = ("report.html", "report.md")
 _NO_PNG = "The curves are in report.html only: matplotlib, which draws PNG, is not installed (paramserver[bench])."
+_TRAINED = "Not all were evaluated on their way (run.eval_every): train_loss is drawn, which workers told in training."
+_MOST_ROWS = 50  # of a curve in Markdown
+_BARS: list[tuple[str, Callable[[Summary], float], Callable[[float], str]]] = [
+    ("waiting, of the workers' time", lambda run: run.wait_share, share),
+    ("staleness, mean versions", lambda run: run.staleness_mean, two),
+    ("training steps a second", lambda run: run.steps_per_s, count),
+    ("sent and received", lambda run: run.num_bytes, amount),
+]
 _UNITS: dict[str, Callable[[Point], float | None]] = {
     "s": lambda point: point.elapsed_s,
     "steps": lambda point: float(point.step),
@@ -36,36 +46,43 @@ def write_report(
     notes: Sequence[str] = (),
     differences: Mapping[str, Sequence[object]] | None = None,
     more: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
+    target: Condition | None = None,
 ) -> None:
     """`report.html` and `report.md` in a directory, which is made: what the runs say in sentences, a table of all, what
-    `differences` their settings have (by key, a value for each run), and of those that were evaluated on their way the
-    curves over seconds, steps and bytes, where matplotlib is installed as PNG too. Runs of one name are the same with
-    several seeds. `more` tables, and pictures (without a mark), stand behind these. OutputError where it cannot be
-    written."""
-    tables = [comparison_cells(runs), *more[0]]
+    `differences` their settings have (by key, a value for each run), curves over seconds, steps and bytes (of
+    evaluations; of the training loss where a run has none), where matplotlib is installed as PNG too, and bars. Runs
+    of one name are the same with several seeds. `more` tables, and pictures (without a mark), stand behind these.
+    Without a `target` it is what every run has reached. OutputError where it cannot be written."""
+    tables = [comparison_cells(runs, target or target_of(runs)), *more[0]]
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
     # Figures of different tasks, which a note is about, are not ranked.
-    said = findings(runs) if not any("different tasks" in note for note in notes) else []
+    said = findings(runs, target) if not any("different tasks" in note for note in notes) else []
     parts = [f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in said)}</ul>" if said else "", *map(_table, tables)]
     lines = [f"# {title}", "", *(f"- {one}" for one in said)]
     for head, rows in tables:
         lines += ["", _row(head), _row(["---"] * len(head)), *map(_row, rows)]
-    pictures = _pictures(runs)
+    pictures = _pictures(runs, target or target_of(runs))
     prepare_report(directory)
-    told = list(notes)
+    told = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
     for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in more[1])]:
         parts += [f"<h2>{escape(name)} over {unit}</h2>", svg(curves, unit, line)]
         if not png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
             told += [_NO_PNG] if _NO_PNG not in told else []
         else:
             lines += ["", f"![{name} over {unit}]({file})"]
-    for label, run, name in _evaluated(runs):
+    for what, get, write in _BARS:
+        of = spreads(runs, get)
+        if any(spread.high for spread in of.values()):
+            bars = [(label, *spread, spread.told(write)) for label, spread in of.items()]
+            parts += [f"<h2>{escape(what.capitalize())}</h2>", bar_svg(bars)]
+    for label, run, name in _drawn(runs):
         lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]
+        points = run.points_of(name)
         lines += [
             f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.figures[name]:.4f} | {_bytes(point)} |"
-            for point in run.curve if name in point.figures
+            for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
     parts += [f"<p>{escape(note)}</p>" for note in told]
     html = (
@@ -77,27 +94,30 @@ def write_report(
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
-    """The figures that are drawn."""
+    """The figures that are drawn: of evaluations, and of training where a run was not evaluated on its way."""
     names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.figures))
-    return [name for name in ("loss", "accuracy") if name in names] or names[:1]
+    shown = [name for name in ("loss", "accuracy") if name in names] or names[:1]
+    is_bare = any(max((len(run.points_of(name)) for name in shown), default=0) < 2 for _, run in runs)
+    return [*shown, TRAINED] if is_bare and any(len(run.points_of(TRAINED)) > 1 for _, run in runs) else shown
 
 
-def _evaluated(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, Summary, str]]:
+def _drawn(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, Summary, str]]:
     """What has a curve, by figure."""
-    return [(label, run, name) for name in _shown(runs) for label, run in runs if len(points_of(run, name)) > 1]
+    return [(label, run, name) for name in _shown(runs) for label, run in runs if len(run.points_of(name)) > 1]
 
 
-def _pictures(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, str, str, Curves, float | None]]:
+def _pictures(
+    runs: Sequence[tuple[str, Summary]], target: Condition | None
+) -> list[tuple[str, str, str, Curves, float | None]]:
     """File, figure, what it is over, the curves, and a value to be marked."""
     found: list[tuple[str, str, str, Curves, float | None]] = []
-    target = target_of(runs)
     for name in _shown(runs):
-        line = target.value if target is not None and target.figure == name else None
+        line = target.bound if target is not None and target.figure == name else None
         for unit, get in _UNITS.items():
             curves = []
-            for label, run, figure in _evaluated(runs):
-                points = [(get(one), one.figures[name]) for one in run.curve if name in one.figures]
-                known = [(x, y) for x, y in points if x is not None]
+            for label, run, figure in _drawn(runs):
+                points = [(get(one), one.figures[name]) for one in run.points_of(name)]
+                known = [(x, y) for x, y in points if x is not None and math.isfinite(y)]
                 if figure == name and len(known) > 1:
                     curves.append((label, known))
             if curves:

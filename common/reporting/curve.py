@@ -7,12 +7,14 @@ import io
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, Field
 
 from ..config.conditions import condition
 
+TRAINED = "train_loss"  # the figure of training itself, where nothing was evaluated
+_MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
 # Of figures with such a name less is better.
 _DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
 
@@ -95,6 +97,34 @@ class Curve:
             self.points, self._num_worse = points, int(saved["worse"])
         except (KeyError, TypeError, ValueError, IndexError):
             self.points, self.best, self._num_worse = [], None, 0
+
+
+class _Told(Protocol):
+    """A status, or what is on record of one."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def elapsed_s(self) -> float: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def loss(self) -> float | None: ...
+
+
+def add_trained(points: list[Point], told: _Told) -> None:
+    """The training loss of one more status. A run that went back loses what it had beyond."""
+    while points and points[-1].step > told.step:
+        points.pop()
+    if told.loss is None or (points and points[-1].step == told.step):
+        return
+    figures = {TRAINED: told.loss}
+    points.append(Point(step=told.step, version=told.version, elapsed_s=told.elapsed_s, figures=figures,
+                        num_bytes=told.num_bytes or None))  # fmt: skip
+    if len(points) >= 2 * _MOST_TRAINED:
+        points[:] = points[::2]
 
 
 def text_of(points: list[Point], path: str) -> str:

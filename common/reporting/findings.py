@@ -8,47 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
-from typing import NamedTuple
 
-from .curve import is_up
-from .report import figure, share, size
-from .summary import Summary
+from ..config.conditions import Condition
+from .curve import TRAINED, is_up
+from .report import Spread, amount, count, figure, share, two
+from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
-
-
-class Spread(NamedTuple):
-    """Of one figure, of all runs of one name."""
-
-    mean: float
-    low: float
-    high: float
-
-    def overlaps(self, other: Spread) -> bool:
-        return self.low <= other.high and other.low <= self.high
-
-    def told(self, write: Callable[[float], str]) -> str:
-        return (
-            write(self.mean)
-            if self.low == self.high
-            else f"{write(self.mean)} ({write(self.low)} to {write(self.high)})"
-        )
-
-
-class Target(NamedTuple):
-    """A value of a figure that every run has reached: the worst of their best."""
-
-    figure: str
-    value: float
-
-    def reached(self, run: Summary) -> tuple[float, int]:
-        """Seconds and steps until then."""
-        for point in run.curve:
-            value = point.figures.get(self.figure)
-            if value is not None and (value >= self.value if is_up(self.figure) else value <= self.value):
-                return point.elapsed_s, point.step
-        raise ValueError(f"{run.mode} has not reached {self.figure} {self.value}")
 
 
 def spreads(runs: Runs, get: Callable[[Summary], float]) -> dict[str, Spread]:
@@ -56,7 +22,7 @@ def spreads(runs: Runs, get: Callable[[Summary], float]) -> dict[str, Spread]:
     values: dict[str, list[float]] = {}
     for name, run in runs:
         values.setdefault(name, []).append(get(run))
-    return {name: Spread(fmean(each), min(each), max(each)) for name, each in values.items()}
+    return {name: Spread.of(each) for name, each in values.items()}
 
 
 def deciding_figure(runs: Runs) -> str:
@@ -65,21 +31,19 @@ def deciding_figure(runs: Runs) -> str:
     return next((name for name in ("accuracy", "loss", *common) if name in common), "")
 
 
-def target_of(runs: Runs) -> Target | None:
-    """None where a run was not evaluated on its way."""
-    decides, bests = deciding_figure(runs), []
-    for _, run in runs:
-        values = [value for _, _, value in points_of(run, decides) if math.isfinite(value)]
-        if len(values) < 2:
-            return None
-        bests.append(max(values) if is_up(decides) else min(values))
-    if not bests:
-        return None
-    return Target(decides, min(bests) if is_up(decides) else max(bests))
+def target_of(runs: Runs) -> Condition | None:
+    """What every run has reached, the worst of their best: of the deciding figure where all were evaluated on their
+    way, else of the training loss. None where a run has neither."""
+    for name in (deciding_figure(runs), TRAINED):
+        values = [[v for point in run.points_of(name) if math.isfinite(v := point.figures[name])] for _, run in runs]
+        if values and min(map(len, values)) > 1:
+            up = is_up(name)
+            return Condition(name, ">=", min(map(max, values))) if up else Condition(name, "<=", max(map(min, values)))
+    return None
 
 
-def findings(runs: Runs) -> list[str]:
-    """What won, by how much, and what it cost."""
+def findings(runs: Runs, target: Condition | None = None) -> list[str]:
+    """What won, by how much, why, and what it cost. Without a `target` it is what every run has reached."""
     names = list(dict.fromkeys(name for name, _ in runs))
     if len(names) < 2:
         return []
@@ -92,14 +56,68 @@ def findings(runs: Runs) -> list[str]:
             told.append(_best(f"{decides} at the end", sound, is_up(decides), figure))
         if lost:
             told.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
-    if (target := target_of(runs)) is not None:
-        what = f"seconds to {target.figure} {figure(target.value)}, which every run reached"
-        told.append(_best(what, spreads(runs, lambda run: target.reached(run)[0]), False, _seconds))
+    took = spreads(runs, lambda run: run.wall_s)
+    if (wanted := target or target_of(runs)) is not None:
+        sentences, reached = _to_target(runs, wanted, is_told=target is not None)
+        told += sentences
+        took = reached if len(reached) > 1 else took
     told.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
+    told.append(_why(runs, took, wanted))
     told.append(_range("Waiting, of the workers' time", spreads(runs, lambda run: run.wait_share), share))
-    told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), lambda value: f"{value:.2f}"))
-    told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), lambda value: size(int(value))))
+    told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), two))
+    told.append(_range("Training steps a second", spreads(runs, lambda run: run.steps_per_s), count))
+    told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), amount))
+    if costs := _costs(runs):
+        told.append(_range(f"Cost, {costs[0]}", costs[1], price))
     return [one for one in told if one]
+
+
+def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
+    """Who came to it, and when; those of which one run did not are named."""
+    missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
+    there = [(name, run) for name, run in runs if name not in missed]
+    told = []
+    reached = spreads(there, lambda run: point.elapsed_s if (point := run.reached(target)) else math.inf)
+    what = str(target) if is_told else f"{target.figure} {figure(target.bound)}, which every run reached"
+    if len(reached) > 1:
+        told.append(_best(f"seconds to {what}", reached, False, _seconds))
+    elif reached:
+        ((name, spread),) = reached.items()
+        told.append(f"Only {name} reached {target}, after {spread.told(_seconds)}.")
+    if missed:
+        told.append(f"{', '.join(missed)} did not reach {target}.")
+    return told, reached
+
+
+def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
+    """What the fastest spared or did more of against the slowest; empty where neither is beyond the spread."""
+    first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
+    if took[first].overlaps(took[last]):
+        return ""
+    figures: list[tuple[str, dict[str, Spread], Callable[[float], str], bool]] = [
+        ("waiting", spreads(runs, lambda run: run.wait_share), share, False),
+        ("sent and received", spreads(runs, lambda run: run.num_bytes), amount, False),
+        ("steps a second", spreads(runs, lambda run: run.steps_per_s), count, True),
+    ]
+    if target is not None:
+        steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)
+        if min(spread.low for spread in steps.values()) > 0:
+            figures.append(("steps until then", steps, count, False))
+    why = [
+        f"{write(of[first].mean)} {what} instead of {write(of[last].mean)}"
+        for what, of, write, is_more_better in figures
+        if not of[first].overlaps(of[last]) and (of[first].mean > of[last].mean) == is_more_better
+        and write(of[first].mean) != write(of[last].mean)
+    ]  # fmt: skip
+    return f"{first} was faster than {last} with {', '.join(why)}." if why else ""
+
+
+def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
+    """Where all have one, in one currency."""
+    paid = [run.cost for _, run in runs if run.cost is not None]
+    if len(paid) < len(runs) or len({cost.currency for cost in paid}) != 1:
+        return None
+    return paid[0].currency, spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
 
 
 def _best(what: str, of: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
@@ -120,11 +138,6 @@ def _range(what: str, of: dict[str, Spread], write: Callable[[float], str]) -> s
         return ""
     times = f", {of[most].mean / of[least].mean:.1f} times as much" if of[least].mean > 0 else ""
     return f"{what}: least in {least}, {write(of[least].mean)}; most in {most}, {write(of[most].mean)}{times}."
-
-
-def points_of(run: Summary, name: str) -> list[tuple[float, int, float]]:
-    """Seconds, steps and value of each evaluation that has this figure."""
-    return [(point.elapsed_s, point.step, point.figures[name]) for point in run.curve if name in point.figures]
 
 
 def _seconds(value: float) -> str:

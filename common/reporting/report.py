@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO
+from functools import partial
+from statistics import fmean
+from typing import IO, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..config.conditions import Condition
 from .pictures.words import duration, figure, share, size
 from .status import Status
 from .summary import Summary, WorkerSummary, price
@@ -22,31 +25,63 @@ _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; table
 
 _MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
 
-_RUN_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
-    ("wall s", lambda run: f"{run.wall_s:,.1f}"),
-    ("updates", lambda run: f"{run.updates:,}"),
-    ("steps/s", lambda run: f"{_steps_per_s(run):,.0f}"),
-    ("stale mean", lambda run: f"{run.staleness_mean:.2f}"),
-    ("stale max", lambda run: f"{run.staleness_max}"),
-    ("waiting", lambda run: share(run.wait_share)),
-    ("traffic", lambda run: size(run.num_bytes)),
-    ("each", lambda run: size(run.num_bytes // max(1, len(run.workers)))),
+
+class Measure(NamedTuple):
+    """Of a comparison: its name, the figure of a run (None: it has none), how it is written."""
+
+    name: str
+    get: Callable[[Summary], float | None]
+    write: Callable[[float], str]
+
+
+class Spread(NamedTuple):
+    """Of one figure, of all runs of one name."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(fmean(values), min(values), max(values))
+
+    def overlaps(self, other: Spread) -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+    def told(self, write: Callable[[float], str]) -> str:
+        mean, low, high = write(self.mean), write(self.low), write(self.high)
+        return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+def amount(num_bytes: float) -> str:
+    return size(int(num_bytes))
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def two(value: float) -> str:
+    return f"{value:.2f}"
+
+
+_RUN_COLUMNS: list[Measure] = [
+    Measure("wall s", lambda run: run.wall_s, seconds),
+    Measure("updates", lambda run: run.updates, count),
+    Measure("steps/s", lambda run: run.steps_per_s, count),
+    Measure("stale mean", lambda run: run.staleness_mean, two),
+    Measure("stale max", lambda run: run.staleness_max, count),
+    Measure("waiting", lambda run: run.wait_share, share),
+    Measure("traffic", lambda run: run.num_bytes, amount),
+    Measure("each", lambda run: run.num_bytes / max(1, len(run.workers)), amount),
 ]
-
-
-def _steps_per_s(run: Summary) -> float:
-    """Training steps of all workers."""
-    num_steps = sum(worker.steps for worker in run.workers) * (run.local_steps or 1)
-    return num_steps / run.wall_s if run.wall_s else 0.0
-
 
 _WIDTH = 100  # of a comparison,
 _FIRST_TO_GO = ("traffic", "updates", "waiting", "stale mean")  # where it would be wider
-
-_COST_COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
-    ("cost", lambda run: f"{price(run.cost.total)} {run.cost.currency}" if run.cost else "-"),
-    ("for waiting", lambda run: price(run.cost.waiting) if run.cost else "-"),
-]
 
 _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("worker", lambda worker: f"{worker.rank}"),
@@ -115,9 +150,9 @@ def summary_table(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
-def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
-    """One row per run: its final figures, then what it cost."""
-    head, rows = comparison_cells(runs)
+def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> Table:
+    """One row per run: its final figures, when it came to the target, then what it cost."""
+    head, rows = comparison_cells(runs, target)
     for name in _FIRST_TO_GO:
         widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
         if sum(widths) > _WIDTH:
@@ -129,15 +164,45 @@ def comparison_table(runs: list[tuple[str, Summary]]) -> Table:
     return table
 
 
-def comparison_cells(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[list[str]]]:
-    """The same as text: names of the columns, rows."""
+def comparison_cells(
+    runs: Sequence[tuple[str, Summary]], target: Condition | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """The same as text: names of the columns, rows. Of several runs of one name a row more has mean and range."""
+    columns = _columns(runs, target)
+    rows = [[label, *(_cell(column, [run]) for column in columns)] for label, run in runs]
+    for label in dict.fromkeys(label for label, _ in runs):
+        same = [run for name, run in runs if name == label]
+        if len(same) > 1:
+            rows.append([f"{label}: mean of {len(same)}", *(_cell(column, same) for column in columns)])
+    return ["mode", *(column.name for column in columns)], rows
+
+
+def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> list[Measure]:
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    columns = [*_RUN_COLUMNS, *(_COST_COLUMNS if any(run.cost for _, run in runs) else [])]
-    rows = []
-    for mode, run in runs:
-        figures = [figure(run.final[name]) if name in run.final else "-" for name in finals]
-        rows.append([mode, *figures, *(get(run) for _, get in columns)])
-    return ["mode", *finals, *(name for name, _ in columns)], rows
+    columns = [Measure(name, partial(_final, name), figure) for name in finals]
+    if target is not None:
+        columns.append(Measure(f"s to {target}", partial(_seconds_to, target), seconds))
+    columns += _RUN_COLUMNS
+    if paid := [run.cost for _, run in runs if run.cost]:
+        columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
+                               lambda total: f"{price(total)} {paid[0].currency}"))  # fmt: skip
+        columns.append(Measure("for waiting", lambda run: run.cost.waiting if run.cost else None, price))
+    return columns
+
+
+def _final(name: str, run: Summary) -> float | None:
+    return run.final.get(name)
+
+
+def _seconds_to(target: Condition, run: Summary) -> float | None:
+    point = run.reached(target)
+    return None if point is None else point.elapsed_s
+
+
+def _cell(column: Measure, runs: Sequence[Summary]) -> str:
+    """`-` where one of them has none."""
+    values = [value for run in runs if (value := column.get(run)) is not None]
+    return Spread.of(values).told(column.write) if len(values) == len(runs) else "-"
 
 
 def status_line(status: Status) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..config.conditions import Condition
 from .curve import Point
 
 
@@ -92,6 +93,7 @@ class Summary(BaseModel):
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
     best: Point | None = None  # of them
+    trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss on its way, for reports
     workers: list[WorkerSummary] = Field(default_factory=list)
     cost: Cost | None = None  # where prices are known
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
@@ -106,6 +108,20 @@ class Summary(BaseModel):
     @property
     def num_samples(self) -> int:
         return sum(worker.samples for worker in self.workers)
+
+    def points_of(self, figure: str) -> list[Point]:
+        """The evaluations that have it; of `curve.TRAINED` statuses."""
+        return [point for point in (*self.curve, *self.trained) if figure in point.figures]
+
+    def reached(self, target: Condition) -> Point | None:
+        """The first point at which it holds."""
+        return next((point for point in self.points_of(target.figure) if target.holds(point.figures)), None)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Training steps of all workers."""
+        num_steps = sum(worker.steps for worker in self.workers) * (self.local_steps or 1)
+        return num_steps / self.wall_s if self.wall_s else 0.0
 
     @property
     def pace(self) -> float:

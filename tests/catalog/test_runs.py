@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from paramserver.catalog.comparing import so_far
 from paramserver.common.reporting.curve import Point
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary, WorkerSummary
@@ -132,6 +133,28 @@ def test_runs_of_different_tasks_are_not_ranked(folder: Path) -> None:
     assert "ended without a word" in told["notes"][1]
     assert "different tasks" in (folder / "out" / "report.html").read_text()
     assert "one run is compared" in ps_runs("compare", "cccc", folder=folder, code=2)
+
+
+def test_runs_without_evaluations_are_compared_by_their_training_loss(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "runs" / "paramserver.db")) as db, db:
+        db.execute("DELETE FROM evaluations")
+        db.execute("UPDATE documents SET body = json_set(body, '$.curve', json('[]')) WHERE name = 'summary'")
+    compared = ["compare", "aaaa00000001", "bbbb", "--report", "out", "--target"]
+    assert "s to train_loss <= 0.1" in ps_runs(*compared, "train_loss<=0.1", folder=folder)
+    assert "train_loss over bytes" in (folder / "out" / "report.html").read_text()
+    assert "| 5.0 | 50 | 0.0196 | 50,000 |" in (folder / "out" / "report.md").read_text()
+    assert "'accuracy' is no condition" in ps_runs(*compared, "accuracy", folder=folder, code=2)
+
+
+def test_a_run_without_a_summary_has_its_cost_so_far(folder: Path) -> None:
+    file = folder / "runs" / "paramserver.db"
+    write(file, "dddd00000005", ends=False)
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE documents SET body = json_set(body, '$.cost', json('{\"per_hour\": 360}')) "
+                   "WHERE name = 'config' AND run = (SELECT key FROM runs WHERE id = 'dddd00000005')")  # fmt: skip
+    with RunStore(file) as store:
+        cost = so_far(store, store.find("dddd")).cost
+    assert cost is not None and (cost.total, cost.currency) == (1.0, "USD")  # of 10 s
 
 
 def test_a_figure_is_drawn(folder: Path) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.common.config.conditions import condition
 from paramserver.common.errors import OutputError
 from paramserver.common.reporting.compared import prepare_report, write_report
-from paramserver.common.reporting.curve import Point
+from paramserver.common.reporting.curve import TRAINED, Point, add_trained
 from paramserver.common.reporting.findings import findings, target_of
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.pictures import band
+from paramserver.common.reporting.report import comparison_cells
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Cost, Summary, WorkerSummary
 
 CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, figures={"loss": 2.0 / at}) for at in (1, 2, 4)]
 RUNS = [
@@ -85,7 +89,7 @@ def test_who_diverged_is_named_and_not_ranked() -> None:
         "c diverged: accuracy at the end is not finite.",
     ]
     both = [("a", run(0.8, 1.0, {10: 0.6, 20: 0.8})), ("c", run(math.nan, 1.0, curve))]
-    assert target_of(both) == ("accuracy", 0.7)
+    assert target_of(both) == ("accuracy", ">=", 0.7)
     assert findings(both)[0] == "c diverged: accuracy at the end is not finite."
 
 
@@ -96,3 +100,72 @@ def test_a_report_is_tried_before_anything_is_trained_and_the_old_one_stays(tmp_
     assert {path: path.read_text() for path in (tmp_path / "new").iterdir()} == before
     prepare_report(str(tmp_path / "other" / "place"))
     assert list((tmp_path / "other" / "place").iterdir()) == []
+
+
+def trained(losses: list[float]) -> list[Point]:
+    points: list[Point] = []
+    for at, loss in enumerate(losses, 1):
+        worker = WorkerStatus(rank=0, loss=loss)
+        add_trained(points, Status(step=10 * at, elapsed_s=at / 2, num_bytes=1000 * at, workers=[worker]))
+    return points
+
+
+def test_runs_that_were_not_evaluated_have_curves_of_their_training_loss(tmp_path: Path) -> None:
+    runs = [(name, Summary(mode=name, wall_s=9.0, trained=trained(losses))) for name, losses in
+            (("a", [2.0, 1.0, 0.5]), ("b", [2.0, 1.5, 1.0]))]  # fmt: skip
+    write_report(str(tmp_path), "Two runs", runs)
+    html, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
+    assert all(f"<h2>train_loss over {unit}</h2>" in html for unit in ("s", "steps", "bytes"))
+    assert "train_loss is drawn" in html and "| 1.5 | 30 | 0.5000 | 3,000 |" in text
+    assert "Seconds to train_loss 1.000, which every run reached: a is best with 1.0 s; b 1.5 s." in text
+    assert "s to train_loss <= 1" in text
+    assert "trained" not in runs[0][1].model_dump()
+    write_report(str(tmp_path), "Evaluated", [(name, run.model_copy(update={"curve": CURVE})) for name, run in runs])
+    assert "train_loss over" not in (tmp_path / "report.html").read_text(), "of all there is something better"
+
+
+def test_a_long_run_and_one_that_went_back_keep_what_counts() -> None:
+    points = trained([1.0] * 5000)
+    assert 1000 <= len(points) < 2000 and points[-1].step > 49_000
+    add_trained(points, Status(step=100, workers=[WorkerStatus(rank=0, loss=0.5)]))
+    assert points[-1].figures == {TRAINED: 0.5} and [point.step for point in points] == sorted(
+        point.step for point in points
+    )
+    num = len(points)
+    add_trained(points, Status(step=110))
+    assert len(points) == num, "no loss, no point"
+
+
+def test_a_target_of_ones_own_says_when_each_came_to_it_and_who_did_not() -> None:
+    runs = [("a", run(0.9, 4.0, {10: 0.5, 20: 0.9})), ("b", run(0.8, 2.0, {10: 0.6, 20: 0.8}))]
+    head, rows = comparison_cells(runs, condition("accuracy>=0.85"))
+    assert [row[head.index("s to accuracy >= 0.85")] for row in rows] == ["2.0", "-"]
+    told = findings(runs, condition("accuracy>=0.85"))
+    assert "Only a reached accuracy >= 0.85, after 2.0 s." in told and "b did not reach accuracy >= 0.85." in told
+    told = findings(runs, condition("accuracy >= 0.6"))
+    assert "Seconds to accuracy >= 0.6: b is best with 1.0 s; a 2.0 s." in told
+
+
+def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
+    def of(mode: str, wall_s: float, wait_s: float, sent: int) -> Summary:
+        worker = WorkerSummary(rank=0, steps=100, compute_s=1.0, wait_s=wait_s, bytes_sent=sent)
+        cost = Cost.of("USD", 3600.0, wall_s, 0.0, None)
+        return Summary(mode=mode, wall_s=wall_s, workers=[worker], cost=cost)
+
+    told = findings([("sync", of("sync", 4.0, 1.0, 9000)), ("async", of("async", 2.0, 0.0, 9000))])
+    assert "async was faster than sync with 0% waiting instead of 50%, 50 steps a second instead of 25." in told
+    assert "Cost, USD: least in async, 2.00; most in sync, 4.00, 2.0 times as much." in told
+    told = findings([("a", of("a", 2.0, 0.0, 9000)), ("b", of("b", 2.0, 0.0, 100))])
+    assert not [one for one in told if "faster" in one], "neither was"
+
+
+def test_seeds_have_a_mean_a_range_and_a_band(tmp_path: Path) -> None:
+    runs = [("a", run(value, 1.0, {10: value - 0.2, 20: value})) for value in (0.8, 0.9)] + [("b", run(0.7, 1.0))]
+    head, rows = comparison_cells(runs)
+    assert [row[0] for row in rows] == ["a", "a", "b", "a: mean of 2"]
+    assert rows[-1][head.index("accuracy")] == "0.850 (0.800 to 0.900)"
+    write_report(str(tmp_path), "Seeds", runs)
+    assert (tmp_path / "report.html").read_text().count("<polygon") == 2, "over seconds and over steps"
+    first, second = [(0.0, 0.0), (2.0, 2.0)], [(1.0, 5.0), (3.0, 7.0)]
+    assert band([first, second]) == [(1.0, 1.0, 5.0), (2.0, 2.0, 6.0)], "where both are"
+    assert band([first]) == []

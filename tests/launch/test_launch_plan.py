@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import paramserver.launch.plan.runs as plan_module
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
+from paramserver.launch import run
 from paramserver.launch.plan.process import SERVER
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.plan.settings import own_path
@@ -353,3 +354,12 @@ def test_the_headline_says_that_a_run_is_pipelined() -> None:
     assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), pipelined: a server and 4 workers,")
     assert "pipelined" not in plan_of(resolved, "single").headline()
     assert "policy.pipelined=true" in " ".join(plan_of(resolved, "ssp").server.argv)
+
+
+def test_a_report_says_in_what_the_modes_differ_beside_their_names() -> None:
+    resolved = resolve("policy.buffer=3", "policy.staleness=5", run__batch_size=16, run__mode="ssp")
+    plans = plan_runs(resolved, Request(modes=("ssp", "localsgd", "buffered", "single")), MACHINE)
+    found = run._differences(plans)
+    assert found["policy.staleness"] == [5, "-", "-", "-"] and found["policy.buffer"] == ["-", "-", 3, "-"]
+    assert found["policy.local_steps"] == ["-", 8, "-", "-"] and found["run.batch_size"] == [16, 16, 16, 64]
+    assert "run.seed" not in found

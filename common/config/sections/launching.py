@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ...registry import TRACKERS
+from ..conditions import condition
 from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section
 
 
@@ -59,6 +60,10 @@ class OutputConfig(Section):
         "twenty times",
     )
 
+    target: Annotated[str | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="FIGURE>=X|<=X")] = Field(
+        None, description="what runs that are compared are to reach, such as 'accuracy >= 0.95': when each came to it"
+    )
+
     track: Annotated[str | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
         None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
@@ -93,6 +98,13 @@ class OutputConfig(Section):
     def _are_trackers(cls, value: str | None) -> str | None:
         for name in _names_in(value):
             TRACKERS.check(name)
+        return value
+
+    @field_validator("target")
+    @classmethod
+    def _is_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            condition(value)
         return value
 
     @field_validator("traces")

@@ -1,7 +1,11 @@
-"""Curves as pictures: SVG without anything, PNG where matplotlib is installed (the extra `bench`)."""
+"""Curves and bars as pictures: SVG without anything, PNG of curves where matplotlib is installed (the extra `bench`).
+
+Curves of one name are one way of training with several seeds: of one color, over the band that they span.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -9,14 +13,14 @@ from pathlib import Path
 from ...errors import OutputError
 
 Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
+Bars = Sequence[tuple[str, float, float, float, str]]  # name, mean, low, high, as it is written
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 720, 320, 70, 30
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 
 
 def svg(curves: Curves, unit: str, line: float | None = None) -> str:
-    """An SVG as it stands in HTML (a file wants xmlns); those of one name have one color.
-    `line`: a value to be marked."""
+    """An SVG as it stands in HTML (a file wants xmlns). `line`: a value to be marked."""
     xs, ys = zip(*(point for _, points in curves for point in points), strict=True)
     last, low, high = max(xs) or 1.0, min(ys), max(ys)
     span = high - low or 1.0
@@ -27,6 +31,11 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
 
     box = f'viewBox="0 0 {_WIDTH + 160} {_HEIGHT + _BELOW}"'
     found = [f'<svg {box} width="{_WIDTH + 160}" height="{_HEIGHT + _BELOW}" font-size="12">']
+    for index, name in enumerate(names):
+        if spanned := band([points for label, points in curves if label == name]):
+            edge = [place(x, low) for x, low, _ in spanned] + [place(x, high) for x, _, high in reversed(spanned)]
+            color = _COLORS[index % len(_COLORS)]
+            found.append(f'<polygon fill="{color}" fill-opacity="0.15" points="{" ".join(edge)}"/>')
     for name, points in curves:
         color = _COLORS[names.index(name) % len(_COLORS)]
         places = " ".join(place(x, y) for x, y in points)
@@ -47,6 +56,39 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
     return "".join(found) + "</svg>"
 
 
+def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+    """(x, lowest, highest) of several curves where all have a value, between their points along a line; x ascends."""
+    if len(curves) < 2:
+        return []
+    first, last = max(points[0][0] for points in curves), min(points[-1][0] for points in curves)
+    xs = sorted({x for points in curves for x, _ in points if first <= x <= last})
+    rows = [(x, [_at(points, x) for points in curves]) for x in xs]
+    return [(x, min(ys), max(ys)) for x, ys in rows]
+
+
+def _at(points: Sequence[tuple[float, float]], x: float) -> float:
+    after = bisect_left(points, x, key=lambda point: point[0])
+    right = points[min(after, len(points) - 1)]
+    left = points[max(0, after - 1)]
+    return right[1] if right[0] <= left[0] else left[1] + (right[1] - left[1]) * (x - left[0]) / (right[0] - left[0])
+
+
+def bar_svg(bars: Bars) -> str:
+    """A bar for each, from 0; of several runs with the range."""
+    most, row, left = max(high for _, _, _, high, _ in bars) or 1.0, 24, 170
+    width, height = _WIDTH + 160, row * len(bars)
+    found = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" font-size="12">']
+    for index, (name, mean, low, high, told) in enumerate(bars):
+        color, y = _COLORS[index % len(_COLORS)], row * index
+        ends = [left + value / most * (_WIDTH - left) for value in (mean, low, high)]
+        found.append(f'<text x="5" y="{y + 16}">{escape(name)}</text>')
+        found.append(f'<rect x="{left}" y="{y + 4}" width="{ends[0] - left:.1f}" height="16" fill="{color}"/>')
+        if low < high:
+            found.append(f'<path stroke="#333" d="M{ends[1]:.1f} {y + 12}H{ends[2]:.1f}"/>')
+        found.append(f'<text x="{ends[2] + 8:.1f}" y="{y + 16}">{escape(told)}</text>')
+    return "".join(found) + "</svg>"
+
+
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:
     """The same into a file; False where there is no matplotlib. OutputError where it cannot be written."""
     try:
@@ -61,6 +103,9 @@ def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = 
         label = _literal(name) if name not in [one.get_gid() for one in axes.lines] else None
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=_COLORS[index % len(_COLORS)], label=label, gid=name)
+    for index, name in enumerate(names):
+        if spanned := band([points for label, points in curves if label == name]):
+            axes.fill_between(*zip(*spanned, strict=True), color=_COLORS[index % len(_COLORS)], alpha=0.15, linewidth=0)
     if line is not None:
         axes.axhline(line, color="#999999", linestyle="--")
     axes.set(title=_literal(title), xlabel=unit)
