@@ -1,7 +1,7 @@
 """`ps-launch --estimate`: what a run would take and cost, from a few steps of it.
 
 Steps are real ones, of the same processes on the same machines, twice: so many, and three times as many. A step takes
-what it takes between a worker's first and its last; bytes are the difference, which is without what travels once.
+what the slowest takes once all have taken their first; bytes are the difference, which is without what travels once.
 Nothing of it is kept, and nothing is evaluated.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from ..common.config.cli import Flags
-from ..common.config.sources import Resolved, of_mode
+from ..common.config.sources import of_mode
 from ..common.errors import UsageError
 from ..common.reporting.report import duration, report_console, share, size
 from ..common.reporting.summary import Summary, price
@@ -36,6 +36,7 @@ def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tu
         "output.report": None, "checkpoint.dir": None, "run.eval_every": None, "output.store": False,
     }  # fmt: skip
     table = Table("mode", "a step", "all steps", "waiting", "traffic", "cost", "for waiting", box=None, pad_edge=False)
+    rates: list[float | None] = []
     for mode in modes:
         local_steps = getattr(wanted.config.policy.options(mode), "local_steps", 1) if mode != run.SINGLE else 1
         few = min(max(_STEPS, 2 * local_steps), max(1, steps // _MORE))
@@ -44,34 +45,34 @@ def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tu
             _ran({**its, "run.mode": mode, "run.steps": number}, config, its_sets, script_args)
             for number in (few, few * _MORE)
         ]
-        if len(ran := [summary for _, summary in found if summary is not None]) < len(found):
+        if len(ran := [summary for _, _, summary in found if summary is not None]) < len(found):
             return found[-1][0] or 1
-        table.add_row(mode, *_cells(wanted, ran[0], ran[1], few, steps))
+        rates.append(found[-1][1])
+        table.add_row(mode, *_cells((rates[-1], wanted.config.cost.currency), ran[0], ran[1], few, steps))
     console = report_console()
-    rate = wanted.config.cost.rate
     console.print(f"{steps:,} steps of each worker, by {few} and {few * _MORE} that were taken just now")
     console.print(table)
-    if rate is None:
+    if None in rates:
         console.print("cost.per_hour says what an hour of a machine costs (--set cost.per_hour=0.40)", style="dim")
     return 0
 
 
 def _ran(
     flags: dict[str, Any], config: str | None, sets: list[str], script_args: tuple[str, ...]
-) -> tuple[int, Summary | None]:
-    """The exit code, and what it came to."""
+) -> tuple[int, float | None, Summary | None]:
+    """The exit code, what an hour costs, and what it came to."""
     modes, resolved = run.resolve(config, flags, sets)
     plans, site = run.plan(resolved, Request(modes=modes, config_path=config, script_args=script_args))
     plan: Plan = plans[0]
     (outcome,) = asyncio.run(run_all([plan], run.backend_of(site.config), site))
-    return outcome.finish.exit_code, outcome.summary
+    return outcome.finish.exit_code, plan.rate, outcome.summary
 
 
-def _cells(wanted: Resolved, short: Summary, long: Summary, few: int, steps: int) -> list[str]:
-    """What the two come to over all steps."""
-    step_s = (long.num_samples / long.pace if long.pace else long.wall_s) / (few * _MORE)
+def _cells(price_of: tuple[float | None, str], short: Summary, long: Summary, few: int, steps: int) -> list[str]:
+    """What the two come to over all steps. `price_of` an hour: how much, in what."""
+    step_s = long.step_s or long.wall_s / (few * _MORE)
     num_bytes = (long.num_bytes - short.num_bytes) / (few * (_MORE - 1)) * steps
-    all_s, rate = step_s * steps, wanted.config.cost.rate
+    all_s, (rate, currency) = step_s * steps, price_of
     costs = [all_s / 3600 * rate * part for part in (1.0, long.wait_share)] if rate is not None else []
-    told = [f"{price(cost)} {wanted.config.cost.currency}" for cost in costs] or ["-", "-"]
+    told = [f"{price(cost)} {currency}" for cost in costs] or ["-", "-"]
     return [f"{1000 * step_s:,.1f} ms", duration(all_s), share(long.wait_share), size(int(num_bytes)), *told]

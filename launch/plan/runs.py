@@ -176,7 +176,9 @@ class Plan:
         return _placed(spec, place, self.config)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
-        address, identity = server or "none", self.identities.get(child, {})
+        address, identity = server or "none", dict(self.identities.get(child, {}))
+        if child == self.reporter and (per_hour := self.per_hour) is not None:
+            identity["cost.total_per_hour"] = per_hour
         if self.is_script:
             own = {variable(key): scalar_text(value) for key, value in identity.items()}
             rank, workers = str(child.rank), str(self.num_workers)
@@ -198,10 +200,16 @@ class Plan:
         """Of all its hosts together; None where none has a price, or the configuration says it."""
         if self.config.cost.total_per_hour is not None:
             return None
-        hosts = {place.host: place.per_hour for place in self.places.values()}
+        places = [at for child, at in self.places.items() if self.mode != SINGLE or child == self.reporter]
+        hosts = {place.host: place.per_hour for place in places}
         prices = [self.config.cost.per_hour if own is None else own for own in hosts.values()]
         known = [price for price in prices if price is not None]
         return sum(known) if known else None
+
+    @property
+    def rate(self) -> float | None:
+        """What an hour of the run costs; None where no price is known."""
+        return self.config.cost.rate if self.per_hour is None else self.per_hour
 
     @property
     def work(self) -> str:

@@ -63,6 +63,8 @@ class Contributions:
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
+        self._begun_steps = 0  # of the slowest, when training began
+        self._first: tuple[float, int] | None = None  # when all had taken their first, and the slowest's steps then
 
     # ---- taking ---------------------------------------------------------------------------
 
@@ -128,6 +130,8 @@ class Contributions:
         )  # fmt: skip
         stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at)
         self._ended_at = event.at
+        if self._first is None and (steps := self.policy.min_steps_done) > self._begun_steps:
+            self._first = event.at, steps
         if self._empty:
             self._empty.pop(rank, None)
         if judged.is_clipped:
@@ -277,7 +281,7 @@ class Contributions:
         if not is_start:
             stats.wait_s += held_s
         elif self._started_at is None:
-            self._started_at = at
+            self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
         has_weights = is_start or (policy.contribution != "report" and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
@@ -303,6 +307,16 @@ class Contributions:
     def epoch_samples(self) -> int | None:
         """Samples of the data set, where workers have said how many, and all the same."""
         return self._data.num_samples
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a training step of each worker, from when all had taken their first to the newest; 0.0: unknown.
+        Not by what each contributed: who is dropped from rounds contributes in bursts, and trains all the time."""
+        if self._first is None or self._ended_at is None:
+            return 0.0
+        at, steps = self._first
+        num_steps = self.policy.min_steps_done - steps
+        return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
 
     def elapsed_s(self, at: float, is_over: bool) -> float:
         """Seconds from the first answer to the newest contribution, or to now while the run goes on."""

@@ -14,6 +14,8 @@ import paramserver.launch.plan.runs as plan_module
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch import run
+from paramserver.launch.plan.hosts import load_hosts
+from paramserver.launch.plan.placement import place
 from paramserver.launch.plan.process import SERVER
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.plan.settings import own_path
@@ -363,3 +365,23 @@ def test_a_report_says_in_what_the_modes_differ_beside_their_names() -> None:
     assert found["policy.staleness"] == [5, "-", "-", "-"] and found["policy.buffer"] == ["-", "-", 3, "-"]
     assert found["policy.local_steps"] == ["-", 8, "-", "-"] and found["run.batch_size"] == [16, 16, 16, 64]
     assert "run.seed" not in found
+
+
+HOSTS = "hosts:\n  - {host: a, per_hour: 0.5}\n  - {host: b, per_hour: 2.0}\n  - {host: c, per_hour: 8.0}\n"
+
+
+@pytest.mark.parametrize(("sets", "rates"), [
+    ([], (2.5, 0.5)), (["cost.per_hour=7"], (2.5, 0.5)), (["cost.total_per_hour=9"], (9.0, 9.0)),
+])  # fmt: skip
+def test_a_plan_costs_what_its_machines_cost_together(
+    tmp_path: Path, sets: list[str], rates: tuple[float, float]
+) -> None:
+    """`single` has the first one alone."""
+    (tmp_path / "hosts.yaml").write_text(HOSTS)
+    places = place(load_hosts(str(tmp_path / "hosts.yaml")), 2, 1, colocate=False, folder=".")
+    machine = Machine(python="python", num_cores=8, spans_hosts=True, places=places)
+    plans = plan_runs(resolve(*sets, run__workers=2), Request(modes=("sync", "single")), machine)
+    assert tuple(plan.rate for plan in plans) == rates
+    for plan, rate in zip(plans, rates, strict=True):
+        assert any(f"cost.total_per_hour={rate}" in spec.argv for spec in plan.processes("h:1")), "so it says it itself"
+    assert plan_of(resolve("cost.per_hour=7")).rate == 7.0 and plan_of(resolve()).rate is None

@@ -71,6 +71,7 @@ class AloneSession(Session):
         self._model: nn.Module | None = None
         self.loss = float("nan")
         self.started_at = time.perf_counter()
+        self.stepped_at = (0.0, 0.0)  # the first time, and the newest
         self.ended_by = ""  # why it was stopped
         self.summary: Summary | None = None  # once it is over
 
@@ -138,6 +139,8 @@ class AloneSession(Session):
         self.evaluation.begin(self._progress, self._taken)
         self.num_samples += self._taken.step()[1]
         self.num_steps += 1
+        now = time.perf_counter()
+        self.stepped_at = now if self.num_steps == 1 else self.stepped_at[0], now
         self._progress.training_steps = self.num_steps
         if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
             self.evaluation.run()
@@ -286,10 +289,11 @@ def _write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
     if session.figures and session.curve.points:
         session.measured(session.figures, model_tensors)
     worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
+    first, last = session.stepped_at
     summary = Summary(
         mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
         ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
-        best=session.curve.best,
+        best=session.curve.best, step_s=(last - first) / max(1, session.num_steps - 1),
     )  # fmt: skip
     if (rate := config.cost.rate) is not None:
         summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
