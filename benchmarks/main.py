@@ -40,6 +40,7 @@ Measure exchanges, rounds, latency, scale, steps and memory: the real programs, 
   ps-bench round --workers 2 --peers gloo,ddp
   ps-bench allreduce --sweep            among workers: by size, and in a training step
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
+  ps-bench latency --store --page       and by servers with a record, with a page
   ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
   ps-bench page                         what a page, viewers and the record cost a server
   ps-bench step --task digits           compute, transfer, wait and apply
@@ -60,6 +61,16 @@ RunsOption = Annotated[
     int, typer.Option("--runs", min=1, help="Turns measured, after 3 to warm up.", rich_help_panel=_RUN)
 ]
 FloatsOption = Annotated[int, typer.Option("--floats", min=1, help="Parameters of the model.", rich_help_panel=_SIZE)]
+
+StoreOption = Annotated[
+    bool, typer.Option("--store", help="By servers that keep the run on record, too.", rich_help_panel=_RUN)
+]
+PageOption = Annotated[bool, typer.Option("--page", help="By servers that have a page, too.", rich_help_panel=_RUN)]
+
+
+def watched_by(store: bool, page: bool) -> tuple[str, ...]:
+    return ("store",) * store + ("page",) * page
+
 
 app = make_app(_HELP)
 
@@ -86,6 +97,8 @@ def exchange(
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
     lane: LaneOption = "all",
     tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
+    store: StoreOption = False,
+    page: PageOption = False,
     peers: PeersOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
@@ -104,7 +117,9 @@ def exchange(
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.exchange import ExchangeOptions, measure_exchange
 
-    options = ExchangeOptions(mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb)
+    options = ExchangeOptions(
+        mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb, watched_by(store, page)
+    )
     show(measure_exchange(options, names), json_path, keep, plot)
 
 
@@ -170,6 +185,8 @@ def latency(
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     lane: LaneOption = "all",
+    store: StoreOption = False,
+    page: PageOption = False,
     peers: PeersOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -179,7 +196,8 @@ def latency(
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.latency import LatencyOptions, measure_latency
 
-    show(measure_latency(LatencyOptions(floats, exchanges, mode, optimizer, lane), names), json_path, keep)
+    options = LatencyOptions(floats, exchanges, mode, optimizer, lane, watched_by(store, page))
+    show(measure_latency(options, names), json_path, keep)
 
 
 @app.command(help="Many workers at once, played by few processes: exchanges per second, and the server's CPU share.")

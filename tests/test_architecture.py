@@ -283,6 +283,17 @@ def test_the_launcher_starts_without_torch_and_grpc() -> None:
     assert output == "[]\n"
 
 
+def test_a_server_says_its_flags_without_what_is_heavy() -> None:
+    """`ps-server --help`, as it is typed: neither torch nor the page's packages."""
+    heavy = ("torch", "numpy", "google.protobuf", "starlette", "uvicorn", "websockets", "sqlite3")
+    code = (
+        "import atexit, sys; sys.argv[1:] = ['--help']; from paramserver.ps.main import main\n"
+        f"atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]))\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--mode" in done.stdout and done.stdout.endswith("\n[]\n"), done.stdout[-200:]
+
+
 def test_a_simulation_needs_no_torch_and_no_network() -> None:
     """The run's rules and the modes do without, so that it starts at once."""
     heavy = ("torch", "numpy", "grpc", "google.protobuf", "asyncio")

@@ -45,6 +45,7 @@ class ExchangeOptions:
     sweep: bool = False
     min_kb: int = 4
     max_mb: int = 1100
+    watched: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -73,7 +74,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     num_floats, num_steps = num_bytes // 4, warmup + options.runs * per_turn
     ours = {
         variant.name: OurExchange(variant, options.mode, options.optimizer, options.codec, num_floats, num_steps)
-        for variant in variants_of(options.lane, options.tls)
+        for variant in variants_of(options.lane, options.tls, options.watched)
     }
     contestants: dict[str, Callable[[], Contestant]] = {name: one.opened for name, one in ours.items()}
     contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
@@ -90,7 +91,14 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         "peers": theirs,
         "ratios": {name: {peer: ratios(figure, theirs[peer]) for peer in theirs} for name, figure in mine.items()},
         "tls": {
-            one.variant.lane: times[name] / times[one.variant.lane] for name, one in ours.items() if one.variant.is_tls
+            one.variant.lane: times[name] / times[one.variant.lane]
+            for name, one in ours.items()
+            if one.variant.is_tls and not one.variant.watched
+        },
+        "watched": {
+            name: times[name] / times[name.removesuffix(f", {one.variant.watched}")]
+            for name, one in ours.items()
+            if one.variant.watched
         },
     }
 
@@ -136,13 +144,15 @@ def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
 def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
     """Whatever makes a figure mean less than its name says."""
     notes = []
-    for variant in variants_of(options.lane, options.tls):
+    for variant in variants_of(options.lane, options.tls, options.watched):
         for one in found:
             if (lane := one["ours"][variant.name]["lane"]) != variant.lane:
                 notes.append(f"{variant.name}: NOT TAKEN at {one['size_mb']:g} MB, the lane was {lane}")
     for one in found:
         told = ", ".join(f"{lane} {ratio:.2f} x" for lane, ratio in one["tls"].items())
         notes += [f"{one['size_mb']:g} MB in TLS, of the same without: {told}"] if told else []
+        told = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in one["watched"].items())
+        notes += [f"{one['size_mb']:g} MB, time through that of a bare server: {told}"] if told else []
     apart = [f"{one['size_mb']:g}" for one in found if not one["in_turns"]]
     if apart:
         notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")

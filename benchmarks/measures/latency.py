@@ -21,7 +21,7 @@ from ..output.tables import figures, page
 from ..peers.run import chosen_running
 from ..rig.echo import echo_stream
 from ..rig.ours import lanes_of
-from ..rig.server_process import running_server
+from ..rig.server_process import running_server, watching
 from ..rig.turns import Contestant, Measured, Samples, measure, timed
 from ..rig.worker_run import joined_worker
 
@@ -36,6 +36,7 @@ class LatencyOptions:
     mode: str
     optimizer: str
     lane: str
+    watched: tuple[str, ...] = ()
 
     @property
     def lanes(self) -> list[str]:
@@ -50,8 +51,9 @@ class LatencyOptions:
 def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> Report:
     """Ours, the ping-pong, and those peers that are installed."""
     with chosen_running(peer_names, "latency") as (peers, lines):
+        hows = ("", *options.watched)
         contestants: dict[str, Callable[[], Contestant]] = {
-            **{lane: partial(_exchanges, options, lane) for lane in options.lanes},
+            **{_name(lane, how): partial(_exchanges, options, lane, how) for how in hows for lane in options.lanes},
             _PING: partial(_pings, options.floats * 4),
         }
         contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
@@ -66,6 +68,9 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
     results["ratios"] = {
         lane: {other: _ratio(results[lane], results[other]) for other in others} for lane in options.lanes
     }
+    for how in options.watched:
+        for lane in options.lanes:
+            results["ratios"][_name(lane, how)] = {lane: _ratio(results[_name(lane, how)], results[lane])}
     config = {
         **vars(options),
         "payload_bytes": options.floats * 4,
@@ -75,12 +80,17 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
     return Report("latency", config, results, _table(options, results, others, lines))
 
 
+def _name(lane: str, how: str) -> str:
+    return f"{lane}, {how}" if how else lane
+
+
 @contextmanager
-def _exchanges(options: LatencyOptions, lane: str) -> Iterator[Measured]:
+def _exchanges(options: LatencyOptions, lane: str, how: str) -> Iterator[Measured]:
     num_steps = options.num_warmup + options.exchanges + 1
     flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--set", "policy.local_steps=1")
     with (
-        running_server(*flags) as server,
+        watching(how) as more,
+        running_server(*flags, *more) as server,
         joined_worker(server.address, 0, options.floats, options.optimizer, "raw", lane) as worker,
     ):
         yield timed("exchange", worker.optimizer.step)
@@ -110,11 +120,12 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _table(
     options: LatencyOptions, results: dict[str, dict[str, Any]], others: list[str], lines: list[str]
 ) -> RenderableType:
-    names = {lane: f"exchange over {lane}, with the step" for lane in options.lanes}
+    hows = ("", *options.watched)
+    names = {_name(lane, how): f"exchange over {_name(lane, how)}" for how in hows for lane in options.lanes}
     names |= {name: "bare gRPC ping-pong" if name == _PING else name for name in others}
     rows = [[shown, *(f"{value:,.0f} us" for value in results[name].values())] for name, shown in names.items()]
     for lane, ratios in results["ratios"].items():
         for other, ratio in ratios.items():
-            rows.append([f"{lane} / {other}", *(f"{value:.2f}" for value in ratio.values())])
+            rows.append([f"{lane} / {other}", *(f"{value:.3f}" for value in ratio.values())])
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.exchanges:,} exchanges"
     return page(title, figures(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)

@@ -7,19 +7,17 @@ is the record's and the page's. A viewer is a connection that reads every event 
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import RenderableType
 
 from ..output.machine import machine
 from ..output.report import Report, median
 from ..output.tables import figures, page
-from ..rig.server_process import ServerProcess, running_server
+from ..rig.server_process import ServerProcess, running_server, watching
 from ..rig.swarm import SwarmOptions, swarm_life
 from ..rig.team import team
 
@@ -57,11 +55,9 @@ def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, floa
     with ExitStack() as stack:
         flags = ["--mode", "async", "--workers", str(options.workers), "--steps", str(_STEPS)]
         if "record" in having:
-            flags += ["--set", "output.store=true", "--set", f"output.track_dir={stack.enter_context(_folder())}"]
-        else:
-            flags += ["--set", "output.store=false"]
+            flags += stack.enter_context(watching("store"))
         if "page" in having:
-            flags += ["--web", "127.0.0.1:0"]
+            flags += stack.enter_context(watching("page"))
         server = stack.enter_context(running_server(*flags))
         pace_s = options.workers / options.per_s
         swarm = SwarmOptions(server.address, server.pid, options.floats, "sgd", options.seconds, "direct", pace_s)
@@ -70,12 +66,6 @@ def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, floa
             stack.enter_context(_viewers(server, options.viewers))
         (one,) = players.turns(1)
     return {"exchanges_per_s": one["rate"][0], "server_cpu": one["server"][0]}
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
-        yield Path(folder)
 
 
 @contextmanager

@@ -28,12 +28,12 @@ With TLS the server has a certificate, and the worker the authority's: made for 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from .certificates import server_certificate
-from .server_process import running_server
+from .server_process import running_server, watching
 from .turns import Measured, Samples
 from .worker_run import JoinedWorker, joined_worker
 
@@ -48,6 +48,7 @@ class Variant:
     lane: str
     renews: bool
     is_tls: bool = False
+    watched: str = ""  # `store` or `page`: what its servers have beside
 
 
 VARIANTS = {
@@ -58,11 +59,13 @@ VARIANTS = {
 LANES = (*VARIANTS, "all")
 
 
-def variants_of(lane: str, tls: bool = False) -> tuple[Variant, ...]:
-    """Those of a lane, or of all; `tls`: those over the network encrypted too."""
+def variants_of(lane: str, tls: bool = False, watched: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Those of a lane, or of all; `tls`: those over the network encrypted too; and all by servers with a store, a page,
+    as far as they are `watched`."""
     found = sum(VARIANTS.values(), ()) if lane == "all" else VARIANTS[lane]
     over = [one for one in found if one.lane != "shared"] if tls else []
-    return (*found, *(replace(one, name=f"{one.name}, TLS", is_tls=True) for one in over))
+    found += tuple(replace(one, name=f"{one.name}, TLS", is_tls=True) for one in over)
+    return found + tuple(replace(one, name=f"{one.name}, {how}", watched=how) for how in watched for one in found)
 
 
 def lanes_of(lane: str) -> tuple[str, ...]:
@@ -100,8 +103,9 @@ class OurExchange:
         second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
         with (
             server_certificate(self.variant.is_tls) as (flags, ca),
-            running_server(*first_flags, *flags) as both_ways,
-            running_server(*second_flags, *flags) as one_way,
+            watching(self.variant.watched) as more,
+            running_server(*first_flags, *flags, *more) as both_ways,
+            running_server(*second_flags, *flags, *more) as one_way,
             joined_worker(both_ways.address, 0, *size, ca=ca) as first,
             joined_worker(one_way.address, 0, *size, ca=ca) as second,
         ):

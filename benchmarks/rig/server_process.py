@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -79,12 +80,13 @@ class ServerProcess:
 
 @contextmanager
 def running_server(*flags: str) -> Iterator[ServerProcess]:
-    """`ps-server` on a free loopback port with these flags, stopped at the end of the block.
+    """`ps-server` on a free loopback port with these flags, stopped at the end of the block. It keeps nothing on record
+    unless they say so.
 
     It may still be starting when the block begins, so that several start side by side.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", *flags],
+        [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--no-store", *flags],
         env={**clean_environment(), "PS_LOG__FORMAT": "json"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -96,6 +98,14 @@ def running_server(*flags: str) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def watching(how: str) -> Iterator[tuple[str, ...]]:
+    """Flags of a server that keeps its run on record (`store`, in a folder of the block), has a `page`, or neither."""
+    with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
+        flags = {"store": ("--store", "--set", f"output.track_dir={folder}"), "page": ("--web", "127.0.0.1:0")}
+        yield flags.get(how, ())
 
 
 def clean_environment() -> dict[str, str]:

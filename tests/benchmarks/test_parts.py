@@ -159,6 +159,7 @@ def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
 def test_lanes() -> None:
     assert [one.name for one in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
     assert [one.lane for one in variants_of("direct")] == ["direct"]
+    assert [one.name for one in variants_of("grpc", watched=("store", "page"))] == ["grpc", "grpc, store", "grpc, page"]
 
 
 @pytest.mark.parametrize(

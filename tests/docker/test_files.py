@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -94,6 +98,35 @@ def test_compose_accepts_it(files: list[str]) -> None:
         assert services[name]["restart"] == "on-failure:10"  # "always" would start a finished run again for ever
     published = [port for service in services.values() for port in service.get("ports", [])]
     assert sorted(published) == ["127.0.0.1:3000:3000/tcp", "127.0.0.1:9090:9090/tcp"]
+
+
+def test_what_the_containers_say_is_what_alloy_reads(tmp_path: Path) -> None:
+    """A server with the log of the compose file: the fields that become labels and time, and those of the query."""
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    alloy = (DOCKER / "loki" / "config.alloy").read_text()
+    (read,) = re.findall(r'regex += "([a-z|]+)"', alloy)
+    formats = {services[name]["environment"]["PS_LOG__FORMAT"] for name in read.split("|")}
+    assert formats == {"${LOG_FORMAT:-json}"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--no-store"],
+        cwd=tmp_path, env={**os.environ, "PS_LOG__FORMAT": "json"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stderr is not None
+        said = next(line for line in server.stderr if "listening" in line)
+    finally:
+        server.kill()
+        server.communicate()
+    line = json.loads(said)
+    (wanted,) = re.findall(r"expressions = \{(.*?)\}", alloy)
+    asked = re.findall(r"(\w+) = ", wanted)
+    assert {"program", "timestamp"} <= set(asked) <= line.keys()
+    assert (line["program"], line["event"]) == ("ps-server", "listening") and 'format = "Unix"' in alloy
+    assert abs(float(line["timestamp"]) - time.time()) < 3600
+    (label, field) = re.findall(
+        r"`\{(\w+)=\"ps-server\"\} \| json \| (\w+)=", (ROOT / "docs/containers.md").read_text()
+    )[0]
+    assert label in re.findall(r"values = \{(.*?)\}", alloy)[0] and field in line
 
 
 # ---- prometheus -----------------------------------------------------------------------------------
