@@ -88,13 +88,15 @@ def of_run(store: RunStore, run: StoredRun) -> Watched:
         version=str(store.code(run).get("program", "")), settings=store.config(run),
     )  # fmt: skip
     points, summary = store.series(run), store.summary(run)
+    by_tick = store.shares(run)
+    shares = [by_tick.get(one.tick, (None, None)) for one in points]
     watched = Watched(about=about, evaluations=list(store.evaluations(run)))
     watched.series |= {
         "elapsed_s": [one.elapsed_s for one in points], "step": [float(one.step) for one in points],
         "version": [float(one.version) for one in points], "loss": [one.loss for one in points],
         "samples": [float(one.samples) for one in points], "bytes": [float(one.num_bytes) for one in points],
-        "samples_per_s": [one.samples_per_s for one in points], "wait_share": [None] * len(points),
-        "staleness_mean": [None] * len(points),
+        "samples_per_s": [one.samples_per_s for one in points], "wait_share": [waits for waits, _ in shares],
+        "staleness_mean": [behind for _, behind in shares],
     }  # fmt: skip
     watched.events.extend(happened(one.at, one.kind, one.rank, one.fields) for one in store.events(run)[-_MOST_EVENTS:])
     newest = points[-1].tick if points else 0
@@ -121,7 +123,7 @@ def _tick(run: StoredRun, workers: list[WorkerPoint], summary: Summary | None, s
             one.contributions = counted.get(one.rank)
     durable = store.checkpoints(run)
     return Tick(
-        at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary),
+        at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary), staleness=summary.staleness,
         durable_version=durable[-1].version if durable else 0, is_over=run.state != "running",
     )  # fmt: skip
 

@@ -90,6 +90,7 @@ class Summary(BaseModel):
     gain: float | None = None  # what the outer momentum makes of a direction that goes on so
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
     step_s: float = 0.0  # of a training step of each worker, once all had taken their first; 0: not known
+    staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind; 64: and more
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others

@@ -216,6 +216,14 @@ class RunStore:
         rows = self._rows(question, run.key, after, *(() if rank is None else (rank,)))
         return [WorkerPoint.model_construct(**_without_run(row)) for row in rows]
 
+    def shares(self, run: StoredRun) -> dict[int, tuple[float, float]]:
+        """By tick: waiting as a share of the workers' time until then, and the mean staleness; of ranks on record."""
+        question = (
+            "SELECT tick, sum(wait_s) / max(1e-9, sum(compute_s + transfer_s + wait_s)), "
+            "sum(staleness_mean * samples) / max(1, sum(samples)) FROM worker_series WHERE run = ? GROUP BY tick"
+        )
+        return {tick: (waits, behind) for tick, waits, behind in self._rows(question, run.key)}
+
     def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:
         """Those with a number beyond `after`."""
         rows = self._rows("SELECT * FROM events WHERE run = ? AND number > ? ORDER BY number", run.key, after)

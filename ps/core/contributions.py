@@ -24,6 +24,7 @@ from .judgement import SOUND, halted, rejected_too_often
 from .roster import Roster, Worker
 
 # An exchange is over with one of these, and the worker has said how long it took with the next contribution.
+_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
@@ -63,6 +64,7 @@ class Contributions:
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
+        self.staleness: dict[int, int] = {}  # contributions by versions behind, since this process began
         self._begun_steps = 0  # of the slowest, when training began
         self._first: tuple[float, int] | None = None  # when all had taken their first, and the slowest's steps then
 
@@ -178,6 +180,9 @@ class Contributions:
     def _note(self, event: Contributed, identity: Identity, outcome: str, version: int) -> Effect:
         is_over = outcome in _ENDS_EXCHANGE
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
+        if outcome == "accepted":
+            behind = min(_MOST_BINS, max(0, version - event.base_version))
+            self.staleness[behind] = self.staleness.get(behind, 0) + 1
         return effects.ContributionTaken(
             identity, event.base_version, version, outcome, event.num_samples, exchange_s,
             event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps, event.traffic,

@@ -151,6 +151,7 @@ def summary(engine: Engine) -> Summary:
         version=run.policy.version,
         wall_s=round(engine.elapsed_s(), 3),
         step_s=run.contributions.step_s,
+        staleness=dict(sorted(run.contributions.staleness.items())),
         ended_by=run.ended_by,
         final=final,
         curve=[_with_bytes(engine, point) for point in run.curve.points],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,18 @@ from typing import Any
 import pytest
 
 from paramserver.catalog.comparing import so_far
+from paramserver.common.config.sources import load_config
 from paramserver.common.reporting.curve import Point
+from paramserver.common.reporting.log import setup_logging
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.common.runstore import changing
 from paramserver.common.runstore.reading import RunStore
+from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.tests.loopback.conftest import Cluster
-from paramserver.web.stored import Store
+from paramserver.web.stored import Store, of_run
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
 
@@ -232,6 +237,90 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
         gaps = {after - before for before, after in pairwise(steps[:-1])}
         assert gaps == {8}
         assert [point.tick for point in store.worker_series(run)] == [point.tick for point in store.series(run)]
+
+
+def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Path) -> None:
+    file = tmp_path / "paramserver.db"
+    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, beat_s=1.0, config={},
+                                       code={}, machine={}))  # fmt: skip
+    for step in (1, 2):
+        ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, samples=10 * (rank + 1),
+                              staleness_mean=float(rank)) for rank in range(2)]  # fmt: skip
+        writer.status(float(step), Status(step=step, version=step, elapsed_s=step, workers=ranks))
+    assert writer.end(3.0, Summary(mode="async", staleness={0: 5, 2: 1}), "")
+    writer.close()
+    with RunStore(file) as store:
+        (run,) = store.runs()
+        assert store.shares(run) == {tick: (pytest.approx(1 / 7), pytest.approx(20 / 30)) for tick in (1, 2)}
+        found = of_run(store, run)
+    assert found.newest is not None and found.newest.staleness == {0: 5, 2: 1}
+    assert found.series["wait_share"] == [pytest.approx(1 / 7)] * 2
+    assert found.series["staleness_mean"] == [pytest.approx(2 / 3)] * 2
+
+
+def test_a_file_that_is_damaged_during_a_run_ends_what_is_written_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = record_in(tmp_path)
+    record.writer.status(time.time(), Status(step=1))
+    record.flush()
+    assert not record.is_off
+    for path in tmp_path.iterdir():  # also what is not in the file itself yet
+        path.write_bytes(b"no database" * 5000)
+    for step in range(2, 50):
+        record.writer.status(time.time(), Status(step=step))
+        record.flush()
+    record.end(time.time(), Summary(mode="sync"), "")
+    assert record.is_off
+    assert capsys.readouterr().err.count("store_off") == 1, "said once"
+
+
+def test_a_run_alone_goes_on_without_a_file_that_is_damaged(cluster: Cluster) -> None:
+    (cluster.folder / "runs").mkdir()
+    (cluster.folder / "runs" / "paramserver.db").write_bytes(b"no database" * 1000)
+    done = cluster.command("launch", "--task", "linear", "--mode", "single", "--steps", "20", "--save", "w.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("store_off") == 1 and "not on record" in done.stderr
+    assert (cluster.folder / "w.safetensors").exists() and "single" in done.stdout
+
+
+def test_a_file_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "paramserver.db"
+    write(file, "a" * 12)
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")  # nothing beside the file
+    before = file.read_bytes()
+    with read_only(file):
+        record = record_in(tmp_path)
+        record.writer.status(time.time(), Status(step=1))
+        record.flush()
+        record.end(time.time(), Summary(mode="sync"), "")
+        assert record.is_off and capsys.readouterr().err.count("store_off") == 1
+        with RunStore(file) as store:
+            assert [run.id for run in store.runs()] == ["a" * 12]
+    assert file.read_bytes() == before
+
+
+def record_in(folder: Path) -> Record:
+    config = load_config(None, {"output.track_dir": str(folder)}, [], {}).config
+    setup_logging(config.log, "ps-server")
+    return Record(config, run="b" * 12, mode="sync")
+
+
+@contextmanager
+def read_only(file: Path) -> Iterator[None]:
+    """Also for root, who may write what nobody may: then by an attribute of the file system, where it has one."""
+    file.chmod(0o444)
+    file.parent.chmod(0o555)
+    is_kept = os.geteuid() == 0
+    try:
+        if is_kept and subprocess.run(["chattr", "+i", str(file)], capture_output=True, check=False).returncode:
+            pytest.skip("root may write anything here: no chattr +i")
+        yield
+    finally:
+        if is_kept:
+            subprocess.run(["chattr", "-i", str(file)], capture_output=True, check=False)
+        file.parent.chmod(0o755)
 
 
 def test_the_command_starts_without_what_is_heavy() -> None:

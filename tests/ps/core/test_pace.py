@@ -67,3 +67,4 @@ def test_the_first_step_of_the_last_to_begin_is_not_in_it_and_the_slowest_counts
     for number in range(1, 12):
         run.apply(events.Contributed(1, 1, number, run.policy.version, at=9.0 + 0.05 * number))
     assert run.contributions.step_s == pytest.approx(0.05)
+    assert run.contributions.staleness == {0: 22}, "of what each had built on, which was the newest"
