@@ -50,10 +50,6 @@ def points_of(store: RunStore, run: StoredRun, figure: str, over: str) -> list[t
             raise UsageError(
                 f"run {run.label} has no figure {figure}", fix=f"it has {', '.join([*_OF_SERIES, *known])}"
             )
-        if over == "samples":
-            raise UsageError(
-                f"how many samples were behind an evaluation is not on record: {figure}", fix="--over step"
-            )
         found = [(getattr(point, _OVER[over]), point.figures[figure]) for point in evaluated if figure in point.figures]
     found = [(float(x), float(y)) for x, y in found if x is not None and math.isfinite(y)]
     if len(found) < 2:

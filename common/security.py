@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 log = get_logger()
 
 TOKEN_VARIABLE = "PS_TOKEN"
+WEB_TOKEN_VARIABLE = (
+    "PS_WEB_TOKEN"  # of the page alone; ps-launch gives one, which a server that is started again keeps
+)
 _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"

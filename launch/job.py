@@ -7,6 +7,7 @@ supervisor's Finish.
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -21,6 +22,7 @@ from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, ParamServerError
 from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.summary import Summary
+from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVER, Child, ProcessSpec
@@ -44,7 +46,8 @@ class Outcome:
 class Job:
     """One run of one plan."""
 
-    def __init__(self, plan: Plan, make_backend: Callable[..., Backend], site: Site) -> None:
+    def __init__(self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "") -> None:
+        """`page`: where the run before it was shown, whose readers look for this one there."""
         self._plan = plan
         self._make_backend = make_backend
         self._site = site
@@ -52,7 +55,7 @@ class Job:
         self._reached: dict[Child, str] = {}  # and where others reach them
         self._checking: asyncio.Future[None] | None = None
         self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
-        self._page = ""  # where the coordinator shows the run
+        self.page = page  # where the coordinator shows the run
         self._summary: Summary | None = None
         self._trained: list[Point] = []
         self._blame = Blame()
@@ -79,6 +82,8 @@ class Job:
         self._screen = make_screen(self._plan.config, self._plan.hosts(), on_lost=self._on_output_lost)
         try:
             self._screen.note("starting", self._plan.headline())
+            if self._plan.config.launch.web and self._plan.server is None:
+                self._screen.note("no_page", f"{self._plan.mode} has no server, and so no page")
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
                 if await self._is_prepared():
@@ -161,7 +166,9 @@ class Job:
         elif event.name == "evicted":
             self._supervisor.evicted(Child("worker", event.fields.get("rank", 0)))
         elif event.name == "page":
-            self._page = str(event.fields.get("address", ""))
+            self.page = str(event.fields.get("address", ""))
+            if token := os.environ.get(WEB_TOKEN_VARIABLE):
+                self._screen.secret(f"the page: {event.fields.get('url')}?token={token}")
         elif event.name == "already_done":
             done = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(event.fields)
             self._carry_out(self._supervisor.already_done(done, self._loop.time()))
@@ -224,9 +231,8 @@ class Job:
         spec = self._plan.process(child, self._reached.get(SERVER))
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
-            page = self._page if child == SERVER else ""
-            return self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot, page=page)
-        return spec
+            spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
+        return self._plan.with_page(spec, self.page) if child == SERVER and self.page else spec
 
     def _say_why(self, decisions: list[Decision]) -> None:
         """A note for each failure that is mended, and one for all processes that end for the same reason."""
@@ -252,12 +258,14 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
     outcomes: list[Outcome] = []
+    page = ""
     for plan in plans:
-        job = Job(plan, make_backend, site)
+        job = Job(plan, make_backend, site, page)
         running = asyncio.ensure_future(job.run())
         for number in signals:
             loop.add_signal_handler(number, job.interrupt, number)
         outcomes.append(await running)
+        page = job.page
         if outcomes[-1].finish.exit_code:
             break
     return outcomes

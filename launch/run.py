@@ -29,6 +29,7 @@ from ..common.reporting.compared import prepare_report, write_report
 from ..common.reporting.findings import findings
 from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.report import comparison_table, report_console, summary_table
+from ..common.security import WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
@@ -142,8 +143,10 @@ def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, then show and write what came of them; the exit code."""
     if (report := site.config.output.report) is not None:
         prepare_report(report)
-    if site.config.launch.web:  # a server that is started again keeps it, and so does the page that is open
-        os.environ.setdefault("PS_WEB_TOKEN", secrets.token_urlsafe(16))
+    if (
+        site.config.launch.web or site.config.server.web is not None
+    ):  # a server that is started again keeps it, and so does the page that is open
+        os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
     outcomes = asyncio.run(run_all(plans, backend_of(site.config), site))
     code = outcomes[-1].finish.exit_code
     try:

@@ -11,6 +11,7 @@ from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,16 +19,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from ..common.reporting.watched import Line
 from ..common.version import PROGRAM_VERSION
 from .feed import Feed, Message
 from .guard import told
-from .openapi import description
+from .openapi import Done, Health, Session, description
 from .stored import Store
 
 _STATIC = Path(__file__).parent / "static"
 _STYLE = "style.css"
 MOST_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
+_LINES = TypeAdapter(list[Line])
 
 
 class Runs:
@@ -39,6 +42,14 @@ class Runs:
         self.num_viewers = 0
         self.stopped = asyncio.Event()
 
+    def begin(self, feed: Feed, version: int) -> None:
+        """A run of this process, from `version` on. What was before it is on record, where runs are kept."""
+        about = feed.watched.about
+        before = self.store.watched(about.run) if self.store is not None and about.server_incarnation > 1 else None
+        if before is not None:
+            feed.watched.goes_on(before, version)
+        self.live[about.run] = feed
+
     def feed(self, name: str) -> Feed:
         """`live` is the newest one that goes on. HTTPException 404 names those there are."""
         if name == "live" and self.live:
@@ -47,14 +58,14 @@ class Runs:
             return self.live[name]
         watched = self.store.watched(name) if self.store is not None else None
         if watched is None:
-            known = [*self.live, *(one["run"] for one in self.listed()[:20])]
+            known = [*self.live, *(one.run for one in self.listed()[:20])]
             raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
         return Feed.of(watched)
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[Line]:
         """A line each, the newest first."""
         stored = self.store.runs() if self.store is not None else []
-        return [*map(_line, reversed(self.live.values())), *(one for one in stored if one["run"] not in self.live)]
+        return [*map(_line, reversed(self.live.values())), *(one for one in stored if one.run not in self.live)]
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
         """How a run that another process writes is read again; None for what is told by itself."""
@@ -87,7 +98,7 @@ def make_app(runs: Runs) -> Starlette:
         return handle
 
     async def listed(request: Request) -> Response:
-        return JSONResponse(runs.listed())
+        return Response(_LINES.dump_json(runs.listed()), media_type="application/json")
 
     async def whole(request: Request) -> Response:
         return Response(runs.feed(request.path_params["run"]).whole().data, media_type="application/json")
@@ -105,10 +116,10 @@ def make_app(runs: Runs) -> Starlette:
         return await _control(runs.feed(request.path_params["run"]), request)
 
     async def session(request: Request) -> Response:
-        return JSONResponse({"may_control": request.state.may_control, "program": PROGRAM_VERSION})
+        return JSONResponse(Session(may_control=request.state.may_control, program=PROGRAM_VERSION).model_dump())
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "runs": len(runs.live), "viewers": runs.num_viewers})
+        return JSONResponse(Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())
 
     async def described(request: Request) -> Response:
         return JSONResponse(description())
@@ -140,6 +151,9 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/runs/{run}/workers", of_run(_workers)),
             Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.watched.series)),
             Route("/api/runs/{run}/events", of_run(lambda feed: [one.model_dump() for one in feed.watched.events])),
+            Route(
+                "/api/runs/{run}/snapshots", of_run(lambda feed: [one.model_dump() for one in feed.watched.snapshots])
+            ),
             Route("/api/runs/{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),
@@ -168,14 +182,16 @@ def _file(files: dict[str, tuple[bytes, str]], name: str, request: Request) -> R
     return Response(body, media_type=guess_type(name)[0], headers=headers)
 
 
-def _line(feed: Feed) -> dict[str, Any]:
-    """Of a run in a list."""
+def _line(feed: Feed) -> Line:
     about, tick = feed.watched.about, feed.watched.newest
-    found: dict[str, Any] = {"run": about.run, "mode": about.mode, "task": about.task, "started": about.started}
-    found["state"] = "over" if feed.is_over else "live"
+    found = Line(run=about.run, mode=about.mode, task=about.task, started=about.started)
+    found.state = "over" if feed.is_over else "live"
     if tick is not None:
-        found |= {"step": tick.status.step, "steps": tick.status.steps, "version": tick.status.version}
-        found |= {"loss": tick.status.loss, "workers": tick.status.num_joined}
+        status = tick.status
+        for name in ("step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes", "elapsed_s"):
+            setattr(found, name, getattr(status, name))
+        found.workers = status.num_joined
+        found.figures = tick.totals.final or (status.evaluated.figures if status.evaluated else {})
     return found
 
 
@@ -195,7 +211,7 @@ async def _control(feed: Feed, request: Request) -> Response:
     if feed.control is None or feed.is_over:
         return told(409, "this run takes no orders: it is over, or kept for reading only")
     try:
-        return JSONResponse({"done": await feed.control(asked)})
+        return JSONResponse(Done(done=await feed.control(asked)).model_dump())
     except ValueError as error:
         return told(422, str(error))
 

@@ -29,8 +29,8 @@ class Message(NamedTuple):
 class Feed:
     """Of one run that goes on."""
 
-    def __init__(self, about: About, control: Control | None = None) -> None:
-        self.watched = Watched(about=about)
+    def __init__(self, watched: Watched, control: Control | None = None) -> None:
+        self.watched = watched
         self.control = control
         self.is_over = False
         self._number = 0
@@ -42,8 +42,7 @@ class Feed:
     @classmethod
     def of(cls, watched: Watched) -> Feed:
         """Of a run on record, as it was read."""
-        feed = cls(watched.about)
-        feed.watched = watched
+        feed = cls(watched)
         feed.is_over = watched.newest is None or watched.newest.is_over
         return feed
 

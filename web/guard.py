@@ -7,7 +7,8 @@
 * Bodies are small (413), viewers are few (503, in `app.py`).
 
 The token comes as `Authorization: Bearer`, or as the cookie that `/?token=...` sets: HttpOnly, so that no script reads
-it, and SameSite=Strict, so that no other page sends it.
+it, and SameSite=Strict, so that no other page sends it. A browser gives a host's cookies to all of its ports, so the
+port that was asked for is in the name: several pages of one machine, or behind tunnels, log each other out of nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "paramserver"
 _MOST_BODY = 64 << 10  # bytes
 _PAGES = ("/", "/runs")
 _READS = ("GET", "HEAD")
@@ -69,17 +69,19 @@ class Guard:
         if scope["type"] == "http" and scope["path"] in _PAGES and (given := _query_token(scope)):
             if not self._is_token(given):
                 return told(403, "the token in this address is not this server's", "take the address it printed last")
-            return self._logged_in(scope["path"], given)
+            return self._logged_in(scope["path"], given, headers)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS
         if (self._is_open or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
             return told(401, "this needs the token", fix)
         return None
 
-    def _logged_in(self, path: str, token: str) -> Response:
+    def _logged_in(self, path: str, token: str, headers: Headers) -> Response:
         """On to the page, without the token in what history and screenshots show."""
         response = RedirectResponse(path, 303)
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=self._is_tls)
+        response.set_cookie(
+            cookie_of(headers.get("host", "")), token, httponly=True, samesite="strict", secure=self._is_tls
+        )
         return response
 
     def _shows_token(self, headers: Headers) -> bool:
@@ -87,7 +89,7 @@ class Guard:
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
         try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+            cookie = SimpleCookie(headers.get("cookie", "")).get(cookie_of(headers.get("host", "")))
         except CookieError:
             return False
         return cookie is not None and self._is_token(cookie.value)
@@ -100,6 +102,12 @@ class Guard:
 def told(status: int, error: str, fix: str = "") -> Response:
     """A refusal as programs and people read it."""
     return JSONResponse({"error": error, "fix": fix}, status)
+
+
+def cookie_of(host: str) -> str:
+    """The name of the cookie for who asks this host and port."""
+    port = host.rpartition(":")[2]
+    return f"paramserver-{port}" if port.isascii() and port.isdigit() else "paramserver"
 
 
 def _name_of(host: str) -> str:

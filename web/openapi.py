@@ -3,58 +3,125 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..common.reporting.status import Status
-from ..common.reporting.watched import Happened, Tick, Watched
+from ..common.reporting.watched import COLUMNS, Happened, Line, Snapshot, Tick, Watched
 from ..common.version import PROGRAM_VERSION
 
+
+class Session(BaseModel):
+    """What the caller may do."""
+
+    may_control: bool
+    program: str  # its version
+
+
+class Health(BaseModel):
+    """The page is there."""
+
+    status: Literal["ok"] = "ok"
+    runs: int  # of this process
+    viewers: int
+
+
+class Done(BaseModel):
+    """What came of an order."""
+
+    done: str
+
+
+class Refusal(BaseModel):
+    """Why not, and what to do."""
+
+    error: str
+    fix: str
+
+
+_KINDS = (Status, Tick, Watched, Happened, Snapshot, Line, Session, Health, Done, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
         "description": "its name, or `live`: the newest that goes on"}  # fmt: skip
+
+
+_QUERY = {**_RUN, "in": "query", "required": False}
+_REFUSALS = {
+    "401": "the token is needed, and was not shown: for what changes something, and at an open address for all",
+    "403": "another page's browser asks (Origin), or the token in the address is not this server's",
+    "421": "the server is not known by this name (Host)",
+}
 
 
 @cache
 def description() -> dict[str, Any]:
     """The document at /api/openapi.json."""
-    kinds = [(kind, "serialization") for kind in (Status, Tick, Watched, Happened)]
+    kinds = [(kind, "serialization") for kind in _KINDS]
     _, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     return {
         "openapi": "3.1.0",
         "info": {"title": "paramserver", "version": PROGRAM_VERSION},
         "components": {
-            "schemas": definitions.get("$defs", {}),
+            "schemas": {**definitions.get("$defs", {}), "Series": _series(), "Message": _message()},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "paths": {
-            "/api/health": _get("whether the page is there", {"type": "object"}),
-            "/api/session": _get("what the caller may do", {"type": "object"}),
-            "/api/runs": _get("all runs, a line each", {"type": "array", "items": {"type": "object"}}),
+            "/api/health": _get("whether the page is there", _ref("Health")),
+            "/api/session": _get("what the caller may do", _ref("Session")),
+            "/api/runs": _get("all runs, a line each", _many("Line")),
             "/api/runs/{run}": _get("all that the page shows of one", _ref("Watched"), _RUN),
-            "/api/runs/{run}/status": _get("where it stands", _ref("Tick"), _RUN),
-            "/api/runs/{run}/workers": _get("its workers", {"type": "array", "items": {"type": "object"}}, _RUN),
-            "/api/runs/{run}/metrics": _get("figures over time, in columns", {"type": "object"}, _RUN),
-            "/api/runs/{run}/events": _get("what happened", {"type": "array", "items": _ref("Happened")}, _RUN),
+            "/api/runs/{run}/status": _get("where it stands; null before it has said so",
+                                           {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
+            "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
+            "/api/runs/{run}/metrics": _get("figures over time, in columns", _ref("Series"), _RUN),
+            "/api/runs/{run}/events": _get("what happened", _many("Happened"), _RUN),
+            "/api/runs/{run}/snapshots": _get("its snapshots that are kept", _many("Snapshot"), _RUN),
             "/api/runs/{run}/controls": {"post": _control()},
-            "/api/events": _get("live, as server-sent events: whole, tick, ..., over", _ref("Tick"), _QUERY,
+            "/api/events": _get("live, as server-sent events, with `number` as their id", _ref("Message"), _QUERY,
                                 media="text/event-stream"),
-            "/ws/events": _get("the same over a WebSocket: {event, number, data}", _ref("Tick"), _QUERY),
+            "/ws/events": _get("the same over a WebSocket, a message each", _ref("Message"), _QUERY),
         },
     }  # fmt: skip
 
 
-_QUERY = {**_RUN, "in": "query", "required": False}
+def _series() -> dict[str, Any]:
+    """Columns of one length."""
+    column = {"type": "array", "items": {"type": ["number", "null"]}}
+    return {"type": "object", "required": [*COLUMNS], "properties": dict.fromkeys(COLUMNS, column)}
+
+
+def _message() -> dict[str, Any]:
+    """The whole first, then a tick at a time, or the whole again for who does not keep up; over is the last."""
+
+    def of(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        properties = {"event": {"const": kind}, "number": {"type": "integer"}, "data": data}
+        return {"type": "object", "required": [*properties], "properties": properties}
+
+    return {"oneOf": [of("whole", _ref("Watched")), of("tick", _ref("Tick")), of("over", {"type": "object"})]}
 
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def _many(name: str) -> dict[str, Any]:
+    return {"type": "array", "items": _ref(name)}
+
+
+def _answers(what: str, schema: dict[str, Any], media: str, refusals: dict[str, str]) -> dict[str, Any]:
+    why = {"application/json": {"schema": _ref("Refusal")}}
+    refused = {code: {"description": text, "content": why} for code, text in (_REFUSALS | refusals).items()}
+    return {"200": {"description": what, "content": {media: {"schema": schema}}}, **refused}
+
+
 def _get(what: str, schema: dict[str, Any], *parameters: dict[str, Any], media: str = "application/json") -> Any:
-    answer = {"description": what, "content": {media: {"schema": schema}}}
-    missing = {"404": {"description": "no such run"}} if parameters else {}
-    return {"get": {"summary": what, "parameters": list(parameters), "responses": {"200": answer, **missing}}}
+    refusals = {"404": "no such run"} if parameters else {}
+    if _QUERY in parameters:
+        refusals["503"] = "as many look as may"
+    answers = _answers(what, schema, media, refusals)
+    return {"get": {"summary": what, "parameters": list(parameters), "security": [{}, {"token": []}],
+                    "responses": answers}}  # fmt: skip
 
 
 def _control() -> dict[str, Any]:
@@ -65,11 +132,14 @@ def _control() -> dict[str, Any]:
         "value": {"description": "with `set`: its new value"},
     }
     body = {"schema": {"type": "object", "required": ["do"], "properties": properties}}
-    refusals = {"401": "no token", "403": "another page's", "409": "the run is over", "422": "cannot be done, and why"}
+    refusals = {
+        "400": "the body is not a JSON object", "404": "no such run", "409": "the run is over, or on record",
+        "413": "the body is too long", "422": "it cannot be done, and why",
+    }  # fmt: skip
     return {
         "summary": "ask the run for something, at its next commit",
         "parameters": [_RUN],
         "security": [{"token": []}],
         "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": {"200": {"description": "done"}, **{code: {"description": why} for code, why in refusals.items()}},
+        "responses": _answers("what came of it", _ref("Done"), "application/json", refusals),
     }

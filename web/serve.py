@@ -17,9 +17,9 @@ from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import AuthError, BindError
 from ..common.reporting.log import get_logger
-from ..common.reporting.watched import About, Tick
+from ..common.reporting.watched import About, Tick, Watched
 from ..common.runstore.schema import FILE
-from ..common.security import is_loopback, read_token
+from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
 from .app import Runs, make_app
 from .feed import Control, Feed
 from .guard import Guard
@@ -27,7 +27,6 @@ from .stored import Store
 
 log = get_logger()
 
-TOKEN_VARIABLE = "PS_WEB_TOKEN"  # of the page alone; ps-launch gives one, which a server that is started again keeps
 _STOP_S = 1.0
 
 
@@ -61,7 +60,7 @@ class Page:
             )
         self._store = store or Path(config.output.track_dir) / FILE
         self._opens = opens
-        self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+        self._token = os.environ.get(WEB_TOKEN_VARIABLE) or secrets.token_urlsafe(16)
         self._tokens = [self._token, *([run_token] if run_token else [])]
         self._hosts = [] if self._is_open else ["localhost", "127.0.0.1", "::1", host]
         self._thread: Thread | None = None
@@ -87,8 +86,9 @@ class Page:
         self._thread.start()
         scheme = "https" if self._security.cert is not None else "http"
         readable = "whoever has the token" if self._is_open else "this machine"
-        self.url = f"{scheme}://{self.address}{self._opens}?token={self._token}"
-        log.info("page", url=self.url, address=self.address, readable_by=readable)
+        url = f"{scheme}://{self.address}{self._opens}"
+        self.url = f"{url}?token={self._token}"  # for the terminal: a log goes places
+        log.info("page", url=url, address=self.address, readable_by=readable)
 
     def _bind(self) -> socket.socket:
         host, port = split_address(self._address)
@@ -110,9 +110,10 @@ class Page:
 
     # ---- from the run's thread ------------------------------------------------------------------
 
-    def begin(self, about: About, control: Control | None = None) -> None:
-        self._feed = feed = Feed(about, control)
-        self._loop.call_soon_threadsafe(self._runs.live.__setitem__, about.run, feed)
+    def begin(self, watched: Watched, control: Control | None = None, version: int = 0) -> None:
+        """`version`: that the run goes on from; what is on record of it up to there is shown too."""
+        self._feed = feed = Feed(watched, control)
+        self._loop.call_soon_threadsafe(self._runs.begin, feed, version)
 
     def retell(self, about: About) -> None:
         if self._feed is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from ..common.errors import ParamServerError
 from ..common.reporting.status import Status, WorkerStatus
 from ..common.reporting.summary import Summary, WorkerSummary
-from ..common.reporting.watched import About, Tick, Totals, Watched
+from ..common.reporting.watched import About, Line, Snapshot, Tick, Totals, Watched
 from ..common.runstore.happenings import happened
 from ..common.runstore.reading import RunStore, StoredRun, WorkerPoint
 
@@ -27,9 +26,9 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: dict[str, tuple[float, Watched]] = {}
-        self._listed: tuple[list[tuple[int, int, int]], list[dict[str, Any]]] = [], []
+        self._listed: tuple[list[tuple[int, int, int]], list[Line]] = [], []
 
-    def runs(self) -> list[dict[str, Any]]:
+    def runs(self) -> list[Line]:
         """A line each, the newest first; none where there is no file. Read once while nobody writes."""
         stamps = [*_stamp(self._path), *_stamp(self._path.with_name(f"{self._path.name}-wal"))]
         if stamps and stamps == self._listed[0]:
@@ -40,7 +39,7 @@ class Store:
         except ParamServerError:
             return []
         # One that goes on may be lost without a word in the file.
-        self._listed = [] if any(one["state"] == "running" for one in lines) else stamps, lines
+        self._listed = [] if any(one.state == "running" for one in lines) else stamps, lines
         return lines
 
     def watched(self, name: str) -> Watched | None:
@@ -69,23 +68,18 @@ def _stamp(path: Path) -> list[tuple[int, int, int]]:
     return [(found.st_ino, found.st_mtime_ns, found.st_size)] if found.st_size else []
 
 
-def line(run: StoredRun) -> dict[str, Any]:
-    """Of a run in a list."""
-    return {
-        "run": run.id,
-        "name": run.label,
-        "task": run.work,
-        "started": run.started_at,
-        "workers": run.num_workers,
+def line(run: StoredRun) -> Line:
+    return Line.model_construct(
+        run=run.id, name=run.label, task=run.work, started=run.started_at, workers=run.num_workers,
         **{name: getattr(run, name) for name in _SAID},
-    }
+    )  # fmt: skip
 
 
 def of_run(store: RunStore, run: StoredRun) -> Watched:
     """As its server's own page would show it, without what is not kept: who waits for whom, the last minute."""
     about = About(
         run=run.id, mode=run.mode, task=run.work, started=run.started_at, server_incarnation=run.starts,
-        version=str(store.code(run).get("program", "")), settings=store.config(run),
+        version=str(store.code(run).get("paramserver", "")), settings=store.config(run),
     )  # fmt: skip
     points, summary = store.series(run), store.summary(run)
     by_tick = store.shares(run)
@@ -98,6 +92,7 @@ def of_run(store: RunStore, run: StoredRun) -> Watched:
         "samples_per_s": [one.samples_per_s for one in points], "wait_share": [waits for waits, _ in shares],
         "staleness_mean": [behind for _, behind in shares],
     }  # fmt: skip
+    watched.has_taken(Snapshot(version=one.version, at=one.at, path=one.path) for one in store.checkpoints(run))
     watched.events.extend(happened(one.at, one.kind, one.rank, one.fields) for one in store.events(run)[-_MOST_EVENTS:])
     newest = points[-1].tick if points else 0
     workers = store.worker_series(run, after=newest - 1) if points else []

@@ -32,6 +32,7 @@ class Point(BaseModel):
     elapsed_s: float = 0.0  # of training, when its figures came
     figures: dict[str, float] = Field(default_factory=dict)
     num_bytes: int | None = None  # that were exchanged until then, where that is known
+    samples: int | None = None  # that had counted by then, likewise
 
 
 @dataclass
@@ -129,7 +130,7 @@ def add_trained(points: list[Point], told: _Told) -> None:
 
 def text_of(points: list[Point], path: str) -> str:
     """A file of them: CSV with a column for each figure, or a JSON object a line."""
-    rows = [{**point.model_dump(exclude={"figures", "num_bytes"}), **point.figures} for point in points]
+    rows = [{**point.model_dump(exclude={"figures", "num_bytes", "samples"}), **point.figures} for point in points]
     if path.endswith(".jsonl"):
         return "".join(json.dumps(row) + "\n" for row in rows)
     out = io.StringIO()

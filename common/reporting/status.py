@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, computed_field
 
 from .curve import Point
 
@@ -81,6 +81,7 @@ class Status(BaseModel):
         """For an event of the log."""
         return self.model_dump(exclude={name for name in _OFTEN_EMPTY if not getattr(self, name)})
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def loss(self) -> float | None:
         """Mean over the workers that have one."""
@@ -89,10 +90,12 @@ class Status(BaseModel):
         losses = [worker.loss for worker in self.workers if worker.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def samples_per_s(self) -> float:
         return self.total.samples_per_s if self.total else sum(worker.samples_per_s for worker in self.workers)
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def eta_s(self) -> float | None:
         """Seconds left at the pace so far; None before the first step."""

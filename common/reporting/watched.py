@@ -7,6 +7,7 @@ a page needs that opens in the middle, and stays bounded however long the run is
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -17,7 +18,9 @@ from .summary import Cost, Summary
 
 _MOST_ROWS = 1_000  # of the series; from twice as many on every second one goes
 _MOST_EVENTS = 300
+_MOST_SNAPSHOTS = 100
 _MOST_SPANS = 4_000  # rows of the task stream
+_AT_ONCE_S = 0.05  # within which a start is told to who keeps and to who shows
 
 
 class Totals(BaseModel):
@@ -49,6 +52,14 @@ class Happened(BaseModel):
     kind: str  # started, joined, left, snapshot, evaluated, control, ended
     text: str
     rank: int | None = None
+
+
+class Snapshot(BaseModel):
+    """What one moment of the run left on a disk."""
+
+    version: int
+    at: float  # Unix seconds
+    path: str
 
 
 class Span(BaseModel):
@@ -83,6 +94,8 @@ class Tick(BaseModel):
     waits: list[Wait] = Field(default_factory=list)
     spans: list[Span] = Field(default_factory=list)
     events: list[Happened] = Field(default_factory=list)
+    evaluations: list[Point] = Field(default_factory=list)
+    snapshots: list[Snapshot] = Field(default_factory=list)
     is_over: bool = False
 
 
@@ -108,6 +121,29 @@ COLUMNS = (
 )  # fmt: skip
 
 
+class Line(BaseModel):
+    """A run in a list."""
+
+    run: str
+    name: str | None = None  # that people gave it, or a short one
+    project: str = ""
+    mode: str = ""
+    task: str = ""
+    state: str = ""  # live: of this page's process; running, done, stopped, lost: on record; over
+    started: float = 0.0  # Unix seconds
+    workers: int = 0
+    step: int = 0
+    steps: int = 0  # 0: not known
+    version: int = 0
+    loss: float | None = None
+    samples: int = 0
+    samples_per_s: float = 0.0
+    num_bytes: int | None = None
+    elapsed_s: float | None = None  # of training
+    figures: dict[str, float] = Field(default_factory=dict)  # final, or of the newest evaluation
+    ended_by: str = ""
+
+
 class Watched(BaseModel):
     """All that a page shows of one run."""
 
@@ -115,6 +151,7 @@ class Watched(BaseModel):
     newest: Tick | None = None
     series: dict[str, list[float | None]] = Field(default_factory=_no_rows)
     evaluations: list[Point] = Field(default_factory=list)
+    snapshots: list[Snapshot] = Field(default_factory=list)  # that are there, the oldest first
     events: deque[Happened] = Field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
     spans: deque[Span] = Field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
 
@@ -122,11 +159,26 @@ class Watched(BaseModel):
         self.newest = tick
         self.events.extend(tick.events)
         self.spans.extend(tick.spans)
-        point = tick.status.evaluated
-        if point is not None and (not self.evaluations or self.evaluations[-1].version < point.version):
-            self.evaluations.append(point)
+        self.evaluations.extend(tick.evaluations)
+        self.has_taken(tick.snapshots)
         if tick.status.workers or tick.status.step:
             self._add_row(tick)
+
+    def has_taken(self, snapshots: Iterable[Snapshot]) -> None:
+        """As many of them are there as are kept."""
+        of_version = {one.version: one for one in (*self.snapshots, *snapshots)}
+        most = self.about.settings.get("checkpoint", {}).get("keep") or _MOST_SNAPSHOTS
+        self.snapshots = list(of_version.values())[-min(most, _MOST_SNAPSHOTS) :]
+
+    def goes_on(self, before: Watched, version: int) -> None:
+        """It was `before`, and goes on from `version`: what came later is computed again. Who keeps runs may have
+        written the first things of this start already."""
+        rows = [at for at, of in enumerate(before.series["version"]) if of is not None and of <= version]
+        self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
+        kept = [point for point in before.evaluations if point.version <= version]
+        self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations
+        self.has_taken(one for one in before.snapshots if one.version <= version)
+        self.events.extend(one for one in before.events if one.at < self.about.started - _AT_ONCE_S)
 
     def _add_row(self, tick: Tick) -> None:
         status, totals = tick.status, tick.totals

@@ -231,7 +231,15 @@ class RunStore:
 
     def evaluations(self, run: StoredRun) -> list[Evaluation]:
         rows = self._rows("SELECT * FROM evaluations WHERE run = ? ORDER BY version", run.key)
-        return [Evaluation(**{**_without_run(row), "figures": _json(row["figures"])}) for row in rows]
+        told = self._rows("SELECT fields FROM events WHERE run = ? AND kind = 'evaluated' ORDER BY number", run.key)
+        fields = [_json(row["fields"]) for row in told]
+        samples = {one.get("version"): one.get("samples") for one in fields}  # only the event has them
+        return [
+            Evaluation(
+                **{**_without_run(row), "figures": _json(row["figures"]), "samples": samples.get(row["version"])}
+            )
+            for row in rows
+        ]
 
     def checkpoints(self, run: StoredRun) -> list[StoredCheckpoint]:
         rows = self._rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY version", run.key)

@@ -136,7 +136,7 @@ class Plan:
         """The servers beside the coordinator."""
         return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
 
-    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool, page: str = "") -> ProcessSpec:
+    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
         """A server after a failure: at the addresses it had, since others look for it there.
 
         Once this run has a snapshot it goes on from that, whatever it was to begin with.
@@ -144,9 +144,11 @@ class Plan:
         again: dict[str, Any] = {"server.listen": address}
         if has_snapshot:
             again["checkpoint.resume"] = None
-        if page:
-            again["server.web"] = page
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
+
+    def with_page(self, spec: ProcessSpec, page: str) -> ProcessSpec:
+        """The coordinator, with its page where somebody looks already."""
+        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, {"server.web": page})))
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
         place, identity = self.places.get(child), self.identities.get(child, {})

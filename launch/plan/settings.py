@@ -55,6 +55,12 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
                 f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
                 fix="train with a server, e.g. -n 1 --mode sync",
             )
+    if resolved.config.launch.web and modes == (SINGLE,):
+        raise UsageError(
+            f"{resolved.origins['launch.web']} together with --mode {SINGLE}: a worker alone has no server, and so no "
+            "page",
+            fix="leave one of them out; a run with a server is e.g. -n 1 --mode sync",
+        )
     if script is not None and SINGLE in modes:
         raise UsageError(
             f"--mode {SINGLE} is a task alone on the union batch, and the script {script} has batches of its own",

@@ -42,6 +42,10 @@ class Screen(ABC):
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Something the launcher itself did or found; `fields` say the same for programs."""
 
+    def secret(self, sentence: str) -> None:
+        """For whoever sits here alone: what is read by programs is kept and sent on."""
+        self.note("page", sentence)
+
     @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """A child wrote a line."""
@@ -185,6 +189,9 @@ class JsonScreen(Screen):
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
+
+    def secret(self, sentence: str) -> None:
+        pass
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         place: dict[str, Any] = {"role": child.role, "rank": child.rank}

@@ -7,6 +7,7 @@ or is replaced before it is folded.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,13 @@ from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
 from .counting.drawn import Data, Drawn
-from .counting.stats import WorkerStats
+from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import Contributed, Identity, Repeated
 from .judgement import SOUND, halted, rejected_too_often
 from .roster import Roster, Worker
 
 # An exchange is over with one of these, and the worker has said how long it took with the next contribution.
-_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
@@ -60,11 +60,11 @@ class Contributions:
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._outer: Outer | None = None  # that the newest commit was made with
         self.lr_scale = 1.0  # of every commit, as somebody set it
+        self.staleness: Counter[int] = Counter()  # contributions that count, by versions behind
         self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
-        self.staleness: dict[int, int] = {}  # contributions by versions behind, since this process began
         self._begun_steps = 0  # of the slowest, when training began
         self._first: tuple[float, int] | None = None  # when all had taken their first, and the slowest's steps then
 
@@ -131,6 +131,7 @@ class Contributions:
             worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
         )  # fmt: skip
         stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at)
+        self.staleness[bin_of(worker.staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (steps := self.policy.min_steps_done) > self._begun_steps:
             self._first = event.at, steps
@@ -180,9 +181,6 @@ class Contributions:
     def _note(self, event: Contributed, identity: Identity, outcome: str, version: int) -> Effect:
         is_over = outcome in _ENDS_EXCHANGE
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
-        if outcome == "accepted":
-            behind = min(_MOST_BINS, max(0, version - event.base_version))
-            self.staleness[behind] = self.staleness.get(behind, 0) + 1
         return effects.ContributionTaken(
             identity, event.base_version, version, outcome, event.num_samples, exchange_s,
             event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps, event.traffic,
@@ -336,6 +334,7 @@ class Contributions:
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)
         self.drawn.restore(training.get("batches"))
+        self.staleness = restored_bins(training.get("staleness"))
         for rank, values in stats.items() if isinstance(stats, dict) else ():
             if rank.isdecimal() and isinstance(values, dict):
                 self._roster.stats[int(rank)] = WorkerStats.restored(int(rank), values)

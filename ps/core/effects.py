@@ -209,6 +209,7 @@ class Evaluated(Fact):
     elapsed_s: float
     figures: dict[str, float]
     is_best: bool  # so far
+    samples: int | None = None  # that had counted by then
 
 
 @dataclass(slots=True)

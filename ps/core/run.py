@@ -441,8 +441,9 @@ class Run:
         if self.curve.points and self.curve.points[-1].version == of:
             return
         elapsed_s = round(self.contributions.elapsed_s(at, self.is_over), 3)
-        is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures))
-        yield effects.Evaluated(of, step, elapsed_s, figures, is_best)
+        samples = sum(one.samples for one in self.roster.stats.values())
+        is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures, samples=samples))
+        yield effects.Evaluated(of, step, elapsed_s, figures, is_best, samples)
         if version is not None:
             yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **figures})
         if (lacks := self.curve.lacks()) and len(self.curve.points) == 1:

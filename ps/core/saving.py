@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
 from . import controls
+from .counting.stats import bin_of
 
 if TYPE_CHECKING:
     from .run import Run
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
 def saved(run: Run, at: float) -> dict[str, Any]:
     """What a snapshot keeps beside the tensors; JSON. Contributions of an open round are not in the weights."""
     committed = run.policy.num_committed()
-    stats = {}
+    stats, behind = {}, Counter(run.contributions.staleness)
     for rank, one in run.roster.stats.items():
-        stats[str(rank)] = one.saved(num_open=run.policy.num_counted.get(rank, 0) - committed.get(rank, 0))
+        num_open = run.policy.num_counted.get(rank, 0) - committed.get(rank, 0)
+        stats[str(rank)] = one.saved(num_open)
+        behind.subtract(map(bin_of, one.newest_staleness(num_open)))
     return {
         "run": run.name,
         "server_incarnation": run.incarnation,
@@ -28,6 +32,7 @@ def saved(run: Run, at: float) -> dict[str, Any]:
         "training": {
             "elapsed_s": run.contributions.elapsed_s(at, run.is_over),
             "stats": stats,
+            "staleness": {str(versions): count for versions, count in behind.items() if count},
             "out": sorted(run.policy.out),
             **run.length.saved(),
             "curve": run.curve.saved(),

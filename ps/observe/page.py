@@ -8,13 +8,14 @@ with `server.web` only.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.reporting.watched import About, Happened, Span, Tick, Wait
+from ...common.reporting.curve import Point
+from ...common.reporting.watched import About, Happened, Snapshot, Span, Tick, Wait, Watched
 from ...common.runstore.happenings import happened
 from ...common.version import PROGRAM_VERSION
 from ..core import controls
@@ -39,7 +40,6 @@ from .history import line_of
 if TYPE_CHECKING:
     from ...web.serve import Page
 
-_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 _CONTROL_S = 10.0  # within which every shard has done what was asked
 _MOST_SPANS = 4  # of a rank in one tick; more are added up
 
@@ -61,9 +61,10 @@ class PageSink(Sink):
             ) from None
         self._config = config
         self._page: Page = Page(config)
-        self._staleness: Counter[int] = Counter()
         self._streams = Streams()
         self._events: list[Happened] = []
+        self._evaluations: list[Point] = []
+        self._snapshots: list[Snapshot] = []
         self._started: RunStarted | None = None
         self._began_at = 0.0  # Unix seconds
         self._told: About | None = None
@@ -76,14 +77,14 @@ class PageSink(Sink):
         self._engine = engine
         self._began, self._loop = engine.now(), asyncio.get_running_loop()
         self._page.start()
+        if self._config.log.format == "text":
+            print(f"the page: {self._page.url}", file=sys.stderr)
         if self._started is not None:
             self._show(self._started)
 
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case ContributionTaken():
-                if fact.outcome == "accepted":
-                    self._staleness[min(_MOST_BINS, max(0, fact.version - fact.base_version))] += 1
                 self._streams.add(at - self._began, fact)
             case ControlTaken():
                 self._happened(fact)
@@ -108,6 +109,10 @@ class PageSink(Sink):
             case Evaluated():
                 fields = {"step": fact.step, "figures": fact.figures, "best": fact.is_best}
                 self._events.append(happened(time.time(), "evaluated", None, fields))
+                self._evaluations.append(reports.with_bytes(self._engine, self._engine.run.curve.points[-1]))
+            case SnapshotTaken():
+                self._happened(fact)
+                self._snapshots.append(Snapshot(version=fact.version, at=time.time(), path=fact.path))
             case _:
                 self._happened(fact)
 
@@ -116,7 +121,8 @@ class PageSink(Sink):
 
     def _show(self, fact: RunStarted) -> None:
         self._told = about = self._about(fact)
-        self._page.begin(about, self._control)
+        evaluations = [reports.with_bytes(self._engine, point) for point in self._engine.run.curve.points]
+        self._page.begin(Watched(about=about, evaluations=evaluations), self._control, fact.version)
 
     def _about(self, fact: RunStarted) -> About:
         """With the mode of now, and what may be asked of it."""
@@ -164,17 +170,21 @@ class PageSink(Sink):
     def _tick(self, taken: StatusTaken, is_over: bool = False) -> Tick:
         engine, status = self._engine, taken.status
         events, self._events = self._events, []
+        evaluations, self._evaluations = self._evaluations, []
+        snapshots, self._snapshots = self._snapshots, []
         clock_s = engine.now() - self._began
         return Tick(
             at=time.time(),
             clock_s=clock_s,
             status=status,
             totals=reports.totals(engine, status),
-            staleness=dict(self._staleness),
+            staleness=dict(engine.run.contributions.staleness),
             durable_version=engine.durable_version,
             waits=self._waits(status.workers),
             spans=[*self._streams.taken(), *self._applied(clock_s)],
             events=events,
+            evaluations=evaluations,
+            snapshots=snapshots,
             is_over=is_over,
         )
 

@@ -59,7 +59,10 @@ class RecordingSink(Sink):
             writer.model = whole.fingerprint if whole is not None else ""
             writer.status(at, fact.status)
         elif isinstance(fact, Evaluated):
-            point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
+            point = Point(
+                step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures,
+                samples=fact.samples,
+            )  # fmt: skip
             writer.evaluation(point, self._engine.bytes_when.get(fact.version), fact.is_best)
             writer.event(at, "evaluated", None, {**point.model_dump(), "best": fact.is_best})
         else:

@@ -37,7 +37,7 @@ def status(engine: Engine) -> Status:
         num_joined=len(run.roster.workers),
         samples=sum([one.samples for one in stats.values()]),
         num_bytes=_all_bytes(engine),
-        evaluated=run.curve.points[-1] if run.curve.points else None,
+        evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
         workers=[_worker(engine, stats[rank], why, passed) for rank in ranks],
         left_out=left_out,
@@ -154,8 +154,8 @@ def summary(engine: Engine) -> Summary:
         staleness=dict(sorted(run.contributions.staleness.items())),
         ended_by=run.ended_by,
         final=final,
-        curve=[_with_bytes(engine, point) for point in run.curve.points],
-        best=_with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
+        curve=[with_bytes(engine, point) for point in run.curve.points],
+        best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
         workers=_workers(engine),
         shards=_shards(engine),
     )
@@ -166,7 +166,7 @@ def summary(engine: Engine) -> Summary:
     return found
 
 
-def _with_bytes(engine: Engine, point: Point) -> Point:
+def with_bytes(engine: Engine, point: Point) -> Point:
     """Unknown of those before a start of this server."""
     return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 

@@ -101,7 +101,7 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
 def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A page of this process, with the token `secret` and no runs on record."""
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
-    monkeypatch.setenv(serve.TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
     told = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
     page = serve.Page(Config.model_validate(told))
     page.start()

@@ -54,7 +54,7 @@ def main() -> None:
         board.until(lambda: "runs of" in board.output and board.output.endswith("\n"), "address")
         wanted = {
             "page of a live run": (
-                server.event("page")["url"],
+                server.event("page")["url"] + "?token=measured",
                 "() => document.querySelectorAll('#workers tbody tr').length === 2",
             ),
             "list of 1,000 runs": (

@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import jsonschema
 import pytest
 
+from paramserver.common.reporting.curve import Point
+from paramserver.common.reporting.watched import Happened, Snapshot, Span, Wait, Watched
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
 from paramserver.tests.web.conftest import about, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
+
+from paramserver.web.guard import cookie_of
 
 CONTROL = "/api/runs/live/controls"
 
@@ -49,7 +54,7 @@ def client(page: Any, asked: list[dict[str, Any]]) -> Client:
         asked.append(what)
         return "done"
 
-    page.begin(about(), control)
+    page.begin(Watched(about=about()), control)
     page.push(tick(1))
     client = Client(page.address)
     until(lambda: client.ask("GET", "/api/runs")[1] != [])
@@ -68,8 +73,13 @@ def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -
     shown = {"Authorization": "Bearer secret"}
     assert client.ask("POST", CONTROL, order)[0] == 401
     assert client.ask("POST", CONTROL, order, Authorization="Bearer wrong")[0] == 401
-    assert client.ask("POST", CONTROL, order, Cookie="paramserver=wrong")[0] == 401
-    assert client.ask("POST", CONTROL, order, Origin="http://evil.example", Cookie="paramserver=secret")[0] == 403
+    assert client.ask("POST", CONTROL, order, Cookie=f"{cookie_of(client.address)}=wrong")[0] == 401
+    assert (
+        client.ask("POST", CONTROL, order, Origin="http://evil.example", Cookie=f"{cookie_of(client.address)}=secret")[
+            0
+        ]
+        == 403
+    )
     for nobody in ("null", "http://[", "http://[::1", ""):
         assert client.ask("POST", CONTROL, order, Origin=nobody, **shown)[0] == 403
     assert client.ask("POST", CONTROL, order, Host="evil.example", **shown)[0] == 421
@@ -78,7 +88,10 @@ def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -
     for method in ("PUT", "DELETE", "PATCH"):
         assert client.ask(method, CONTROL, order)[0] == 401
     assert not asked
-    assert client.ask("POST", CONTROL, order, Origin=ours, Cookie="paramserver=secret") == (200, {"done": "done"})
+    assert client.ask("POST", CONTROL, order, Origin=ours, Cookie=f"{cookie_of(client.address)}=secret") == (
+        200,
+        {"done": "done"},
+    )
     assert client.ask("POST", CONTROL, order, **shown)[0] == 200
     assert asked == [{"do": "drain"}] * 2
 
@@ -127,15 +140,80 @@ def test_a_run_that_is_not_there(client: Client) -> None:
     assert client.ask("GET", "/api/runs/nope/status") == (404, {"error": "no run nope; there are: r1", "fix": ""})
 
 
-def test_everything_is_described(client: Client) -> None:
-    """Each path of the description answers, and what it answers has the described shape."""
+def test_everything_is_described(page: Any, client: Client) -> None:
+    """Each path of the description answers, and what it answers, refusals too, is as described."""
+    happened = [Happened(at=1.7e9, kind="left", text="worker 1 is gone", rank=1)]
+    point = Point(step=2, version=2, figures={"accuracy": 0.5})
+    page.push(
+        tick(2, events=happened, waits=[Wait(rank=0, why="w")], spans=[Span(rank=0, begin_s=1.0)], evaluations=[point],
+             snapshots=[Snapshot(version=2, at=1.7e9, path="snapshots/2")])
+    )  # fmt: skip
+    until(lambda: client.ask("GET", "/api/runs/r1/snapshots")[1] != [])
     described = client.ask("GET", "/api/openapi.json")[1]
     assert described["openapi"].startswith("3.1")
+
+    def is_as_described(answer: tuple[int, Any], path: str, method: str = "get") -> None:
+        status, said = answer
+        of = described["paths"][path][method]["responses"][str(status)]
+        (kind,) = of["content"].values()
+        schema = {**kind["schema"], "components": described["components"]}
+        jsonschema.validate(said, schema, cls=jsonschema.Draft202012Validator)
+
+    shown, order = {"Authorization": "Bearer secret"}, json.dumps({"do": "drain"}).encode()
     for path, methods in described["paths"].items():
-        if "get" in methods and "events" not in path:
-            assert client.ask("GET", path.replace("{run}", "live"))[0] == 200, path
-    status = client.ask("GET", "/api/runs/r1/status")[1]
-    assert set(status) == set(described["components"]["schemas"]["Tick"]["properties"])
+        if "get" in methods and "events" not in path.removeprefix("/api/runs/{run}"):
+            answer = client.ask("GET", path.replace("{run}", "live"))
+            assert answer[0] == 200, path
+            is_as_described(answer, path)
+            is_as_described(client.ask("GET", path.replace("{run}", "live"), Host="evil.example"), path)
+            is_as_described(client.ask("GET", path.replace("{run}", "live"), Origin="http://evil.example"), path)
+    is_as_described(client.ask("GET", "/api/runs/nope/status"), "/api/runs/{run}/status")
+    control = "/api/runs/{run}/controls"
+    for answer, status in (
+        (client.ask("POST", CONTROL, order, **shown), 200),
+        (client.ask("POST", CONTROL, order), 401),
+        (client.ask("POST", CONTROL, b"[]", **shown), 400),
+        (client.ask("POST", CONTROL, b"{}", Content_Length=str(1 << 30), **shown), 413),
+    ):
+        assert answer[0] == status
+        is_as_described(answer, control, "post")
+    page.push(tick(3, is_over=True))
+    messages = events_of(client)
+    assert [one["event"] for one in messages] == ["whole", "over"]
+    for one in messages:
+        is_as_described((200, one), "/api/events")
+    is_as_described((200, {"event": "tick", "number": 3, "data": messages[0]["data"]["newest"]}), "/ws/events")
+    is_as_described(client.ask("POST", CONTROL, order, **shown), control, "post")
+    with pytest.raises(jsonschema.ValidationError):  # the schemas are not such as take anything
+        is_as_described((200, {"event": "tick", "number": 3, "data": {}}), "/ws/events")
+
+
+def events_of(client: Client) -> list[dict[str, Any]]:
+    """All messages of the stream, of a run that is over."""
+    lines = client.ask("GET", "/api/events")[1].decode().splitlines()
+    told = [line.partition(": ")[2] for line in lines if line]
+    return [
+        {"event": kind, "number": int(number), "data": json.loads(data)}
+        for kind, number, data in zip(told[::3], told[1::3], told[2::3], strict=True)
+    ]
+
+
+def test_the_status_says_what_follows_from_it(page: Any, client: Client) -> None:
+    """The one spelling of loss, pace and time to go: programs get what the page shows."""
+    page.push(tick(4))
+    until(lambda: client.ask("GET", "/api/runs/r1/status")[1]["status"]["step"] == 4)
+    status = client.ask("GET", "/api/runs/r1/status")[1]["status"]
+    assert (status["loss"], status["samples_per_s"], status["eta_s"]) == (pytest.approx(0.2), 201.0, 996.0)
+
+
+def test_the_log_has_no_token(cluster: Cluster) -> None:
+    """It is kept and sent on; the terminal alone has the address that gives orders."""
+    flags = ("-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--web", "127.0.0.1:0")
+    for kind, count in (("json", 0), ("text", 1)):
+        server = cluster.start(kind, *flags, PS_LOG__FORMAT=kind, PS_WEB_TOKEN="secret")
+        server.until(lambda server=server: "listening" in server.output, "listening")
+        assert server.output.count("secret") == count
+        assert ("the page: http://127.0.0.1:" in server.output) == bool(count)
 
 
 @pytest.fixture

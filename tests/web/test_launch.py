@@ -70,7 +70,7 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
         "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
         "--steps", "100000", "--web", "--history", "history.jsonl",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
-        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret",
+        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
     )  # fmt: skip
     address = address_of(job)
     until_beyond(job, address, 30)
@@ -92,13 +92,32 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster) -> None:
+    """Whoever has it open sees the next one; a mode without a server has none, and that is said."""
+    job = cluster.start(
+        "job", "-m", "paramserver.launch", "-n", "1", "--mode", "single,async,sync", "--task", "xor", "--steps", "20",
+        "--web", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
+    )  # fmt: skip
+    assert job.wait() == 0, job.output
+    assert "single has no server, and so no page" in job.output
+    found = re.findall(r"http://(127\.0\.0\.1:\d+)/\?token=secret", job.output)
+    assert len(found) == 2 and len(set(found)) == 1
+
+
+def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
+    told = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
+    assert told.returncode == 2
+    assert "a worker alone has no server, and so no page" in told.stderr
+
+
+@pytest.mark.slow
 def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path: Path) -> None:
     """Also over the server's death; the history is checked by the rules of whichever mode held, and replayed."""
     job = cluster.start(
         "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
         "--steps", "100000", "--web", "--history", "history.jsonl", "--set", "policy.staleness=1",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
-        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret",
+        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
     )  # fmt: skip
     address = address_of(job)
     until_beyond(job, address, 10)

@@ -10,19 +10,27 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.watched import Happened, Wait
+from paramserver.common.config.schema import Config
+from paramserver.common.reporting.curve import Point
+from paramserver.common.reporting.watched import Happened, Snapshot, Span, Wait, Watched
+from paramserver.tests.certificates import certs
 from paramserver.tests.late import come_late
 from paramserver.tests.loopback.conftest import Cluster, Process
 from paramserver.tests.web.conftest import Tab, about, tick
 
+pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
+from paramserver.web import app, serve
+from paramserver.web.app import _files
+
 RUN = ("--mode", "ssp", "--task", "digits", "--set", "server.status_interval_s=0.1")
+TOKEN = "kept"
 _TEXT = "(document.querySelector('[data-figure=step] dd') || {}).textContent"
 STEP = f"() => Number({_TEXT}?.split('/')[0].replace(/,/g, ''))"
 
 
 def opened(tab: Callable[..., Tab], server: Process, **options: Any) -> Tab:
     shown = tab(**options)
-    shown.page.goto(server.event("page")["url"])
+    shown.page.goto(f"{server.event('page')['url']}?token={TOKEN}")
     shown.page.locator("#connection[data-state=live]").wait_for()
     return shown
 
@@ -46,6 +54,7 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
         "h.jsonl",
         "--set",
         "checkpoint.keep=100",
+        PS_WEB_TOKEN=TOKEN,
     )
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.01") for rank in range(2)]
     shown = opened(tab, server)
@@ -66,12 +75,12 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     page.get_by_role("button", name="Release").click()
     until(shown, f"first => ({STEP})() > first + 10", page.evaluate(STEP))
     page.get_by_label("rank to evict").fill("7")
-    page.get_by_role("button", name="Evict").click()
+    sure(shown, "Evict")
     until(shown, "() => document.getElementById('answer').textContent.startsWith('no worker 7 is in the run')")
-    page.get_by_role("button", name="Drain").click()
+    sure(shown, "Drain")
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
     assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
-    is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()))
+    is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()), per_s=1)
     asked = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"control"' in line]
     done = [(one["do"], one["done"]) for one in asked]
     assert done == [
@@ -81,55 +90,287 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def is_the_summary(shown: Tab, summary: dict[str, Any]) -> None:
-    """Every number of the page at the end, as people read it."""
+def sure(shown: Tab, button: str) -> None:
+    """What cannot be taken back is asked once more."""
+    shown.page.get_by_role("button", name=button, exact=True).click()
+    shown.page.get_by_role("dialog").get_by_role("button", name=button).click()
+
+
+def size(num_bytes: float) -> str:
+    """As the page writes it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes} B" if unit == "B" else f"{num_bytes:.{2 if num_bytes < 10 else 1}f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError(num_bytes)
+
+
+def seconds(text: str) -> float:
+    """Of what the page writes as `9.8 s`, `12 s` or `1 min 05 s`."""
+    minutes, _, rest = text.rpartition("min")
+    return 60 * float(minutes or 0) + float(rest.removesuffix(" s"))
+
+
+def label(shown: Tab, chart: str) -> str:
+    """What a screen reader says of it."""
+    return str(shown.page.locator(f"#{chart}[role=img]").get_attribute("aria-label"))
+
+
+def bins(shown: Tab) -> dict[str, int]:
+    counts = re.findall(r"([0-9,]+) at (\d+)", label(shown, "staleness"))
+    return {behind: int(count.replace(",", "")) for count, behind in counts}
+
+
+def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> None:
+    """Every number of the page at the end, as people read it. `per_s`: what a second costs."""
     workers = summary["workers"]
     sums = {name: sum(one[name] for one in workers) for name in ("samples", "steps", "bytes_sent", "bytes_received")}
     assert shown.figure("version") == f"{summary['version']:,}"
     assert shown.figure("updates") == f"{summary['updates']:,}"
     assert shown.figure("samples") == f"{sums['samples']:,}"
+    assert seconds(shown.figure("time")) == pytest.approx(
+        summary["wall_s"], abs=0.51 if summary["wall_s"] > 9.9 else 0.051
+    )
     assert shown.figure("stale max") == f"{max(one['staleness_max'] for one in workers)}"
     mean = sum(one["staleness_mean"] * one["steps"] for one in workers) / sums["steps"]
     assert float(shown.figure("stale mean")) == pytest.approx(mean, abs=0.0051)
     total = sum(one["compute_s"] + one["wait_s"] + one["transfer_s"] for one in workers)
-    waiting = int(shown.figure("waiting").split()[0])
-    assert waiting == pytest.approx(100 * sum(one["wait_s"] for one in workers) / total, abs=0.51)
-    megabytes = (sums["bytes_sent"] + sums["bytes_received"]) / 1e6
-    assert float(shown.figure("traffic").split()[0]) == pytest.approx(megabytes, rel=0.01)
-    assert float(shown.figure("cost").split()[0]) == pytest.approx(summary["wall_s"], abs=0.0051)  # 1 a second
+    wait_share = sum(one["wait_s"] for one in workers) / total
+    assert int(shown.figure("waiting").split()[0]) == pytest.approx(100 * wait_share, abs=0.51)
+    assert shown.figure("traffic") == size(sums["bytes_sent"] + sums["bytes_received"])
+    if per_s:
+        cost = summary["cost"]
+        assert cost["total"] == pytest.approx(summary["wall_s"] * per_s)
+        assert float(shown.figure("cost").split()[0]) == pytest.approx(cost["total"], abs=0.0051)
+        assert float(shown.figure("for waiting")) == pytest.approx(cost["total"] * wait_share, abs=0.0051)
+        assert float(shown.figure("an epoch")) == pytest.approx(cost["per_epoch"], abs=0.0051)
     for name, value in summary["final"].items():
         assert float(shown.figure(f"final {name}")) == pytest.approx(value, abs=0.00051)
-    assert shown.cells("contributions") == [f"{one['steps']:,}" for one in workers]
-    assert shown.cells("samples") == [f"{one['samples']:,}" for one in workers]
+    for column, name in (
+        ("stale max", "staleness_max"),
+        ("lane", "lane"),
+        ("codec", "codec"),
+        ("restarts", "restarts"),
+    ):
+        assert shown.cells(column) == [f"{one[name]}" for one in workers], column
+    for column, name in (("contributions", "steps"), ("samples", "samples")):
+        assert shown.cells(column) == [f"{one[name]:,}" for one in workers], column
+    for column, name in (("sent", "bytes_sent"), ("received", "bytes_received")):
+        assert shown.cells(column) == [size(one[name]) for one in workers], column
     assert [float(text) for text in shown.cells("stale mean")] == pytest.approx(
         [one["staleness_mean"] for one in workers], abs=0.0051
     )
-    assert shown.cells("restarts") == ["0", "0"]
+    assert bins(shown) == {behind: count for behind, count in summary["staleness"].items() if int(behind) < 8}
+    assert sum(summary["staleness"].values()) == sums["steps"]
+    late = sum(int(behind) * count for behind, count in summary["staleness"].items())
+    assert late == pytest.approx(mean * sums["steps"], abs=0.01 * sums["steps"])
+    said = [f"{one['shard']}: version {one['version']:,}" for one in summary["shards"]]
+    row = shown.page.locator("#more [data-key=shards] dd")
+    assert [text.rpartition(",")[0] for text in row.text_content().split("; ")] == said if said else row.count() == 0
+
+
+@pytest.mark.slow
+def test_the_page_of_several_shards_is_the_summary(cluster: Cluster, tab: Callable[..., Tab]) -> None:
+    flags = ("--mode", "ssp", "--set", "server.status_interval_s=0.1")
+    server = cluster.server(*flags, "--shards", "2", "--workers", "2", "--steps", "100000", "--web", "127.0.0.1:0",
+                            "--summary", "s.json", PS_WEB_TOKEN=TOKEN)  # fmt: skip
+    shard = cluster.shard(1, 2, *flags)
+    workers = [cluster.worker(rank, "--task", "digits", "--set", "slowdown.base_s=0.01") for rank in range(2)]
+    shown = opened(tab, server)
+    until(shown, f"first => ({STEP})() > first", 20)
+    sure(shown, "Drain")
+    until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
+    assert [one.wait() for one in (*workers, shard, server)] == [0, 0, 0, 0], server.output
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert len(summary["shards"]) == 2
+    is_the_summary(shown, summary)
 
 
 def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluster, tab: Callable[..., Tab]) -> None:
-    flags = (*RUN, "--workers", "1", "--steps", "100000", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
-    server = cluster.server(*flags, "--web", "127.0.0.1:0", PS_WEB_TOKEN="kept")
-    cluster.worker(0, "--set", "slowdown.base_s=0.01")
+    flags = (*RUN, "--workers", "2", "--steps", "100000", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5",
+             "--eval-every", "10", "--summary", "s.json")  # fmt: skip
+    server = cluster.server(*flags, "--web", "127.0.0.1:0", PS_WEB_TOKEN=TOKEN)
+    workers = [cluster.worker(rank, "--set", f"slowdown.base_s={base_s}") for rank, base_s in ((0, 0.01), (1, 0.02))]
     shown = opened(tab, server)
-    until(shown, f"first => ({STEP})() > first", 20)
+    said = "(document.getElementById('evaluations').ariaLabel || '')"
+    until(shown, f"() => Number(({said}.match(/: ([0-9]+) points/) || [])[1]) >= 2")
+    text, version = shown.page.locator("#events").text_content(), int(shown.figure("version").replace(",", ""))
+    newest = "(document.querySelector('#snapshots tbody td') || {}).textContent"
+    until(shown, f"version => Number({newest}?.replace(/,/g, '')) > version", version)
+    first = points(shown, "loss")[1], points(shown, "evaluations")[1]
     server.popen.kill()
     server.popen.wait()
     until(shown, "() => document.getElementById('connection').dataset.state === 'lost'")
     address = server.event("page")["address"]
     before = shown.page.evaluate(STEP)
-    cluster.server(*flags, "--listen", cluster.address, "--web", address, PS_WEB_TOKEN="kept")
+    kept = points(shown, "loss"), points(shown, "evaluations"), sum(bins(shown).values())
+    again = cluster.server(*flags, "--listen", cluster.address, "--web", address, PS_WEB_TOKEN=TOKEN)
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     until(shown, f"first => ({STEP})() > first", before)
     until(shown, "() => document.getElementById('events').textContent.includes('goes on from snapshots')")
-    shown.page.get_by_role("button", name="Drain").click()  # the page that was open may still
-    until(shown, "() => document.getElementById('answer').textContent.includes('last')")
+    assert (points(shown, "loss")[1], points(shown, "evaluations")[1]) == first  # both begin where they began
+    assert points(shown, "loss")[0] > kept[0][0] / 2 and points(shown, "evaluations")[0] >= 2
+    assert sum(bins(shown).values()) > kept[2] / 2
+    assert "joined" in text and "step 10: " in text
+    for one in re.findall(r"(worker \d joined|step 10: [a-z]+ [0-9.]+)", text):
+        assert one in shown.page.locator("#events").text_content()
+    sure(shown, "Drain")  # the page that was open may still
+    until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
+    assert [one.wait() for one in (*workers, again)] == [0, 0, 0], again.output
+    is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()))
+
+
+def points(shown: Tab, chart: str) -> tuple[int, int]:
+    """Of its first curve: how many, and where they begin."""
+    found = re.search(r": (\d+) points? from ([0-9,]+) ", label(shown, chart))
+    assert found is not None, label(shown, chart)
+    return int(found[1]), int(found[2].replace(",", ""))
+
+
+def test_two_pages_in_one_browser(
+    page: Any, tab: Callable[..., Tab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A browser gives one host's cookies to all its ports: the second page must not log the first one out."""
+    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "another")
+    other = serve.Page(
+        Config.model_validate({"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}})
+    )
+    other.start()
+    try:
+        shown = tab()
+        for one, token in ((page, "secret"), (other, "another")):
+            one.begin(Watched(about=about()))
+            one.push(tick(1))
+            shown.page.goto(f"http://{one.address}/?token={token}")
+            shown.page.get_by_role("button", name="Drain").wait_for()
+        shown.page.goto(f"http://{page.address}/")
+        shown.page.get_by_role("button", name="Drain").wait_for()
+    finally:
+        other.close()
+
+
+def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def control(what: dict[str, Any]) -> str:
+        asked.append(what)
+        return f"done {len(asked)}"
+
+    page.begin(Watched(about=about(controls=["snapshot", "drain", "hold", "evict", "set staleness"])), control)
+    page.push(tick(1))
+    shown = tab()
+    shown.page.goto(f"http://{page.address}/?token=secret")
+    shown.page.get_by_role("button", name="Drain").wait_for()
+    keys = shown.page.keyboard
+
+    def go_to(name: str) -> None:
+        for _ in range(40):
+            focused = "e => { const at = document.activeElement; return at.ariaLabel || at.textContent; }"
+            if shown.page.evaluate(focused) == name:
+                return
+            keys.press("Tab")
+        raise AssertionError(f"Tab does not lead to {name}")
+
+    def answered(number: int) -> None:
+        until(shown, "said => document.getElementById('answer').textContent === said", f"done {number}")
+
+    go_to("Drain")
+    keys.press("Enter")
+    until(shown, "() => document.activeElement.textContent === 'Cancel'")
+    keys.press("Enter")
+    keys.press("Enter")  # the focus is back where it was
+    keys.press("Escape")
+    go_to("Snapshot now")
+    keys.press("Space")
+    answered(1)
+    assert asked == [{"do": "snapshot"}]
+    go_to("rank to evict")
+    keys.type("1")
+    page.push(tick(2))  # what is being typed stays
+    until(shown, f"() => ({STEP})() === 2")
+    keys.press("Enter")
+    until(shown, "() => document.activeElement.textContent === 'Cancel'")
+    assert shown.page.get_by_role("dialog").text_content().startswith("Worker 1 ends, and may not come back")
+    keys.press("Shift+Tab")
+    keys.press("Enter")
+    answered(2)
+    go_to("new value")
+    keys.type("5")
+    keys.press("Enter")
+    answered(3)
+    assert asked[1:] == [{"do": "evict", "rank": 1}, {"do": "set", "name": "staleness", "value": 5}]
+
+
+def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) -> None:
+    """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
+    happened = [Happened(at=1.7e9, kind="joined", text="worker 0 joined")]
+    saved = [Snapshot(version=1, at=1.7e9, path="snapshots/1")]
+    point = Point(step=1, version=1, elapsed_s=1.0, figures={"accuracy": 0.5}, samples=64, num_bytes=10)
+    page.begin(Watched(about=about()))
+    page.push(tick(1, events=happened, snapshots=saved, evaluations=[point]))
+    shown = tab()
+    shown.page.goto(f"http://{page.address}/")
+    until(shown, f"() => ({STEP})() === 1")
+    marked = "#figures dd, #workers td, #events li, #snapshots tr, #more dd"
+    shown.page.evaluate("marked => document.querySelectorAll(marked).forEach(one => one.isKnown = true)", marked)
+    spans = [Span(rank=0, begin_s=5.0, compute_s=0.75, wait_s=0.25)]
+    more = [Snapshot(version=9, at=1.7e9, path="snapshots/9")]
+    page.push(
+        tick(9, snapshots=more, spans=spans, events=[Happened(at=1.7e9 + 1, kind="left", text="worker 1 is gone")])
+    )
+    until(shown, f"() => ({STEP})() === 9")
+    lost = "marked => [...document.querySelectorAll(marked)].filter(one => !one.isKnown).map(one => one.textContent)"
+    new = shown.page.evaluate(lost, marked)
+    assert len(new) == 2 and new[0].endswith("worker 1 is gone") and new[1].endswith("snapshots/9")
+    assert label(shown, "loss").startswith("loss over steps: 2 points from 1 to 9, first 0.500, newest 0.100")
+    assert label(shown, "staleness") == "11 contributions by versions behind: 9 at 0, 2 at 1"
+    assert label(shown, "stream") == "The last minute. worker 0: computing 75 %, transfer 0 %, waiting 25 %"
+    for axis, x in (("samples", "64"), ("bytes", "10"), ("elapsed_s", "1")):
+        shown.page.locator("#axis").select_option(axis)
+        assert f": 1 point from {x} to {x}, first 0.500" in label(shown, "evaluations")
+        assert f" over {'seconds' if axis == 'elapsed_s' else axis}: 2 points" in label(shown, "rate")
+    shown.page.emulate_media(color_scheme="dark")
+
+
+def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At an address of others: nothing without the token, everything with it."""
+    certs("init", tmp_path / "certs")
+    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
+    folder = tmp_path / "certs"
+    security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key", "token_file": f"{folder}/token"}
+    told = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
+    secured = serve.Page(Config.model_validate(told))
+    secured.start()
+    try:
+        secured.begin(Watched(about=about()))
+        secured.push(tick(1))
+        address = secured.url.replace("0.0.0.0", "127.0.0.1")
+        assert address.startswith("https://")
+        shown = tab(ignore_https_errors=True)
+        assert shown.page.goto(address.partition("?")[0]).status == 401
+        shown.page.goto(address)
+        shown.page.get_by_role("button", name="Drain").wait_for()
+        until(shown, f"() => ({STEP})() === 1")
+        (cookie,) = shown.page.context.cookies()
+        assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
+    finally:
+        secured.close()
+
+
+def test_what_a_page_weighs() -> None:
+    """All that is sent for the page of a run, before its figures; docs/page.md says it."""
+    files = {name: len(body) for name, (body, _) in _files().items()}
+    index = (Path(app.__file__).parent / "static/index.html").read_text()
+    asked = {"index.html", *re.findall(r'(?:href|src)="/static/([^"]+)"', index)} - {"style.css"}
+    weight = sum(files[name] for name in asked)
+    assert weight < 92_000, weight
+    assert f"{weight / 1000:.0f} kB" in (Path(__file__).parents[2] / "docs/page.md").read_text(), weight
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, height: int, scheme: str) -> None:
-    page.begin(about())
+    page.begin(Watched(about=about()))
     for number in range(30):
         page.push(tick(number, 8))
     shown = tab(viewport={"width": width, "height": height}, color_scheme=scheme)
@@ -146,7 +387,7 @@ def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, he
 
 def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., Tab]) -> None:
     evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-    page.begin(about(task=evil, mode=evil))
+    page.begin(Watched(about=about(task=evil, mode=evil)))
     waits = [Wait(rank=0, ranks=[1], why=evil)]
     events = [Happened(at=1.7e9, kind="left", text=evil)]
     for number in range(20):
@@ -163,7 +404,7 @@ def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., 
 
 
 def test_only_those_with_the_token_are_shown_controls(page: Any, tab: Callable[..., Tab]) -> None:
-    page.begin(about())
+    page.begin(Watched(about=about()))
     page.push(tick(1))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
@@ -207,9 +448,7 @@ def test_runs_on_record_and_one_that_another_process_writes(cluster: Cluster, ta
     shown.page.locator("#runs tbody a").click()
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
     summary = json.loads((cluster.folder / "s.json").read_text())
-    assert shown.figure("version") == f"{summary['version']:,}"
-    assert shown.figure("samples") == f"{sum(one['samples'] for one in summary['workers']):,}"
-    assert shown.cells("contributions") == [f"{one['steps']:,}" for one in summary["workers"]]
+    is_the_summary(shown, summary)
     shown.page.get_by_role("link", name="all runs").click()
     shown.page.get_by_role("row").filter(has_text="running").locator("a").click()
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")

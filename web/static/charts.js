@@ -1,5 +1,5 @@
 // Curves, bars and sparklines. uPlot is known here only, so that another library could take its place.
-import { color, make } from './text.js';
+import { color, figure, make, whole } from './text.js';
 const charts = new Map();
 
 function options(host, labels, axis, kind, height) {
@@ -17,8 +17,32 @@ function options(host, labels, axis, kind, height) {
   };
 }
 
+// Whether the newest are higher than those before: a twentieth of their range counts.
+function trend(values) {
+  const mean = part => part.reduce((sum, value) => sum + value, 0) / part.length, most = Math.max(1, Math.floor(values.length / 4));
+  if (values.length < 4) return '';
+  const newest = mean(values.slice(-most)), before = mean(values.slice(-2 * most, -most)), range = Math.max(...values) - Math.min(...values);
+  return Math.abs(newest - before) < range / 20 || !range ? ', steady' : newest > before ? ', rising' : ', falling';
+}
+
+function sentence(labels, axis, columns, kind) {
+  const [xs, ...series] = columns;
+  if (kind === 'bars') {
+    const total = series[0].reduce((sum, count) => sum + count, 0);
+    return `${whole(total)} ${labels[0]} by ${axis}: ${xs.slice(0, 8).map((x, at) => `${whole(series[0][at])} at ${x}`).join(', ')}${xs.length > 8 ? `, and up to ${xs[xs.length - 1]}` : ''}`;
+  }
+  return labels.map((label, at) => {
+    const known = xs.map((x, row) => [x, series[at][row]]).filter(([x, value]) => x !== null && value !== null);
+    if (!known.length) return `${label}: nothing yet`;
+    const [first, last] = [known[0], known[known.length - 1]], values = known.map(point => point[1]);
+    return `${label} over ${axis}: ${known.length} point${known.length > 1 ? 's' : ''} from ${whole(first[0])} to ${whole(last[0])}, first ${figure(first[1])}, newest ${figure(last[1])}, lowest ${figure(Math.min(...values))}, highest ${figure(Math.max(...values))}${trend(values)}`;
+  }).join('; ');
+}
+
 // `columns`: x, then one for each label. The chart is made again only where labels, width or colours have changed.
 export function draw(host, labels, axis, columns, kind = 'line', height = 190) {
+  host.setAttribute('role', 'img');
+  host.setAttribute('aria-label', sentence(labels, axis, columns, kind));
   const dark = matchMedia('(prefers-color-scheme: dark)').matches;
   const key = JSON.stringify([labels, axis, host.clientWidth, dark, kind]);
   const known = charts.get(host);

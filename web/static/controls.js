@@ -17,10 +17,31 @@ async function ask(run, what) {
   } catch (error) { answer.className = 'bad'; answer.textContent = `nobody answers: ${error.message}`; }
 }
 
+// Of what cannot be taken back.
+function isSure(text, word) {
+  $('sure-text').textContent = text; $('sure-yes').textContent = word;
+  return new Promise(done => {
+    const dialog = $('sure');
+    dialog.onclose = () => done(dialog.returnValue === 'yes');
+    $('sure-yes').onclick = () => dialog.close('yes');
+    $('sure-no').onclick = () => dialog.close('no');
+    dialog.returnValue = 'no';
+    dialog.showModal();
+    $('sure-no').focus();
+  });
+}
+const SURE = { drain: () => 'Everyone’s next step is the last, and the run is over. Drain it?', evict: rank => `Worker ${rank} ends, and may not come back. Evict it?` };
+async function askIfSure(run, what) {
+  if (!SURE[what.do] || await isSure(SURE[what.do](what.rank), WORDS[what.do][0])) await ask(run, what);
+}
+
+let shown = '';
 export function showControls(about, mayControl) {
   const known = about.controls || [];
   $('controls').hidden = !known.length;
-  if (!known.length) return;
+  const key = JSON.stringify([about.run, known, mayControl]);
+  if (!known.length || key === shown) return; // what somebody is typing stays
+  shown = key;
   if (!mayControl) { $('buttons').replaceChildren(make('p', {}, 'This page may only look: open the address with ?token=… that the server printed.')); return; }
   const buttons = [], settings = known.filter(name => name.startsWith('set '));
   for (const name of known.filter(name => !name.startsWith('set '))) {
@@ -28,11 +49,11 @@ export function showControls(about, mayControl) {
     if (['evict', 'hold', 'release'].includes(name)) {
       const rank = make('input', { type: 'number', min: 0, required: '', 'aria-label': `rank to ${name}`, placeholder: 'rank' });
       const form = make('form', {}, rank, make('button', { title: what }, word));
-      form.addEventListener('submit', event => { event.preventDefault(); ask(about.run, { do: name, rank: Number(rank.value) }); });
+      form.addEventListener('submit', event => { event.preventDefault(); askIfSure(about.run, { do: name, rank: Number(rank.value) }); });
       buttons.push(form);
     } else {
       const button = make('button', { type: 'button', title: what }, word);
-      button.addEventListener('click', () => ask(about.run, { do: name }));
+      button.addEventListener('click', () => askIfSure(about.run, { do: name }));
       buttons.push(button);
     }
   }

@@ -1,5 +1,5 @@
 // The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
-import { $, clock, duration, figure, make, price, share, size, whole } from './text.js';
+import { $, clock, duration, figure, inPlace, make, price, say, share, size, whole } from './text.js';
 import { draw } from './charts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
@@ -11,51 +11,50 @@ let state = null, mayControl = false, isOver = false;
 
 function connection(name, text) { $('connection').dataset.state = name; $('connection').textContent = text; }
 
-function eta(status) { return status.step && status.steps ? status.elapsed_s / status.step * Math.max(0, status.steps - status.step) : null; }
-function loss(status) {
-  if (status.total) return status.total.loss;
-  const known = status.workers.map(worker => worker.loss).filter(value => value !== null);
-  return known.length ? known.reduce((a, b) => a + b) / known.length : null;
-}
-const rate = status => status.total ? status.total.samples_per_s : status.workers.reduce((sum, worker) => sum + worker.samples_per_s, 0);
-
 function showFigures(tick) {
   const { status, totals } = tick;
   const found = {
     mode: status.mode, step: status.steps ? `${whole(status.step)} / ${whole(status.steps)}` : whole(status.step),
-    version: whole(status.version), 'time': duration(totals.wall_s), 'still to go': tick.is_over ? '–' : duration(eta(status)),
-    loss: figure(loss(status)), 'samples/s': whole(rate(status)), samples: whole(totals.samples), workers: whole(status.num_joined),
+    version: whole(status.version), 'time': duration(totals.wall_s), 'still to go': tick.is_over ? '–' : duration(status.eta_s),
+    loss: figure(status.loss), 'samples/s': whole(status.samples_per_s), samples: whole(totals.samples), workers: whole(status.num_joined),
     waiting: share(totals.wait_share), 'stale mean': totals.staleness_mean.toFixed(2), 'stale max': whole(totals.staleness_max),
     traffic: size(totals.bytes), updates: whole(totals.updates),
   };
   if (totals.cost) { found.cost = `${price(totals.cost.total)} ${totals.cost.currency}`; found['for waiting'] = price(totals.cost.waiting); }
   if (totals.cost && totals.cost.per_epoch !== null) found['an epoch'] = price(totals.cost.per_epoch);
   for (const [name, value] of Object.entries(totals.final)) found[`final ${name}`] = figure(value);
-  $('figures').replaceChildren(...Object.entries(found).map(([name, value]) => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd', {}, value))));
+  inPlace($('figures'), Object.keys(found), name => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;
-  $('waiting').textContent = status.waiting ? `everyone waits for: ${status.waiting}` : '';
+  say($('waiting'), status.waiting ? `everyone waits for: ${status.waiting}` : '');
   document.title = `${status.steps ? `${Math.floor(100 * status.step / status.steps)} % ` : ''}${status.mode} – paramserver`;
 }
 
 function showCharts() {
   const series = state.series, axis = $('axis').value, label = $('axis').selectedOptions[0].textContent;
   draw($('loss'), ['loss'], label, [series[axis], series.loss]);
-  draw($('rate'), ['samples/s'], 'seconds', [series.elapsed_s, series.samples_per_s]);
+  draw($('rate'), ['samples/s'], label, [series[axis], series.samples_per_s]);
   const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.figures)))];
-  if (names.length) draw($('evaluations'), names, 'step', [state.evaluations.map(point => point.step), ...names.map(name => state.evaluations.map(point => point.figures[name] ?? null))], 'points');
-  else $('evaluations').textContent = 'none yet; run.eval_every asks for them';
+  const of = { bytes: 'num_bytes' }[axis] || axis, points = state.evaluations.filter(point => point[of] !== null);
+  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[of]), ...names.map(name => points.map(point => point.figures[name] ?? null))], 'points');
+  else say($('evaluations'), 'none yet; run.eval_every asks for them');
   const bins = state.newest ? Object.entries(state.newest.staleness).map(([behind, count]) => [Number(behind), count]).sort((a, b) => a[0] - b[0]) : [];
   if (bins.length) draw($('staleness'), ['contributions'], 'versions behind', [bins.map(bin => bin[0]), bins.map(bin => bin[1])], 'bars');
 }
 
 function showRest(tick) {
   const { status } = tick;
-  const more = [['newest snapshot', tick.durable_version ? `version ${whole(tick.durable_version)}` : 'none']];
+  const more = [['newest snapshot', tick.durable_version ? `version ${whole(tick.durable_version)}` : 'none']], kept = [...state.snapshots].reverse();
   if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.held_bytes[at] || 0)}`).join('; ')]);
   more.push(['run', state.about.run], ['start of the server', `${state.about.server_incarnation}`], ['task', state.about.task || 'a script']);
-  $('more').replaceChildren(...more.flatMap(([name, value]) => [make('dt', {}, name), make('dd', {}, value)]));
-  $('events').replaceChildren(...[...state.events].reverse().slice(0, 200).map(one => make('li', { 'data-kind': one.kind }, make('time', { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)), one.text)));
+  const said = new Map(more);
+  inPlace($('more'), more.map(([name]) => name), name => make('div', {}, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, said.get(name)));
+  $('snapshots').hidden = !kept.length;
+  const of = new Map(kept.map(one => [`${one.version}`, one]));
+  inPlace($('snapshots').tBodies[0], [...of.keys()], version => { const one = of.get(version); return make('tr', {}, make('td', {}, whole(one.version)), make('td', {}, clock(one.at)), make('td', { class: 'text' }, one.path)); });
+  const happened = [...state.events].reverse().slice(0, 200), times = new Map();
+  const events = new Map(happened.reverse().map(one => { const key = `${one.at} ${one.text}`, again = times.get(key) || 0; times.set(key, again + 1); return [`${key} ${again}`, one]; }));
+  inPlace($('events'), [...events.keys()].reverse(), key => { const one = events.get(key); return make('li', { 'data-kind': one.kind }, make('time', { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)), one.text); });
 }
 
 function show(tick, isWhole, spans) {
@@ -64,7 +63,7 @@ function show(tick, isWhole, spans) {
 }
 
 function addRow(tick) {
-  const { status, totals } = tick, row = { elapsed_s: status.elapsed_s, step: status.step, version: status.version, loss: loss(status), samples: totals.samples, bytes: totals.bytes, samples_per_s: rate(status), wait_share: totals.wait_share, staleness_mean: totals.staleness_mean };
+  const { status, totals } = tick, row = { elapsed_s: status.elapsed_s, step: status.step, version: status.version, loss: status.loss, samples: totals.samples, bytes: totals.bytes, samples_per_s: status.samples_per_s, wait_share: totals.wait_share, staleness_mean: totals.staleness_mean };
   if (status.workers.length || status.step) for (const [name, values] of Object.entries(state.series)) values.push(row[name]);
   if (state.series.step.length >= 4000) for (const name of Object.keys(state.series)) state.series[name] = state.series[name].filter((_, at) => at % 2 === 0);
 }
@@ -85,8 +84,9 @@ function gotTick(event) {
   connection('live', 'live');
   state.newest = tick;
   state.events = [...state.events, ...tick.events].slice(-300);
-  const point = tick.status.evaluated;
-  if (point && (!state.evaluations.length || state.evaluations[state.evaluations.length - 1].version < point.version)) state.evaluations.push(point);
+  state.evaluations.push(...tick.evaluations);
+  for (const one of tick.snapshots) state.snapshots = [...state.snapshots.filter(other => other.version !== one.version), one];
+  state.snapshots = state.snapshots.slice(-Math.min(100, state.about.settings.checkpoint?.keep || 100));
   addRow(tick);
   show(tick, false, tick.spans);
 }

@@ -1,5 +1,5 @@
 // All runs on record, the newest first; those that go on are looked at again every few seconds.
-import { $, duration, figure, make, size, whole } from './text.js';
+import { $, duration, figure, inPlace, make, say, size, whole } from './text.js';
 const MOST = 200;
 const FIRST = 40; // more than a window shows: the others come after it is painted
 const WHEN = new Intl.DateTimeFormat([], { dateStyle: 'short', timeStyle: 'medium', hour12: false });
@@ -10,12 +10,13 @@ const COLUMNS = [
   ['workers', one => whole(one.workers || 0)], ['step', one => one.steps ? `${whole(one.step || 0)} / ${whole(one.steps)}` : whole(one.step || 0)],
   ['time', one => duration(one.elapsed_s)], ['loss', one => figure(one.loss)],
   ['figures', one => Object.entries(one.figures || {}).map(([name, value]) => `${name} ${figure(value)}`).join(', '), 'text'],
-  ['traffic', one => one.num_bytes === undefined ? '–' : size(one.num_bytes)], ['ended by', one => one.ended_by || '', 'text why'],
+  ['traffic', one => one.num_bytes === null ? '–' : size(one.num_bytes)], ['ended by', one => one.ended_by || '', 'text why'],
 ];
 let runs = [];
 let shown = 0; // how often
 
-const row = one => make('tr', { 'data-run': one.run }, ...COLUMNS.map(([, cell, kind]) => make('td', kind ? { class: kind } : {}, cell(one))));
+const row = one => make('tr', { 'data-run': one.run }, ...COLUMNS.map(([, , kind]) => make('td', kind ? { class: kind } : {})));
+function fill(node, one) { COLUMNS.forEach(([, cell], at) => { const value = cell(one); if (!(value instanceof Element)) say(node.cells[at], value); else if (node.cells[at].textContent !== value.textContent) node.cells[at].replaceChildren(value); }); }
 
 function show() {
   const wanted = $('filter').value.trim().toLowerCase();
@@ -23,9 +24,11 @@ function show() {
   const table = $('runs');
   if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...COLUMNS.map(([name, , kind]) => make('th', { scope: 'col', class: kind || '' }, name))));
   const body = table.tBodies[0], first = body.rows.length ? MOST : FIRST, turn = ++shown;
-  body.replaceChildren(...found.slice(0, first).map(row));
-  if (found.length > first) requestAnimationFrame(() => setTimeout(() => { if (turn === shown) body.append(...found.slice(first, MOST).map(row)); }));
-  $('count').textContent = `${whole(found.length)} of ${whole(runs.length)} runs${found.length > MOST ? `, the newest ${MOST} are shown` : ''}`;
+  const of = new Map(found.slice(0, MOST).map(one => [one.run, one])), keys = [...of.keys()];
+  const put = most => inPlace(body, keys.slice(0, most), run => row(of.get(run)), (node, run) => fill(node, of.get(run)));
+  put(first);
+  if (found.length > first) requestAnimationFrame(() => setTimeout(() => { if (turn === shown) put(MOST); }));
+  say($('count'), `${whole(found.length)} of ${whole(runs.length)} runs${found.length > MOST ? `, the newest ${MOST} are shown` : ''}`);
 }
 
 async function load() {

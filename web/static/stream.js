@@ -1,7 +1,16 @@
 // What each worker did over the last minute, a line each, the server's tensor work as the last one.
-import { $, color } from './text.js';
+import { $, color, duration, share } from './text.js';
 const SHOWN_S = 60, ROW = 16, LEFT = 64;
+const MOST_SAID = 8; // workers, in a sentence
 let spans = [];
+
+// What a line of it shows, in words.
+function told(rank, from) {
+  const mine = spans.filter(span => span.rank === rank && span.begin_s >= from), sum = kind => mine.reduce((all, span) => all + span[kind], 0);
+  if (rank < 0) return `the server applied for ${duration(sum('apply_s'))}`;
+  const parts = [['computing', sum('compute_s')], ['transfer', sum('transfer_s')], ['waiting', sum('wait_s')]], total = parts.reduce((all, part) => all + part[1], 0) || 1;
+  return `worker ${rank}: ${parts.map(([name, part]) => `${name} ${share(part / total)}`).join(', ')}`;
+}
 
 export function addSpans(more, now, isWhole) {
   spans = (isWhole ? [] : spans).concat(more).filter(span => span.begin_s > now - SHOWN_S - 30);
@@ -25,6 +34,7 @@ export function addSpans(more, now, isWhole) {
       at = end;
     }
   }
+  canvas.setAttribute('aria-label', `The last minute. ${ranks.slice(0, MOST_SAID).map(rank => told(rank, from)).join('; ')}${ranks.length > MOST_SAID ? `; and ${ranks.length - MOST_SAID} more: the table of workers has the shares` : ''}`);
   paint.fillStyle = color('dim');
   ranks.forEach((rank, at) => paint.fillText(rank < 0 ? 'server' : `worker ${rank}`, 0, at * ROW + ROW / 2));
   for (let second = Math.ceil(from / 10) * 10; second <= from + SHOWN_S; second += 10) paint.fillText(`${second} s`, x(second), height - 8);

@@ -6,6 +6,18 @@ export function make(tag, attributes = {}, ...children) {
   node.append(...children);
   return node;
 }
+// Children by key, changed in place: who reads them, by eye or screen reader, keeps the place.
+export function inPlace(parent, keys, build, change = () => {}) {
+  const wanted = new Set(keys.map(String)), known = new Map();
+  for (const node of [...parent.children]) { if (wanted.has(node.dataset.key)) known.set(node.dataset.key, node); else node.remove(); }
+  keys.forEach((key, at) => {
+    const node = known.get(String(key)) || build(key);
+    node.dataset.key = key;
+    if (parent.children[at] !== node) parent.insertBefore(node, parent.children[at] || null);
+    change(node, key);
+  });
+}
+export function say(node, text) { if (node.textContent !== String(text)) node.textContent = text; }
 export const $ = id => document.getElementById(id);
 const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 }); // one for all: making one takes longer than a row
 export const whole = value => WHOLE.format(Math.round(value));

@@ -1,5 +1,5 @@
 // The table of workers: what each does now, and its sums over the run, which at the end are those of the summary.
-import { $, figure, make, share, size, whole } from './text.js';
+import { $, figure, inPlace, make, say, share, size, whole } from './text.js';
 import { sparkline } from './charts.js';
 const COLUMNS = [
   ['worker', now => now.rank], ['state', now => now.state, 'text'], ['step', now => whole(now.step)], ['lead', now => now.lead],
@@ -27,9 +27,10 @@ export function showWorkers(tick) {
     const rates = past.get(now.rank) || [];
     rates.push(now.samples_per_s); if (rates.length > 60) rates.shift();
     past.set(now.rank, rates);
-    const cells = COLUMNS.map(([, cell, kind]) => make('td', { class: kind || '' }, cell(now, rates)));
-    return make('tr', { 'data-rank': now.rank }, ...cells);
+    return [now.rank, COLUMNS.map(([, cell]) => cell(now, rates))];
   });
-  table.tBodies[0].replaceChildren(...rows);
+  const of = new Map(rows);
+  inPlace(table.tBodies[0], [...of.keys()], rank => make('tr', { 'data-rank': rank }, ...COLUMNS.map(([, , kind]) => make('td', { class: kind || '' }))),
+    (node, rank) => of.get(rank).forEach((value, at) => { if (value instanceof Element) node.cells[at].replaceChildren(value); else say(node.cells[at], value); }));
   $('left-out').textContent = tick.status.left_out ? `and ${whole(tick.status.left_out)} more, which are ahead of these` : '';
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,8 +11,19 @@ from ....common.reporting.summary import WorkerSummary
 
 # The live view's rates cover this many contributions.
 _RECENT = 20
+_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone; in files and summaries the contributions that count are called steps.
 _NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "first", "dropped_at", "loss", "exchanged"}
+
+
+def bin_of(staleness: int) -> int:
+    return min(_MOST_BINS, max(0, staleness))
+
+
+def restored_bins(saved: Any) -> Counter[int]:
+    """From what a snapshot kept; what is not what it should be is counted from zero."""
+    told = saved.items() if isinstance(saved, dict) else ()
+    return Counter({bin_of(int(behind)): count for behind, count in told if behind.isdecimal() and type(count) is int})
 
 
 @dataclass(slots=True)
@@ -44,7 +55,8 @@ class WorkerStats:
     first: tuple[float, int] | None = None  # when its first came to this process, and the samples counted by then
     dropped_at: float = -math.inf  # the newest that did not count
     recent_samples: int = 0  # of `recent`
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # (time, samples)
+    # (time, samples, staleness)
+    recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
         self.contributions += 1
@@ -59,7 +71,7 @@ class WorkerStats:
             self.first = now, self.samples
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0][1]
-        self.recent.append((now, num_samples))
+        self.recent.append((now, num_samples, staleness))
         self.recent_samples += num_samples
 
     def passed_over(self, now: float) -> None:
@@ -93,7 +105,16 @@ class WorkerStats:
     def saved(self, num_open: int) -> dict[str, int | float]:
         """What a snapshot keeps; contributions that no version holds yet are not counted."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_SAVED}
-        return {"steps": self.contributions - num_open, **values}
+        staleness_sum = self.staleness_sum - sum(self.newest_staleness(num_open))
+        samples = self.samples - sum(samples for _, samples, _ in self._newest(num_open))
+        return {**values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum, "samples": samples}
+
+    def newest_staleness(self, count: int) -> list[int]:
+        """Of so many contributions that counted last."""
+        return [staleness for *_, staleness in self._newest(count)]
+
+    def _newest(self, count: int) -> list[tuple[float, int, int]]:
+        return list(self.recent)[max(0, len(self.recent) - count) :]
 
     @classmethod
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
