@@ -46,10 +46,12 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
         writer.status(time.time(), Status(version=step, step=step, samples=10 * step, num_bytes=1000 * step,
                                           elapsed_s=step / 10, workers=[worker]))  # fmt: skip
     points = [
-        Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200}) for step in (50, 100)
+        Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200}, samples=10 * step)
+        for step in (50, 100)
     ]
     for point in points:
         writer.evaluation(point, 1000 * point.step, True)
+        writer.event(time.time(), "evaluated", None, {**point.model_dump(), "best": True})
     if ends:
         workers = [WorkerSummary(rank=0, steps=100, samples=1000, compute_s=1.0, bytes_sent=50_000)]
         curve = [point.model_copy(update={"num_bytes": 1000 * point.step}) for point in points]
@@ -166,6 +168,8 @@ def test_a_figure_is_drawn(folder: Path) -> None:
     assert ps_runs("plot", "bbbb", folder=folder).count("•") == 3
     ps_runs("plot", "bbbb", "--figure", "accuracy", "--over", "bytes", "--out", "a.svg", folder=folder)
     assert (folder / "a.svg").read_text().count("<polyline") == 1
+    told = ps_runs("plot", "bbbb", "--figure", "accuracy", "--over", "samples", "--json", folder=folder)
+    assert json.loads(told)["points"] == [[500.0, 0.25], [1000.0, 0.5]]
     assert "has no figure loos" in ps_runs("plot", "bbbb", "--figure", "loos", folder=folder, code=2)
 
 
@@ -207,15 +211,15 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
     assert store.runs() == []
     write(file, "a" * 12)
     first = store.runs()
-    assert [one["run"] for one in first] == ["a" * 12] and store.runs() is first
+    assert [one.run for one in first] == ["a" * 12] and store.runs() is first
     write(file, "b" * 12)
-    assert {one["run"] for one in store.runs()} == {"a" * 12, "b" * 12}
+    assert {one.run for one in store.runs()} == {"a" * 12, "b" * 12}
     changing.rename(file, 1, "lively")
-    assert "lively" in [one["name"] for one in store.runs()]
+    assert "lively" in [one.name for one in store.runs()]
     changing.remove(file, [1])
-    assert [one["run"] for one in store.runs()] == ["b" * 12]
+    assert [one.run for one in store.runs()] == ["b" * 12]
     write(file, "c" * 12, ends=False)
-    assert store.runs()[0]["state"] == "running" and store.runs() is not store.runs()  # it may be lost without a word
+    assert store.runs()[0].state == "running" and store.runs() is not store.runs()  # it may be lost without a word
     file.unlink()
     assert store.runs() == []
 

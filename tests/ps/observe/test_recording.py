@@ -50,6 +50,7 @@ def test_a_run_is_on_record(cluster: Cluster) -> None:
         assert (workers[-1].step, workers[-1].samples) == (60, summary.num_samples)
         points = store.evaluations(run)
         assert [point.step for point in points] == [20, 40, 60]
+        assert [point.samples for point in points] == [summary.num_samples // 3 * part for part in (1, 2, 3)]
         passed = [point.num_bytes or 0 for point in points]
         assert 0 < passed[0] < passed[1] < passed[2] <= summary.num_bytes
         assert [point.num_bytes for point in summary.curve] == passed
