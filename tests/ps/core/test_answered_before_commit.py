@@ -140,10 +140,17 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
     assert before.tell("contribute w1 s2") == "keep w1#2; fold w1#2; answer w1 v1"
     assert before.tell("stop").endswith("snapshot 2 of v1")
     assert before.saved["steps"] == {0: 2, 1: 1}
-    assert before.saved["training"]["stats"]["0"]["steps"] == 2
+    stats, bins = before.saved["training"]["stats"], before.saved["training"]["staleness"]
+    assert stats["0"]["steps"] == 2
+    assert sum(bins.values()) == sum(one["steps"] for one in stats.values()) == 3
+    assert sum(int(behind) * count for behind, count in bins.items()) == sum(
+        one["staleness_sum"] for one in stats.values()
+    )
+    assert sum(before.run.contributions.staleness.values()) == 5
 
     run = make_run(settings)
     run.restore(1, ("model", "sgd"), before.saved)
+    assert run.contributions.staleness == {int(behind): count for behind, count in bins.items()}
     after = Told(run)
     assert after.tell("enter w0") == "seat w0.2 at s2"
     assert after.tell("enter w1") == "seat w1.2 at s1; answer w0 START v1; answer w1 START v1"
