@@ -28,6 +28,7 @@ from .stored import Store
 log = get_logger()
 
 _STOP_S = 1.0
+_TOKEN = secrets.token_urlsafe(16)  # where none is given; a server that goes back keeps it
 
 
 class _Server(uvicorn.Server):
@@ -60,7 +61,7 @@ class Page:
             )
         self._store = store or Path(config.output.track_dir) / FILE
         self._opens = opens
-        self._token = os.environ.get(WEB_TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+        self._token = os.environ.get(WEB_TOKEN_VARIABLE) or _TOKEN
         self._tokens = [self._token, *([run_token] if run_token else [])]
         self._hosts = [] if self._is_open else ["localhost", "127.0.0.1", "::1", host]
         self._thread: Thread | None = None

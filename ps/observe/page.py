@@ -77,6 +77,7 @@ class PageSink(Sink):
         self._engine = engine
         self._began, self._loop = engine.now(), asyncio.get_running_loop()
         self._page.start()
+        engine.page = self._page.address
         if self._config.log.format == "text":
             print(f"the page: {self._page.url}", file=sys.stderr)
         if self._started is not None:

@@ -220,6 +220,27 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()))
 
 
+@pytest.mark.slow
+def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab: Callable[..., Tab]) -> None:
+    flags = ("--mode", "ssp", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set", "server.lease_s=5",
+             "--set", "server.status_interval_s=0.1")  # fmt: skip
+    server = cluster.server(
+        *flags, "--shards", "2", "--workers", "1", "--steps", "100000", "--web", "127.0.0.1:0", PS_WEB_TOKEN=TOKEN
+    )
+    shard = cluster.shard(1, 2, *flags)
+    cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
+    shown = opened(tab, server)
+    until(shown, "() => Number(document.querySelector('#snapshots tbody td')?.textContent) > 20")
+    first = points(shown, "loss")[1]
+    shard.popen.kill()
+    shard.popen.wait()
+    cluster.shard(1, 2, *flags)
+    until(shown, "() => document.getElementById('events').textContent.includes('goes on from snapshots')")
+    assert len({one["address"] for one in server.events("page")}) == 1
+    until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
+    assert points(shown, "loss")[1] == first
+
+
 def points(shown: Tab, chart: str) -> tuple[int, int]:
     """Of its first curve: how many, and where they begin."""
     found = re.search(r": (\d+) points? from ([0-9,]+) ", label(shown, chart))
