@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ from paramserver.common.config.launchers import find_place
 from paramserver.common.errors import MismatchError, UsageError
 from paramserver.launch.plan.placement import place
 from paramserver.tests.inner.conftest import Run
-from paramserver.worker.inner.group import _compare, backend_of, find_member
+from paramserver.worker.inner.group import _compare, find_member
+from paramserver.worker.inner.start import held_port
 from paramserver.worker.inner.strategy import Grouped
 from paramserver.worker.strategies.direct import Direct
 
@@ -50,12 +52,16 @@ def test_nobody_says_who_it_is(environ: dict[str, str], said: str) -> None:
         find_member(environ)
 
 
-def test_nccl_is_for_a_gpu_each() -> None:
-    assert backend_of(["a/cpu", "a/cpu"]) == "gloo"
-    assert backend_of(["a/cuda:0", "a/cuda:0"]) == "gloo"
-    assert backend_of(["a/cuda:0", "a/cpu"]) == "gloo"
-    has_nccl = dist.is_nccl_available()
-    assert backend_of(["a/cuda:0", "a/cuda:1"]) == backend_of(["a/cuda:0", "b/cuda:0"]) == ("gloo", "nccl")[has_nccl]
+def test_the_port_of_a_group_is_nobody_elses_until_its_store_listens_there() -> None:
+    with held_port() as held:
+        port = held.getsockname()[1]
+        for _ in range(2):  # as a process that is started again
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+            dist.TCPStore("127.0.0.1", port, is_master=False).set("here", "1")
+            assert store.get("here") == b"1"
+            del store
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
 
 
 def test_who_was_told_something_else_is_named() -> None:

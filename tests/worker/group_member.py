@@ -1,4 +1,4 @@
-"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZERS STEPS KILL_AT ROUNDS MEMBERS...
+"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZERS STEPS KILL_AT ROUNDS IS_APART MEMBERS...
 
 Each round is with another of the optimizers, which are divided by commas.
 
@@ -9,13 +9,17 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
+from paramserver.worker.strategies.among import backends
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
 
 buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
@@ -26,6 +30,38 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
 }
+
+
+class Queued:
+    """Sums by Gloo as NCCL makes them: who begins one waits for nothing, and who waits for all that its thread has
+    begun does until they are made or aborted."""
+
+    _begun = threading.local()  # as a stream of a GPU is
+
+    def __init__(self, store, rank, size, _, timeout_s):
+        at = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        self._gloo, self._is_aborted = backends.gloo(store, rank, size, at, timeout_s), threading.Event()
+
+    def allreduce(self, tensors):
+        begun = self._begun.__dict__.setdefault("sums", [])
+        begun.append((self._gloo.allreduce(tensors), self._is_aborted))
+        return SimpleNamespace(wait=lambda: None)
+
+    @classmethod
+    def computed(cls, _):
+        for work, is_aborted in cls._begun.__dict__.pop("sums", []):
+            while not (work.is_completed() or is_aborted.wait(0.001)):
+                pass
+
+    def abort(self):
+        self._is_aborted.set()
+
+
+def tell_of_gpus(put=setattr):
+    """As where each member has a GPU: what is averaged is in a group apart, Gloo in the place of NCCL."""
+    put(backends, "device_name", lambda _: f"h/cuda/{os.getpid()}-{threading.get_ident()}")
+    put(backends, "nccl", Queued)
+    put(backends, "computed", Queued.computed)
 
 
 def batch(rank: int, step: int):
@@ -125,9 +161,11 @@ if __name__ == "__main__":
     optimizers = sys.argv[2].split(",")
     OPTIMIZERS[optimizers[0]](model().parameters())  # loads a second's worth of torch: before the fork, once
     told = [int(one) for one in sys.argv[3:]]
-    steps, kill_at, rounds, members = told[0], told[1], told[2], told[3:]
+    steps, kill_at, rounds, is_apart, members = *told[:4], told[4:]
+    if is_apart:
+        tell_of_gpus()
     for turn in range(rounds):
         here = Path(sys.argv[1]) / str(turn)
-        here.mkdir()
+        here.mkdir(parents=True)
         codes = members_of(here, optimizers[turn % len(optimizers)], steps, kill_at, members)
         (here / "codes").write_text(json.dumps(codes))

@@ -5,6 +5,8 @@ import json
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -15,16 +17,17 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.worker.strategies.among import backends
 from paramserver.worker.strategies.equals import Equals
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, OutOfReach
 
-from .group_member import OPTIMIZERS, batch, model
+from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 
 
-def run(folder, members, optimizer, steps, kill_at=-1, rounds=1):
+def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, is_apart=False):
     """Of each round, exit codes and what the members tell."""
     script = Path(__file__).with_name("group_member.py")
-    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, *members)]
+    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, int(is_apart), *members)]
     subprocess.run([sys.executable, script, *told], check=True, timeout=120)
     for turn in range(rounds):
         here = folder / str(turn)
@@ -60,8 +63,9 @@ def difference(told, expected):
 @pytest.mark.slow
 def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
     members, names = [0, 1, 2], list(OPTIMIZERS)
-    rounds = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
-    for optimizer, (codes, told) in zip(names, rounds, strict=True):
+    together = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
+    apart = run(tmp_path / "apart", members, names[-1], 100, is_apart=True)
+    for optimizer, (codes, told) in zip([*names, names[-1]], chain(together, apart), strict=True):
         assert codes == [0] * len(members)
         expected = alone(members, optimizer, 100)
         assert max(difference(one, expected) for one in told) <= 1e-6
@@ -78,6 +82,55 @@ def test_who_is_killed_in_a_reduction_costs_the_others_an_epoch_and_nothing_else
         stalls += [one["stall"] for one in told]
     print(f"stalls of {len(members) - 1} survivors, s: median {median(stalls):.3f}, worst {max(stalls):.3f}")
     assert max(stalls) < 10  # by an error, not by the timeout, which is 20 s
+
+
+def test_nccl_is_for_a_gpu_each():
+    assert backends.backend_of(["a/cuda/GPU-1", "a/cuda/GPU-2"]) == "nccl"
+    assert backends.backend_of(["a/cuda/GPU-1", "b/cuda/GPU-2"]) == "nccl"
+    assert backends.backend_of(["a/cuda/GPU-1", "a/cuda/GPU-1"]) == "gloo"
+    assert backends.backend_of(["a/cuda/GPU-1", "b/cuda"]) == "gloo"  # whose torch is without NCCL
+    assert backends.backend_of(["a/cuda/GPU-1", "a/cpu"]) == "gloo"
+    assert backends.backend_of([backends.device_name(torch.device("cpu"))] * 2) == "gloo"
+
+
+def pair(meeting):
+    """Both members of an epoch, each made by a thread of its own."""
+    epoch = Epoch(1, (0, 1), meeting.address)
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda rank: Group(epoch, rank, meeting.address), epoch.members))
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_what_is_averaged_may_be_in_a_group_apart_from_words(monkeypatch, is_apart):
+    if is_apart:
+        tell_of_gpus(monkeypatch.setattr)
+    meeting = Meeting("127.0.0.1")
+    first, second = pair(meeting)
+    assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
+    assert (first._data is first._words) is not is_apart
+    with ThreadPoolExecutor() as threads:
+        mine = threads.submit(first.average, [torch.zeros(3), torch.tensor([7])], 1, [5])
+        theirs = threads.submit(second.average, [torch.ones(3), torch.tensor([8])], 3, [6])
+        for found, group in ((mine.result(), first), (theirs.result(), second)):
+            assert [one.tolist() for one in found] == [[0.75] * 3, [7]]
+            assert group.words == [[5, 6]]
+    for one in (first, second):
+        one.close()
+
+
+def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch):
+    """As NCCL's do where a member has gone that said its words: nothing but the server tells the others."""
+    tell_of_gpus(monkeypatch.setattr)
+    meeting = Meeting("127.0.0.1")
+    waiting, silent = pair(meeting)
+    silent._begin_sum = lambda _: None
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(waiting.average, [torch.zeros(3)], 1)
+        silent.average([torch.zeros(3)], 1)  # it has the other's words
+        waiting.cut("rank 1 is gone")
+        with pytest.raises(Broken, match="epoch 1: rank 1 is gone"):
+            waits.result(timeout=20)
+    silent.close()
 
 
 def test_a_store_that_cannot_be_reached_is_named():
@@ -101,6 +154,7 @@ def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_wi
     if not is_there:
         other.close()
     here = dist.PrefixStore("epoch/1", dist.TCPStore(*meeting.address, is_master=False))
+    here.set("on/1", "h/cpu")
     here.set("here/1", address)  # and no more
     expected = (Broken, "epoch 1") if is_there else (OutOfReach, f"rank 0 cannot reach rank 1 at {address}, to")
     with pytest.raises(expected[0], match=expected[1]):

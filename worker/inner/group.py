@@ -7,7 +7,6 @@ so a script's `init_process_group()` is left alone, and may come before or after
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from ...common.errors import MismatchError, ParamServerError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
+from ..strategies.among import backends
 from ..strategies.group import own_address
 from .watch import Watch
 
@@ -27,7 +27,7 @@ log = get_logger()
 
 _BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 # For one collective: nobody waits so long for one that is dead, which the watch says.
-_TIMEOUT = timedelta(hours=6)
+_TIMEOUT_S = 6 * 3600.0
 _SAID_BYTES = 2048  # of what inner rank 0 tells the others, that come in one message
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -68,13 +68,6 @@ def find_member(environ: Mapping[str, str]) -> Member:
 _MOST = 254
 
 
-def backend_of(devices: Sequence[str]) -> str:
-    """For processes with these devices (`HOST/cuda:0`, `HOST/cpu`): nccl takes one GPU for each."""
-    are_cuda = all("/cuda" in device for device in devices)
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    return "nccl" if are_cuda and len(set(devices)) == len(devices) and has_nccl else "gloo"
-
-
 class Group:
     """This process's side of it, used by the training thread alone. Blocking; UnreachableError when it is over."""
 
@@ -90,7 +83,7 @@ class Group:
         store = self._store(member, wait_s)
         host = own_address("{}:{}".format(*member.store))
         listener, address = self._watch.listen(host) if member.is_leader else (None, "")
-        told = {"device": f"{os.uname().nodename}/{device}", "watch": address, "settings": settings}
+        told = {"device": backends.device_name(torch.device(device)), "watch": address, "settings": settings}
         found = self._all(store, json.dumps(told, default=str), until, wait_s)
         _compare([one["settings"] for one in found], self.rank)
         left_s = max(1.0, until - time.monotonic())
@@ -101,10 +94,13 @@ class Group:
                 self._watch.connect(found[0]["watch"], left_s)
         except OSError as error:
             raise UnreachableError(f"inner rank {self.rank}: no connection with inner rank 0: {error}") from None
-        self.backend = backend_of([one["device"] for one in found])
-        self._words = self._gloo(dist.PrefixStore("words", store), host)
-        self._data = self._words if self.backend == "gloo" else self._nccl(dist.PrefixStore("data", store))
-        self._device = torch.device("cpu" if self.backend == "gloo" else device)  # of what goes from one to another
+        self.backend = backends.backend_of([one["device"] for one in found])
+        self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
+        at = dist.ProcessGroupGloo.create_device(hostname=host)
+        self._data = self._words = backends.gloo(dist.PrefixStore("words", store), self.rank, self.size, at, _TIMEOUT_S)
+        if self.backend == "nccl":
+            apart = dist.PrefixStore("data", store)
+            self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
         log.info("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
     def _store(self, member: Member, wait_s: float) -> dist.Store:
@@ -144,17 +140,6 @@ class Group:
                 fix="see that each process gets as far as connect(), and what the missing one says",
             )
         return [json.loads(one) for one in found]
-
-    def _gloo(self, store: dist.Store, host: str) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = _TIMEOUT
-        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
-
-    def _nccl(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     # ---- words --------------------------------------------------------------------------------
 
@@ -230,7 +215,9 @@ class Group:
 
     def receive(self, tensor: torch.Tensor, by: int, tag: int) -> tuple[Any, torch.Tensor]:
         """As `send`, in its place."""
-        there = tensor if self._is_movable(tensor) else torch.empty_like(self._movable(tensor))
+        there = (
+            tensor if self._is_movable(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        )
         work = self._begin(lambda: self._data.recv([there], by, tag))
         if there is not tensor:
             self.wait([(work, there)])

@@ -34,12 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(size: int, command: Sequence[str]) -> int:
     """Start `size` processes and wait for all; the exit code."""
+    with held_port() as held:
+        return _run(size, command, held.getsockname()[1])
+
+
+def _run(size: int, command: Sequence[str], port: int) -> int:
     env = {
         **os.environ,
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
     }
     first = int(os.environ.get("PS_WORKER__LOCAL_RANK", 0)) * size
     started: list[subprocess.Popen[bytes]] = []
@@ -87,10 +92,13 @@ def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:
 _told: set[tuple[int, int]] = set()  # a second SIGTERM would mean: now
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def held_port() -> socket.socket:
+    """Bound, and not listening: the system gives its port to nobody else meanwhile, and inner rank 0's store, which is
+    told of it, may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _die_with_parent() -> None:

@@ -9,7 +9,6 @@ said of the step before, and where that was wrong all average once more (`group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -29,21 +28,22 @@ class Plan:
     """Where each tensor lies that somebody has, and in which bucket; what is put there is weighted by `share`."""
 
     def __init__(
-        self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor]
-    ) -> None:
+        self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor],
+        device: torch.device,
+    ) -> None:  # fmt: skip
         """`like`: something of the shape and dtype of each, in the order in which they leave. `memory`, flat and of
-        each dtype, is used where it has the size, and replaced where not."""
+        each dtype, on `device`, is used where it has the size, and replaced where not."""
         self.share, self._is_lowest = share, is_lowest
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
-        self.unsound: set[int] = set()  # tensors that hold NaN or Inf
+        self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, one in like.items():
             by_dtype.setdefault(one.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             size = sum(like[index].numel() for index in indices)
             if len(memory.get(dtype, ())) != size:
-                memory[dtype] = torch.empty(size, dtype=dtype)
+                memory[dtype] = torch.empty(size, dtype=dtype, device=device)
             self._divide(memory[dtype], indices, like)
 
     def _divide(self, flat: torch.Tensor, indices: Sequence[int], like: dict[int, torch.Tensor]) -> None:
@@ -76,10 +76,24 @@ class Plan:
                 place.copy_(mine)
                 if is_float:
                     place.mul_(self.share)
-            # A sum is read once, and may overflow; the look at each element is for what it finds.
-            if is_float and not math.isfinite(float(place.sum())) and not bool(torch.isfinite(place).all()):
-                self.unsound.add(index)
+            if is_float:
+                self._sums.append((index, place.sum()))
         return bucket
+
+    def unsound(self, tensors: Mapping[int, torch.Tensor | None]) -> int | None:
+        """The first tensor that holds NaN or Inf, of those gathered since this was asked last."""
+        sums, self._sums = self._sums, []
+        if not sums:
+            return None
+        # A sum is read once, all of them come from a GPU at once, and it may overflow: then each element is looked at.
+        found = torch.stack([one.to(torch.float32) for _, one in sums]).isfinite().tolist()
+        looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
+        held = ((index, tensors.get(index)) for index in sorted(looked_at))
+        return next((index for index, one in held if one is not None and not _is_finite(one)), None)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()).all())
 
 
 def leaving_order(model: ModelTensors) -> list[int]:

@@ -33,6 +33,7 @@ from ..session import Place, Progress
 from ..tensors.packed import pack, unpack
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
+from .among.backends import computed
 from .buckets import Leaving, leaving_order
 from .direct import Direct
 from .early import MIN_MODEL_BYTES
@@ -82,8 +83,9 @@ class Equals(Direct):
         self._exchange.start(model, optimizer)
         self._held_version = _NOBODY
         self._order = leaving_order(model)
-        on_host = all(one.device.type == "cpu" for one in model.tensors)  # from a GPU each would be waited for
-        if self._may_leave_early and on_host and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
+        devices = {one.device for one in model.tensors}
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._leaving = Leaving(model, self._leave_early)
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
@@ -144,7 +146,7 @@ class Equals(Direct):
         assert rank is not None and rank in epoch.members, (rank, epoch)
         self._epoch = epoch
         try:
-            group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address))
+            group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address, self._device))
             group.like = [one for one in self._model.sources("weights") if one is not None]
             group.order = self._order
             self._agree(group)
@@ -156,7 +158,7 @@ class Equals(Direct):
             self._failed(epoch.members, broken)
             return False
         self._num_failed = 0
-        log.info("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend="gloo")
+        log.info("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend=group.backend)
         return True
 
     def _failed(self, members: tuple[int, ...], broken: Broken) -> None:
@@ -290,6 +292,7 @@ class Equals(Direct):
 
     def _contribute(self, work: Work) -> None:
         is_right = self._leaving is None or self._leaving.settle()
+        computed(self._device)  # another thread averages what is there
         answer = self._until_taken(self._model.sources("gradient"), work, is_right)
         if answer.outcome == Answer.START:
             self._enter()

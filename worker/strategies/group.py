@@ -7,6 +7,10 @@ process group, so nothing of torch's has to be torn down first, and a script's o
 `average` reads what is to be averaged and writes to memory of its own. So a member that is killed in the middle costs
 the others an error (`Broken`) and nothing else: they still hold what they brought, and bring it to the next epoch. Who
 fails closes its group at once, for a member that waits for it and not for the dead one hears of it only so.
+
+What is averaged goes over NCCL where each member has a GPU of its own (`among/backends.py`), in memory on it; words,
+and what is given to who comes, over Gloo. Words go at once with each step, so a death is found there; what NCCL has
+under way ends when the group is closed, or `cut` by another thread that heard of it from the server.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import UsageError
+from .among import backends
 from .among.cut import Address, cut, listening
 from .buckets import Plan
 
@@ -32,6 +37,7 @@ _TIMEOUT_S = 30.0
 _WHOLE_BYTES = 256 << 10  # tensors of fewer travel together
 _END_S = 0.2
 _REACH_S = 5.0  # for a connection to a member
+_HOST = torch.device("cpu")
 
 
 class Epoch(NamedTuple):
@@ -82,10 +88,12 @@ class Group:
     """The members of one epoch, as one of them sees it. Used by one thread; `average` blocks."""
 
     def __init__(
-        self, epoch: Epoch, rank: int, own: tuple[str, int], timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S
-    ) -> None:
-        """`own`: of this member's `Meeting`; other members reach the host. Blocks until all members are there. Broken
-        when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when one cannot be reached."""
+        self, epoch: Epoch, rank: int, own: tuple[str, int], device: torch.device = _HOST,
+        timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S,
+    ) -> None:  # fmt: skip
+        """`own`: of this member's `Meeting`; other members reach the host. `device`: of its model. Blocks until all
+        members are there. Broken when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when
+        one cannot be reached."""
         self.epoch, self.index = epoch, epoch.members.index(rank)
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         self._under_way: list[Any] = []  # torch's works
@@ -101,21 +109,30 @@ class Group:
         except RuntimeError as error:
             raise Broken(f"epoch {epoch.number}: its store is gone: {_first_line(error)}") from None
         store = dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
-        device, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))
-        self._come(store, rank, own, (own[0], port), meet_s)
+        gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))
+        self.backend = backends.backend_of(
+            self._come(store, rank, own, (own[0], port), backends.device_name(device), meet_s)
+        )
+        self._device = device if self.backend == "nccl" else _HOST  # of what is averaged
+        size = len(epoch.members)
         try:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [device]
-            options._timeout = timedelta(seconds=meet_s)
-            self._group = dist.ProcessGroupGloo(store, self.index, len(epoch.members), options)
-            self._group._set_default_timeout(timedelta(seconds=timeout_s))
+            self._words = backends.gloo(store, self.index, size, gloo, meet_s)
+            self._words._set_default_timeout(timedelta(seconds=timeout_s))
+            self._data = self._words
+            if self.backend == "nccl":
+                self._data = backends.nccl(dist.PrefixStore("data", store), self.index, size, device, timeout_s)
         except RuntimeError as error:
+            self.close()
             self._look_for_members(store, rank)
             raise Broken(f"epoch {epoch.number}: {_first_line(error)}") from None
 
-    def _come(self, store: dist.Store, rank: int, own: Address, device: Address, meet_s: float) -> None:
-        """Say that this rank is here, and where, and wait for the others: so that who is missing can be named."""
-        store.set(f"here/{rank}", f"{_address(own)} {_address(device)}")
+    def _come(
+        self, store: dist.Store, rank: int, own: Address, listens: Address, device: str, meet_s: float
+    ) -> list[str]:
+        """Say that this rank is here, where, and with which device, and wait for the others, so that who is missing
+        can be named. The devices of all."""
+        store.set(f"on/{rank}", device)
+        store.set(f"here/{rank}", f"{_address(own)} {_address(listens)}")
         until = time.monotonic() + meet_s
         missing = [one for one in self.epoch.members if one != rank]
         try:
@@ -124,6 +141,7 @@ class Group:
                     left_s = max(0.001, until - time.monotonic())
                     store.wait([f"here/{one}" for one in missing], timedelta(seconds=left_s))
                 missing = [one for one in missing if not store.check([f"here/{one}"])]
+            devices = [store.get(f"on/{one}").decode() for one in self.epoch.members if one not in missing]
         except RuntimeError as error:
             raise Broken(f"epoch {self.epoch.number}: its store is gone: {_first_line(error)}") from None
         if missing:
@@ -135,6 +153,7 @@ class Group:
         for one in self.epoch.members:
             host, _, port = store.get(f"here/{one}").decode().split()[-1].rpartition(":")
             self._ends.add((host, int(port)))
+        return devices
 
     def _look_for_members(self, store: dist.Store, rank: int) -> None:
         """All are here, and cannot connect: OutOfReach when one is so."""
@@ -156,6 +175,7 @@ class Group:
         over, Unsound when this member's are not finite.
         """
         mine, guess = dict(enumerate(tensors)), self._plan
+        is_right |= not self._num_left
         if guess is not None:
             self._leave_all(guess, mine, is_right)
         said, all_are_right = self._said_by_all(tensors, num_samples, words, is_right)
@@ -173,7 +193,7 @@ class Group:
     def ready(self, index: int, gradient: torch.Tensor) -> None:
         """Of the tensors that will be averaged next, this one is there: it leaves when its bucket is full."""
         plan = self._plan
-        if plan is None:
+        if plan is None or gradient.device != self._device:  # from a GPU to the host each would be waited for
             return
         self._there[index] = gradient
         with suppress(Broken):  # said by `average`
@@ -189,8 +209,7 @@ class Group:
         while self._num_left < len(plan.buckets):
             self._leave(plan, tensors)
         self._num_left, self._there = 0, {}
-        unsound = min(plan.unsound, default=None)
-        plan.unsound.clear()
+        unsound = plan.unsound(tensors)
         if unsound is not None and is_right:
             raise Unsound(unsound)
 
@@ -201,7 +220,7 @@ class Group:
         num_members = len(self.epoch.members)
         told = [word * (index == self.index) for word in (num_samples, *words) for index in range(num_members)]
         sums = torch.tensor([not is_right, *(one is not None for one in tensors), *told], dtype=torch.int64)
-        self._begin_sum(sums)
+        self._begin(lambda: self._words.allreduce([sums]))
         self._end_sums()
         num_wrong, *found = sums.tolist()
         held = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
@@ -217,7 +236,7 @@ class Group:
                 one = tensors[index]
                 like[index] = self.like[index] if one is None else one
         share = said.samples[self.index] / sum(said.samples)
-        return Plan(like, share, self.index == 0, self._flat)
+        return Plan(like, share, self.index == 0, self._flat, self._device)
 
     words: Sequence[list[int]] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
@@ -227,7 +246,7 @@ class Group:
         """What each member says, by its index."""
         said = torch.zeros(len(self.epoch.members), dtype=torch.int64)
         said[self.index] = number
-        self._sum(said)
+        self._wait(lambda: self._words.allreduce([said]).wait())
         return said.tolist()
 
     def give(self, body: bytes | None, giver: int) -> bytes:
@@ -236,7 +255,7 @@ class Group:
         given = torch.empty(num_bytes, dtype=torch.uint8)
         if body is not None:
             given = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        self._wait(lambda: self._group.broadcast([given], _from(giver)).wait())  # type: ignore[attr-defined]
+        self._wait(lambda: self._words.broadcast([given], _from(giver)).wait())
         return given.numpy().tobytes()
 
     def spread(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -261,24 +280,27 @@ class Group:
                 at += one.numel()
 
     def _begin_giving(self, tensor: torch.Tensor, giver: int) -> None:
-        self._wait(lambda: self._under_way.append(self._group.broadcast([tensor], _from(giver))))  # type: ignore[attr-defined]
-
-    def _sum(self, tensor: torch.Tensor) -> None:
-        self._begin_sum(tensor)
-        self._end_sums()
+        self._begin(lambda: self._words.broadcast([tensor], _from(giver)))
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
-        self._wait(lambda: self._under_way.append(self._group.allreduce([tensor])))  # type: ignore[attr-defined]
+        self._begin(lambda: self._data.allreduce([tensor]))
+
+    def _begin(self, collective: Callable[[], Any]) -> None:
+        self._wait(lambda: self._under_way.append(collective()))
 
     def _end_sums(self) -> None:
+        """Words too: where a member is gone it is they that say so, and NCCL's sums are queued until then."""
         while self._under_way:
             self._wait(lambda: self._under_way.pop(0).wait())
+        backends.computed(self._device)
+        self._wait(lambda: self._data)  # those that were aborted have ended as well
 
     def _wait(self, collective: Callable[[], Any]) -> None:
         try:
             collective()
-        except (RuntimeError, AttributeError, IndexError) as error:  # the last two: it was closed meanwhile
-            self._reason = self._reason or _first_line(error)
+        except (RuntimeError, AttributeError, IndexError) as error:
+            told = _first_line(error) if isinstance(error, RuntimeError) else "it was closed meanwhile"
+            self._reason = self._reason or told
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {self._reason}") from None
 
@@ -286,17 +308,22 @@ class Group:
         """From any thread: whatever is waited for here ends, as Broken for this reason."""
         self._reason = self._reason or reason
         cut(self._ends)
+        if self._device != _HOST and (data := self.__dict__.pop("_data", None)) is not None:
+            data.abort()
 
     def close(self) -> None:
         """Its connections end, and with them whatever others wait for from this member."""
         self._under_way.clear()  # each of them would keep the connections
-        if (group := self.__dict__.pop("_group", None)) is None:
+        held = [self.__dict__.pop(name) for name in ("_data", "_words") if name in self.__dict__]
+        if not held:
             return
+        if held[0] is held[-1]:
+            del held[1:]
         cut(self._ends)
-        held = [group]
-        del group
         # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only.
-        ending = threading.Thread(target=lambda: held.pop().abort(), name="end of a group", daemon=True)
+        ending = threading.Thread(
+            target=lambda: [held.pop().abort() for _ in tuple(held)], name="end of a group", daemon=True
+        )
         ending.start()
         ending.join(_END_S)
 

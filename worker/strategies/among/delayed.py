@@ -40,6 +40,7 @@ from ...tensors.transfer import ModelTensors, Source
 from ..equals import Equals
 from ..group import Group
 from ..shadow import Shadow
+from .backends import computed
 
 _LOOK_UP_S = 0.2
 _READY_S = 5.0  # in which a giver says whether it is ready; a collective may take longer
@@ -127,6 +128,7 @@ class Delayed(Equals):
                 held[index] = None if one is None else one.detach().clone()
             else:
                 place.copy_(one.detach())
+        computed(self._device)
         words = (*super()._words(work)[:-1], self._at)
         flight = Flight(work, self._at, self._numbers(), words, super()._norm(), held)
         self._flights.append(flight)

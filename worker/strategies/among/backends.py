@@ -1,0 +1,62 @@
+"""Which of torch's backends carries what processes average, and how a group of it is made.
+
+NCCL takes a GPU of its own for each process; everything else goes over the host, by Gloo. So do words, always: a group
+of NCCL has one of Gloo beside it, for NCCL does not say that a peer is gone, its kernels wait. Who hears of it on Gloo,
+where a connection is closed, or from the server, aborts the group, and they end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def device_name(device: torch.device) -> str:
+    """HOST/cpu, or HOST/cuda/GPU where this process's torch has NCCL for it; GPU as no other is called."""
+    host = os.uname().nodename
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return f"{host}/{device.type}"
+    return f"{host}/cuda/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def backend_of(devices: Sequence[str]) -> str:
+    """For processes with these devices, as `device_name` says them."""
+    have_nccl = all("/cuda/" in device for device in devices)
+    return "nccl" if have_nccl and len(set(devices)) == len(devices) else "gloo"
+
+
+def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> Any:
+    """RuntimeError where members do not connect. `at`: torch's device for Gloo, where this process listens."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [at]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
+    """As `gloo`. Torch's own watchdog would end the process for a peer that is gone; who makes the group aborts it."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    before = os.environ.get(_ERRORS)
+    os.environ[_ERRORS] = "0"  # read once, by the constructor
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[_ERRORS]
+        if before is not None:
+            os.environ[_ERRORS] = before
+    group.eager_connect_single_device(device)
+    return group
+
+
+def computed(device: torch.device) -> None:
+    """Returns when all that this thread has asked of the device is done: what a GPU is asked is only queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
