@@ -308,7 +308,9 @@ class Group:
         """From any thread: whatever is waited for here ends, as Broken for this reason."""
         self._reason = self._reason or reason
         cut(self._ends)
-        if self._device != _HOST and (data := self.__dict__.pop("_data", None)) is not None:
+        data = self.__dict__.get("_data")
+        if data is not None and data is not self.__dict__.get("_words"):
+            self.__dict__.pop("_data", None)
             data.abort()
 
     def close(self) -> None:
