@@ -33,6 +33,7 @@ from ..rig.worker_run import set_lane
 
 _NUM_WARMUP = 3
 OURS, SERVER, ALONE = "ours", "sync, by the server", "computing alone"
+_STARTED = "processes of all, DDP's too, are started by ps-bench and meet at a file, as under torchrun at its store"
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ def measure_allreduce(options: AllreduceOptions, peer_names: Sequence[str]) -> R
         stepped |= {peer.name: partial(peer.profile, options.step, options.workers) for peer in peers}
         parts = measure(stepped, num_turns=options.runs, warmup=_NUM_WARMUP)
     results = {
+        "started": _STARTED,
         "stream_gb_s": bytes_per_s / 1e9,
         "sizes": [_of_size(size, options.workers, bytes_per_s, by_size) for size in options.sizes],
+        "step_parameters": _num_parameters(options.step),
         "step": _of_step(parts),
     }
     config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "peers": list(peer_names)}
@@ -107,6 +110,10 @@ def _our_step(options: AllreduceOptions, mode: str) -> Iterator[Measured]:
 def bus_share(num_workers: int) -> float:
     """Of M, what passes each link of a ring in each direction."""
     return 2 * (num_workers - 1) / num_workers
+
+
+def _num_parameters(size: StepSize) -> int:
+    return 12 * size.width**2 * size.layers + 512 * size.width
 
 
 def _of_size(size: int, workers: int, bytes_per_s: float, found: dict[str, Samples]) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]
         ]
         for one in results["sizes"]
     ]
-    size, step = options.step, results["step"]
+    step = results["step"]
     step_rows = [
         [
             name,
@@ -165,11 +172,12 @@ def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]
         ]
         for name, one in step.items()
     ]
-    parameters = (12 * size.width**2 * size.layers + 512 * size.width) / 1e6
-    step_title = f"step of {parameters:,.1f} M parameters, ms"
+    step_title = f"step of {_num_parameters(options.step) / 1e6:,.1f} M parameters, ms"
     title = (
         f"{options.workers} workers, float32 over loopback; {options.runs} runs, medians of the slowest worker; "
         f"a TCP stream carries {results['stream_gb_s']:.2f} GB/s"
     )
     columns_of_step = [step_title, *PARTS, "whole", "beyond alone", "of the step", "ours / it"]
-    return page(title, figures(columns, rows), "", figures(columns_of_step, step_rows, bold=[1]), notes=lines)
+    return page(
+        title, figures(columns, rows), "", figures(columns_of_step, step_rows, bold=[1]), notes=[_STARTED, *lines]
+    )

@@ -32,7 +32,8 @@ def can_plot() -> bool:
 
 
 def plot_sweep(report: Report, path: str) -> None:
-    """Megabytes there and back through the time of an exchange; OutputError when `path` cannot be written."""
+    """Megabytes there and back through the time of an exchange, or what a link of a ring carries in an all-reduce;
+    OutputError when `path` cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,8 +43,11 @@ def plot_sweep(report: Report, path: str) -> None:
     for name, is_ours, points in curves(report.results["sizes"]):
         sizes, rates = zip(*points, strict=True)
         axes.plot(sizes, rates, "o-" if is_ours else ".--", label=name, linewidth=2 if is_ours else 1)
-    axes.set(xscale="log", yscale="log", xlabel="size of the model, MB", ylabel="GB/s, up and down together")
-    axes.set_title(f"One exchange by size; {report.title}", fontsize=10)
+    what, rate = "One exchange", "GB/s, up and down together"
+    if "of" in report.results["sizes"][0]:
+        what, rate = "One all-reduce", "bus bandwidth, GB/s"
+    axes.set(xscale="log", yscale="log", xlabel="size of the model, MB", ylabel=rate)
+    axes.set_title(f"{what} by size; {report.title}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
     try:
@@ -57,6 +61,10 @@ def plot_sweep(report: Report, path: str) -> None:
 def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[float, float]]]]:
     """Name, whether it is ours, and (MB, GB/s) of every contestant."""
     found = []
+    for name in sizes[0].get("of", ()):
+        found.append((name, name == "ours", [(one["size_kb"] / 1e3, one["of"][name]["bus_gb_s"]) for one in sizes]))
+    if found:
+        return found
     for group in ("ours", "peers"):
         for name in sizes[0][group]:
             points = [(one["size_mb"], 2 * one["size_mb"] / _ms(one[group][name])) for one in sizes]

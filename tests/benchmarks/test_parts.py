@@ -230,6 +230,12 @@ def test_curves() -> None:
     ]
 
 
+def test_curves_of_all_reduces() -> None:
+    of = {"ours": {"ms": 2.0, "bus_gb_s": 0.5}, "ddp": {"ms": 1.0, "bus_gb_s": 1.0}}
+    sizes = [{"size_kb": 1000.0, "ring_ms": 1.0, "of": of, "ratios": {"ddp": 2.0}}]
+    assert curves(sizes) == [("ours", True, [(1.0, 0.5)]), ("ddp", False, [(1.0, 1.0)])]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the plot needs matplotlib")
 def test_plot(tmp_path: Path) -> None:
     path = tmp_path / "sweep.png"

@@ -136,6 +136,27 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
     del kept
 
 
+def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
+    meeting = Meeting("127.0.0.1")
+    first, second = pair(meeting)
+    large = torch.arange(100_000, dtype=torch.float64)
+    values = {
+        "weights": [large, torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 3), large[1:3]],
+        "state": {"0": {"step": 3, "is_on": torch.tensor([True, False]), "none": None}, "lr": 0.1},
+    }
+    with ThreadPoolExecutor() as threads:
+        mine = threads.submit(first.give, values, 0)
+        theirs = threads.submit(second.give, None, 0).result()
+    assert mine.result()["weights"][0].data_ptr() == large.data_ptr()
+    for one, other in zip(values["weights"], theirs["weights"], strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.shape == other.shape
+    assert theirs["state"]["0"].pop("is_on").tolist() == [True, False]
+    assert theirs["state"] == {"0": {"step": 3, "none": None}, "lr": 0.1}
+    assert first.given_bytes == second.given_bytes > large.nbytes
+    for one in (first, second):
+        one.close()
+
+
 def test_a_store_that_cannot_be_reached_is_named():
     meeting = Meeting("127.0.0.1")
     host, port = meeting.address

@@ -30,7 +30,6 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Work
 from ..lanes.up import COUNTED
 from ..session import Place, Progress
-from ..tensors.packed import pack, unpack
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .among.backends import computed
@@ -214,25 +213,24 @@ class Equals(Direct):
         if best // 2 != newest:
             raise nobody_has(newest)
         giver = held.index(best)
-        body = self._given_by(group, giver)
+        found = self._given_by(group, giver)
         if mine != best:
-            self._unpack(body)
+            self._learn(found)
             self._held_version, self._has_state = newest, bool(best % 2)
-            log.info("taught", rank=self._said.rank, by=group.epoch.members[giver], version=newest, bytes=len(body))
+            log.info(
+                "taught", rank=self._said.rank, by=group.epoch.members[giver], version=newest, bytes=group.given_bytes
+            )
 
-    def _given_by(self, group: Group, giver: int) -> bytes:
-        body = self._pack() if giver == group.index else None
-        return self._here(lambda: group.give(body, giver))
+    def _given_by(self, group: Group, giver: int) -> dict[str, Any]:
+        mine = self._gift() if giver == group.index else None
+        return self._here(lambda: group.give(mine, giver))
 
-    def _pack(self, **more: Any) -> bytes:
+    def _gift(self, **more: Any) -> dict[str, Any]:
         tensors = [one.detach().cpu() for one in self._model.sources("weights") if one is not None]
-        return pack({"tensors": tensors, "optimizer": self.own[0].state_dict(), **more})
+        return {"tensors": tensors, "optimizer": self.own[0].state_dict(), **more}
 
-    def _unpack(self, body: bytes) -> None:
-        self._take(unpack(body))
-
-    def _take(self, found: dict[str, Any]) -> None:
-        """What another one has packed."""
+    def _learn(self, found: dict[str, Any]) -> None:
+        """What another one has given."""
         for mine, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
             assert mine is not None
             mine.data.copy_(theirs)

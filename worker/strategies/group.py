@@ -15,6 +15,7 @@ under way ends when the group is closed, or `cut` by another thread that heard o
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import UsageError
+from ..tensors.packed import put_together, take_apart
 from .among import backends
 from .among.cut import Address, cut, listening
 from .buckets import Plan
@@ -238,6 +240,7 @@ class Group:
         share = said.samples[self.index] / sum(said.samples)
         return Plan(like, share, self.index == 0, self._flat, self._device)
 
+    given_bytes = 0  # by the newest `give`
     words: Sequence[list[int]] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
     order: Sequence[int] = ()  # in which they leave; none: as they are given
@@ -249,14 +252,27 @@ class Group:
         self._wait(lambda: self._words.allreduce([said]).wait())
         return said.tolist()
 
-    def give(self, body: bytes | None, giver: int) -> bytes:
-        """What the member of this index has, to all."""
-        num_bytes = self.told(len(body) if body is not None else 0)[giver]
-        given = torch.empty(num_bytes, dtype=torch.uint8)
-        if body is not None:
-            given = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        self._wait(lambda: self._words.broadcast([given], _from(giver)).wait())
-        return given.numpy().tobytes()
+    def give(self, values: Mapping[str, Any] | None, giver: int) -> dict[str, Any]:
+        """What the member of this index has, tensors and JSON (`tensors/packed.py`), to all, tensor by tensor. On the
+        host; the giver gets its own back."""
+        tree, tensors = take_apart(values) if values is not None else ({}, {})
+        forms = {name: (str(one.dtype).removeprefix("torch."), one.shape) for name, one in tensors.items()}
+        head = bytearray(json.dumps([tree, forms], separators=(",", ":")).encode())
+        num_bytes = self.told(len(head))[giver]
+        text = (
+            torch.frombuffer(head, dtype=torch.uint8)
+            if values is not None
+            else torch.empty(num_bytes, dtype=torch.uint8)
+        )
+        self._wait(lambda: self._words.broadcast([text], _from(giver)).wait())
+        if values is None:
+            tree, forms = json.loads(text.numpy().tobytes())
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in forms.items()}
+        pieces: list[list[torch.Tensor]] = [[] for _ in self.epoch.members]
+        pieces[giver] = [one.reshape(-1).view(torch.uint8) for one in tensors.values()]  # Gloo has not every dtype
+        self.given_bytes = num_bytes + sum(one.numel() for one in pieces[giver])
+        self.spread(pieces)
+        return put_together(tree, tensors)
 
     def spread(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
         """Of each member, by index, what it has in these, to all: written where the others have them."""

@@ -23,6 +23,16 @@ _KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedD
 
 def pack(values: Mapping[str, Any]) -> bytes:
     """UsageError, which names it, for what is neither a tensor nor JSON."""
+    tree, tensors = take_apart(values)
+    try:
+        return save(tensors, {_TREE: json.dumps(tree, separators=(",", ":"))})
+    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that the format has not
+        raise _refused(", ".join(values), f"such that it cannot be written ({error})") from None
+
+
+def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """JSON, and the tensors by the names that it has for them: on the host, contiguous, where possible themselves.
+    UsageError as `pack`."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -46,11 +56,7 @@ def pack(values: Mapping[str, Any]) -> bytes:
             return {"$" + type(value).__name__: held}
         raise _refused(where, f"of type {type(value).__name__}")
 
-    tree = {name: take(value, name) for name, value in values.items()}
-    try:
-        return save(tensors, {_TREE: json.dumps(tree, separators=(",", ":"))})
-    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that the format has not
-        raise _refused(", ".join(values), f"such that it cannot be written ({error})") from None
+    return {name: take(value, name) for name, value in values.items()}, tensors
 
 
 def _refused(where: str, what: str) -> UsageError:
@@ -76,9 +82,14 @@ def unpack(body: bytes) -> dict[str, Any]:
         end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         tree = json.loads(json.loads(body[_LENGTH_BYTES:end])["__metadata__"][_TREE])
         tensors = load(body)
-        return {name: _give(value, tensors) for name, value in tree.items()}
+        return put_together(tree, tensors)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"the state that the server kept cannot be read: {type(error).__name__}: {error}") from None
+
+
+def put_together(tree: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What was taken apart."""
+    return {name: _give(value, tensors) for name, value in tree.items()}
 
 
 def _give(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -251,23 +251,25 @@ class Delayed(Equals):
     def _made(self) -> list[tuple[Numbers, Mean]]:
         return [(flight.numbers, flight.held) for flight in self._flights if flight.is_made]
 
-    def _given_by(self, group: Group, giver: int) -> bytes:
+    def _given_by(self, group: Group, giver: int) -> dict[str, Any]:
         """As long as the giver's training thread takes to come by; nobody's collective waits for that."""
-        body: Future[bytes] | None = self._ask(self._pack) if giver == group.index else None
+        mine: Future[dict[str, Any]] | None = self._ask(self._gift) if giver == group.index else None
         while True:
-            is_ready = body is None or bool(wait([body], _READY_S).done)
+            is_ready = mine is None or bool(wait([mine], _READY_S).done)
             if all(self._here(lambda is_ready=is_ready: group.told(int(is_ready)))):  # type: ignore[misc]
                 break
-        return self._here(lambda: group.give(body.result() if body is not None else None, giver))
+        return self._here(lambda: group.give(mine.result() if mine is not None else None, giver))
 
-    def _pack(self, **more: Any) -> bytes:
-        return super()._pack(means=[(numbers, list(mean)) for numbers, mean in self._made()], **more)
+    def _gift(self, **more: Any) -> dict[str, Any]:
+        """A copy: the training thread goes on while it is given."""
+        means = [(numbers, list(mean)) for numbers, mean in self._made()]
+        return copy.deepcopy(super()._gift(means=means, **more))
 
-    def _unpack(self, body: bytes) -> None:
-        self._there(lambda: super(Delayed, self)._unpack(body))
+    def _learn(self, found: dict[str, Any]) -> None:
+        self._there(lambda: self._learn_there(found))
 
-    def _take(self, found: dict[str, Any]) -> None:
-        super()._take(found)
+    def _learn_there(self, found: dict[str, Any]) -> None:
+        super()._learn(found)
         for numbers, mean in found["means"]:
             self._step_with(numbers, mean)
 

@@ -32,7 +32,6 @@ from ....common.tensors.sharding import Part, Share, divide
 from ...conversation.exchange import Exchange
 from ...conversation.messages import Answer, Final, Work
 from ...lanes.up import COUNTED
-from ...tensors.packed import pack, unpack
 from ..equals import Equals, nobody_has, remembers
 from ..group import Broken, Group
 
@@ -143,12 +142,10 @@ class Zero(Equals):
         givers = [index for index, has in enumerate(have) if has]
         first = are_whole.index(True) if any(are_whole) else givers[0]
         mine = {} if not have[group.index] else self._packed(group.index == first, not any(are_whole))
-        body = pack(mine)
         takes_all = not (have[group.index] and are_whole[group.index])
         fresh = _Wanted(self._whole_of(name) for name in self._groups)
         for giver in givers:
-            given = self._here(lambda giver=giver: group.give(body if giver == group.index else None, giver))  # type: ignore[misc]
-            found = unpack(given)
+            found = self._here(lambda giver=giver: group.give(mine if giver == group.index else None, giver))  # type: ignore[misc]
             if takes_all and "tensors" in found:
                 for place, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
                     assert place is not None
@@ -159,7 +156,7 @@ class Zero(Equals):
                 fresh.fill({(name, start, end): {}})
             wanted.fill({(name, start, end): state for name, start, end, state in found["state"]})
             if not have[group.index]:
-                log.info("taught", rank=self._said.rank, by=group.epoch.members[giver], bytes=len(given))
+                log.info("taught", rank=self._said.rank, by=group.epoch.members[giver], bytes=group.given_bytes)
         if not (any(are_whole) or fresh.is_filled):
             raise nobody_has(self._said.version)
         for rows, state in wanted.state.items():
@@ -249,11 +246,11 @@ class Zero(Equals):
     def _gathered(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
         """What the optimizer remembers of the whole model, on the lowest. Broken."""
         whole = _Wanted(self._whole_of(name) for name in self._groups) if group.index == 0 else None
-        body = pack({"state": [[*rows, state] for rows, state in self._state.items()]})
+        mine = {"state": [[*rows, state] for rows, state in self._state.items()]}
         for giver in range(len(group.epoch.members)):
-            given = self._here(lambda giver=giver: group.give(body if giver == group.index else None, giver))  # type: ignore[misc]
+            found = self._here(lambda giver=giver: group.give(mine if giver == group.index else None, giver))  # type: ignore[misc]
             if whole is not None:
-                whole.fill({(name, start, end): state for name, start, end, state in unpack(given)["state"]})
+                whole.fill({(name, start, end): state for name, start, end, state in found["state"]})
         if whole is None:
             return None
         return {
