@@ -186,7 +186,7 @@ class Group:
         for number, bucket in enumerate(_buckets(tensors)):
             flat = self._flat_of(("mean", number), bucket)
             for view, one in zip(_views(flat, bucket), bucket, strict=True):
-                torch.mul(one, share, out=view)
+                _put(view, one, share)
             works.append((self._begin(lambda flat=flat: self._data.allreduce([flat])), flat, bucket))  # type: ignore[misc]
         for work, flat, bucket in works:
             self._wait(lambda work=work: work)  # type: ignore[misc]
@@ -236,11 +236,11 @@ class Group:
         return tensor if self._is_movable(tensor) else tensor.to(self._device).contiguous()
 
     def _flat_of(self, place: tuple[Any, ...], bucket: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Memory for them, kept."""
-        like, size = bucket[0], sum(one.numel() for one in bucket)
-        key = (*place, like.dtype, like.device)
+        """Memory for them where this group's tensors go from, kept."""
+        dtype, size = bucket[0].dtype, sum(one.numel() for one in bucket)
+        key = (*place, dtype)
         if len(self._flat.get(key, ())) < size:
-            self._flat[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._flat[key] = torch.empty(size, dtype=dtype, device=self._device)
         return self._flat[key][:size]
 
     def _broadcast(self, tensor: torch.Tensor, by: Any) -> None:
@@ -289,6 +289,13 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 size = 0
         cuts += [len(same)] if cuts[-1] < len(same) else []
         yield from (same[start:end] for start, end in pairwise(cuts))
+
+
+def _put(view: torch.Tensor, one: torch.Tensor, share: float) -> None:
+    if one.device == view.device:
+        torch.mul(one, share, out=view)
+    else:
+        view.copy_(one).mul_(share)
 
 
 def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -165,6 +165,8 @@ class Grouped(Direct):
         """What the script gives to `session.optimizer()`. UsageError for what cannot be averaged."""
         data_parallel = nn.parallel.DistributedDataParallel
         self._is_averaged = isinstance(model, data_parallel)
+        if self._is_averaged:
+            self._weigh_what(model)
         inside = [name for name, one in model.named_modules() if name and isinstance(one, data_parallel)]
         if inside:
             told = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
@@ -192,11 +194,14 @@ class Grouped(Direct):
 
         self._sharded = Sharded(model, self._group, stepped)
         self.takes_whole, self.evaluates = False, True
-        model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
+        self._weigh_what(model)
         return self._sharded.tensors
 
+    def _weigh_what(self, model: nn.Module) -> None:
+        model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
+
     def _weigh(self, output: Any) -> Any:
-        """fully_shard takes the plain mean over the processes: gradients of what came of more samples count more."""
+        """Such a model takes the plain mean over the processes: gradients of what came of more samples count more."""
         if not torch.is_grad_enabled():
             return
         said = [one[0] for one in self._group.say([float(self.weight_now())])]
