@@ -96,7 +96,7 @@ def write_report(
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
     """The figures that are drawn: of evaluations, and of training where a run was not evaluated on its way."""
     names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.figures))
-    shown = [name for name in ("loss", "accuracy") if name in names] or names[:1]
+    shown: list[str] = [name for name in ("loss", "accuracy") if name in names] or names[:1]
     is_bare = any(max((len(run.points_of(name)) for name in shown), default=0) < 2 for _, run in runs)
     return [*shown, TRAINED] if is_bare and any(len(run.points_of(TRAINED)) > 1 for _, run in runs) else shown
 

@@ -21,8 +21,8 @@ from ...simulate.results.summary import figures
 from ...simulate.run.simulation import Simulation
 from .measure import Link, Measured
 
-CODECS = ("raw", "int8", "q4")
-MODES = ("sync", "async", "ssp", "localsgd", "diloco")
+CODECS = ("raw", "bf16", "int8", "q4")
+MODES = ("sync", "async", "ssp", "dssp", "buffered", "localsgd", "diloco", "async_diloco")
 _SHARE = 0.2  # of the time in exchanges, at most
 _GOOD, _ROUND = 0.8, 0.03  # of ideal; a run's first weights are raw
 _STEPS = 200
@@ -56,6 +56,9 @@ def checks(measured: Measured) -> list[Finding]:
     found = list(_differing(machines))
     for rank, one in sorted(machines.items()):
         found += _of_machine(f"worker {rank} ({one['host']})", one, measured.megabytes, measured.clocks.get(rank, 0.0))
+    if measured.server:
+        one = measured.server
+        found += _of_machine(f"server ({one['host']})", one, measured.megabytes, one["arrived"] - one["time"])
     if "TLS" not in measured.security and len({one["host"] for one in machines.values()}) > 1:
         told = "what machines exchange can be read and changed on the way: no TLS"
         found.append(Finding("warn", told, "ps-certs init, see docs/running.md"))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,10 +17,12 @@ from rich.table import Table
 from ...common.config.cli import SetOption, make_app, run_app
 from ...common.config.sources import load_config, of_mode
 from ...common.errors import ParamServerError, UsageError
-from ...common.reporting.report import report_console, share
+from ...common.reporting.report import report_console, share, size
 from ...common.reporting.summary import Summary
+from ...launch.plan.hosts import load_hosts
+from ...launch.plan.placement import place_servers, place_workers
 from . import advice
-from .measure import LANES, Job, Measured, measure
+from .measure import LANES, TINY_MB, Job, Measured, measure
 
 PROGRAM = "ps-launch doctor"
 _STEPS = 30
@@ -79,6 +81,8 @@ def doctor(
         found_s, found_mb = _step(where, seconds, sets)
         compute_s, megabytes = compute_s or found_s, megabytes or found_mb
     found = measure(Job((*where, *_sets("async", sets)), seconds, workers, _say), megabytes, chosen)
+    if hosts:
+        found.server = _server_of(hosts, workers, seconds, sets)
     links = advice.best_links(found)
     if not links:
         why = f": {found.refused[0][2]}" if found.refused else ""
@@ -95,6 +99,22 @@ def doctor(
     else:
         _show(found, checks, foreseen, told, beside)
     return 1 if any(one.level == "fail" for one in checks) else 0
+
+
+def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:
+    """What the probe says on the machine of the server, which keeps snapshots and optimizer state; empty where a worker
+    is there and says it."""
+    known = load_hosts(hosts)
+    host = place_servers(known, 1)[0]
+    if host.host in {one.host for one in place_workers(known, num_workers)}:
+        return {}
+    _say(f"the server's machine, {host.host}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hosts.yaml"
+        alone = {**host.model_dump(mode="json", exclude_defaults=True), "slots": 1}
+        path.write_text(json.dumps({"hosts": [alone]}))  # JSON is YAML
+        where = ("-n", "1", "--hosts", str(path), "--sync-code", *_sets("async", sets))
+        return Job(where, seconds, 1, _say).probe(TINY_MB, "direct")[0][0]
 
 
 def _say(what: str) -> None:
@@ -149,14 +169,16 @@ def _step(where: tuple[str, ...], seconds: float, sets: list[str]) -> tuple[floa
 def _verified(
     where: tuple[str, ...], foreseen: list[advice.Foreseen], seconds: float, workers: int, sets: list[str]
 ) -> list[tuple[advice.Foreseen, float]]:
-    """Raw, as real runs of some `seconds` and at least three rounds: steps a second of all workers while they train."""
+    """Every mode raw and the first with every codec, as real runs of some `seconds` and at least three rounds: steps a
+    second of all workers while they train."""
     found = []
     for one in foreseen:
-        if one.codec != advice.CODECS[0]:
+        if one.codec != advice.CODECS[0] and one.mode != advice.MODES[0]:
             continue
-        _say(f"{one.mode}, for real")
+        _say(f"{one.mode}, {one.codec}, for real")
+        codecs = [f"{way}={one.codec}" for way in ("worker.codec", "worker.answer_codec")]
         rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
-        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, f"policy.local_steps={one.local_steps}"])
+        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *codecs, f"policy.local_steps={one.local_steps}"])
         num_steps = ran.local_steps * sum(worker.steps for worker in ran.workers)
         found.append((one, ran.pace * num_steps / ran.num_samples))
     return found
@@ -169,10 +191,13 @@ def _as_json(
     trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
     return json.dumps({
         "megabytes": found.megabytes, "compute_s": compute_s, "security": found.security,
-        "machines": found.machines, "round_trips": trips,
+        "machines": found.machines, "server": found.server, "clocks_s": found.clocks, "round_trips": trips,
         "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
         "foreseen": [asdict(one) for one in foreseen], "advice": told,
-        "verified": [{"mode": one.mode, "foreseen": one.steps_per_s, "measured": rate} for one, rate in beside],
+        "verified": [
+            {"mode": one.mode, "codec": one.codec, "foreseen": one.steps_per_s, "measured": rate}
+            for one, rate in beside
+        ],
     }, indent=2)  # fmt: skip
 
 
@@ -191,6 +216,7 @@ def _show(
             f"{link.together:.1f} times" if link.together > 1 else "", f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
         )  # fmt: skip
     console.print(links)
+    console.print(_machines(found))
     for check in checks:
         style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
         console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
@@ -202,13 +228,41 @@ def _show(
         modes.add_row(mode, local, *cells, " ".join(share(one.of_ideal) for one in row.values()))
     console.print(modes)
     if beside:
-        real = Table("mode, raw", "foreseen", "measured", "error", box=None)
+        real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
         for one, rate in beside:
             error = f"{one.steps_per_s / rate - 1:+.0%}" if rate else "-"
-            real.add_row(one.mode, f"{one.steps_per_s:,.1f}", f"{rate:,.1f}", error)
+            real.add_row(one.mode, one.codec, f"{one.steps_per_s:,.1f}", f"{rate:,.1f}", error)
         console.print(real)
     for sentence in told:
         console.print(sentence, highlight=False)
+
+
+def _machines(found: Measured) -> Table:
+    """Also what is as it should be."""
+    names = (
+        "clock",
+        "cores",
+        "load",
+        "memory free",
+        "disk free",
+        "shm free",
+        "1 MiB on disk",
+        "files",
+        "GPUs",
+        "security",
+    )
+    table = Table("machine", *names, box=None)
+    rows = [(f"worker {rank}", one, found.clocks.get(rank)) for rank, one in sorted(found.machines.items())]
+    if found.server:
+        rows.append(("server", found.server, found.server["arrived"] - found.server["time"]))
+    for name, one, behind_s in rows:
+        written = f"{one['fsync_s'] * 1e3:.1f} ms" if one["fsync_s"] >= 0 else "no"
+        table.add_row(
+            f"{name} ({one['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(one["cores"]),
+            f"{one['load']:.1f}", *(size(one[f"free_{what}"]) for what in ("memory", "disk", "shm")), written,
+            f"{one['files']:,}", str(one["cuda"]), found.security,
+        )  # fmt: skip
+    return table
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from ...common.errors import ParamServerError, UsageError
 
 PROBE = Path(__file__).with_name("probe.py")
 LANES = ("shared", "direct", "grpc")
-_TINY_MB = 256 / 1e6
+TINY_MB = 256 / 1e6
 _MARK = "PROBE "
 _STEPS = "100000000"  # the probe ends when its time is over
 _NEVER = 1_000_000  # contributions until weights are fetched: only the way up is measured
@@ -47,6 +47,7 @@ class Measured:
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
     links: list[Link] = field(default_factory=list)
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, lane, and why it was not given
+    server: dict[str, Any] = field(default_factory=dict)  # its machine, where no worker is on it
     security: str = "none"  # of the connections, as a server says it: `mutual TLS, token`
 
     def of_rank(self, rank: int) -> list[Link]:
@@ -134,7 +135,7 @@ def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measure
         raise UsageError(f"the model has {megabytes:g} MB", fix="--mb 10")
     measured = Measured(megabytes)
     job.say("round trips")
-    small, given = job.probe(_TINY_MB, "direct")
+    small, given = job.probe(TINY_MB, "direct")
     measured.security = given.security
     for rank, said in small.items():
         measured.machines[rank] = said
