@@ -6,7 +6,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sample docker-test trainers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow test-sample docker-test trainers trackers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,6 +40,13 @@ trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through ever
 
 .venv/trainers: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lightning,huggingface,ray]'
+	@touch $@
+
+trackers: .venv/trackers  ## TensorBoard, W&B, MLflow and trackio, each read back what a run told it
+	$(BIN)/pytest -q -rs tests/ps/observe/test_trackers.py
+
+.venv/trackers: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tensorboard,wandb,mlflow,trackio]'
 	@touch $@
 
 # One at a time: the containers of each share the cores. -rs says why something was skipped.

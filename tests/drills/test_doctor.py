@@ -183,6 +183,7 @@ def test_what_was_foreseen_stands_beside_real_runs(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: Cluster) -> None:
     """In a network namespace of its own, whose loopback has the rate both ways; the machine otherwise quiet. Errors of
     at most a quarter of what is measured: sync with each codec, and localsgd."""
