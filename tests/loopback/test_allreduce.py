@@ -19,7 +19,8 @@ import paramserver.worker.strategies.group
 from paramserver.tests.loopback.test_allreduce import gradients, make
 folder, leaves, counts_steps = pathlib.Path(sys.argv[1]), "leaves" in sys.argv, "steps" in sys.argv
 if "patient" in sys.argv:
-    paramserver.worker.strategies.group.Group.__init__.__defaults__ = 1000.0, 1000.0
+    group = paramserver.worker.strategies.group.Group
+    group.__init__.__defaults__ = *group.__init__.__defaults__[:-2], 1000.0, 1000.0
 model, inner = make()
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, inner)
