@@ -97,6 +97,7 @@ _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("received", lambda worker: size(worker.bytes_received)),
 ]
 _RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], float]]] = [
+    ("among", lambda worker: worker.bytes_among),
     ("restarts", lambda worker: worker.restarts),
     ("dropped", lambda worker: worker.dropped),
     ("rejected", lambda worker: worker.rejected),
@@ -126,7 +127,7 @@ def summary_table(summary: Summary) -> RenderableType:
     rare = [(name, get) for name, get in _RARE_COLUMNS if any(get(worker) for worker in summary.workers)]
     table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
-        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_count(get(worker)) for _, get in rare))
+        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_rare(name, get(worker)) for name, get in rare))
     rate = f"{summary.num_samples / summary.wall_s:,.0f}" if summary.wall_s else "-"
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
@@ -183,11 +184,18 @@ def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> l
     if target is not None:
         columns.append(Measure(f"s to {target}", partial(_seconds_to, target), seconds))
     columns += _RUN_COLUMNS
+    if any(worker.bytes_among for _, run in runs for worker in run.workers):
+        columns.append(Measure("among", _among, amount))
     if paid := [run.cost for _, run in runs if run.cost]:
         columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
                                lambda total: f"{price(total)} {paid[0].currency}"))  # fmt: skip
         columns.append(Measure("for waiting", lambda run: run.cost.waiting if run.cost else None, price))
     return columns
+
+
+def _among(run: Summary) -> float:
+    """Bytes that each worker sent the others."""
+    return sum(worker.bytes_among for worker in run.workers) / max(1, len(run.workers))
 
 
 def _final(name: str, run: Summary) -> float | None:
@@ -230,6 +238,10 @@ def status_figures(status: Status) -> list[str]:
 def describe_mode(summary: Summary) -> str:
     """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
     return summary.label
+
+
+def _rare(name: str, value: float) -> str:
+    return size(value) if name == "among" else _count(value)
 
 
 def _count(value: float) -> str:

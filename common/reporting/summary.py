@@ -26,6 +26,7 @@ class WorkerSummary(BaseModel):
     transfer_s: float = 0.0
     bytes_sent: int = 0  # by the worker, framing included
     bytes_received: int = 0
+    bytes_among: int = 0  # sent to other workers, where they average among themselves: as a ring would
     restarts: int = 0  # processes that have taken the rank after its first
     dropped: int = 0  # contributions that came after their round had closed
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps

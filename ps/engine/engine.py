@@ -369,6 +369,7 @@ class Engine:
         for rank, traffic in self.traffic.items():
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
+                stats[str(rank)]["bytes_among"] = traffic.num_among
         states = self.states.saved(effect.saved["steps"])
         places = {str(rank): kept.place for rank, kept in states.items()}
         training = {**effect.saved["training"], "stats": stats, "places": places}

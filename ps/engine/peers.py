@@ -57,6 +57,7 @@ class Traffic:
 
     num_sent: int = 0  # by the worker
     num_received: int = 0
+    num_among: int = 0  # by the worker to other workers, as it says
     num_in_waiting: int = 0  # of those, in words about what it waits for, which come by the clock
     lane: str = "grpc"
     lane_reason: str = ""  # why it is no better one

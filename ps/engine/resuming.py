@@ -56,4 +56,6 @@ def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
     """Bytes of each rank. What is not there, or not what it should be, is counted from zero."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         for rank, values in training["stats"].items():
-            engine.traffic[int(rank)] = Traffic(int(values["bytes_sent"]), int(values["bytes_received"]))
+            engine.traffic[int(rank)] = Traffic(
+                int(values["bytes_sent"]), int(values["bytes_received"]), int(values.get("bytes_among", 0))
+            )

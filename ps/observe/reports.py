@@ -213,6 +213,7 @@ def _workers(engine: Engine) -> list[WorkerSummary]:
         here, row = engine.traffic.get(rank, Traffic()), stats.summary()
         row.lane, row.lane_reason, row.codec = here.lane, here.lane_reason, here.codec
         row.bytes_sent, row.bytes_received = passed.get(rank, (0, 0))
+        row.bytes_among = engine.traffic[rank].num_among if rank in engine.traffic else 0
         found.append(row)
     return found
 

@@ -328,6 +328,7 @@ class Intake:
             judgement = Judgement("reject", what, "in every mode")
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
+        traffic.num_among += header.bytes_among
         rows, self._rows = self._rows, []
         brought, self._brought = self._brought, None
         try:

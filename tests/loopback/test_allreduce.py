@@ -112,12 +112,16 @@ def killed_and_back(cluster, server, worker):
 
 
 def test_it_equals_one_process(cluster):
-    server, worker = start(cluster, 3, 100)
+    server, worker = start(cluster, 3, 100, flags=("--summary", "s.json"))
     workers = [worker(rank) for rank in range(3)]
     assert [one.wait() for one in workers] == [0, 0, 0], workers[0].output
     assert server.wait() == 0
     versions = [[(rank, number) for rank in range(3)] for number in range(1, 101)]
     assert difference(cluster, versions) <= 1e-9
+    model_bytes = 8 * sum(p.numel() for p in make()[0].parameters())
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    for one in summary["workers"]:  # a ring's, and what members tell each other
+        assert 0 < one["bytes_among"] - 100 * 2 * model_bytes * 2 / 3 < 100 * 500
 
 
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):

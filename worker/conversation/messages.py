@@ -101,6 +101,7 @@ class Work(NamedTuple):
     residual_lost: float = 0.0
     epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
     is_broken: bool = False
+    bytes_among: int = 0  # sent to other members since the last one
     # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
     optimizer: Mapping[str, Any] | None = None
 
@@ -203,6 +204,7 @@ def contribution(
     header.reference = reference
     if work.epoch:
         header.epoch, header.broken, header.wants_weights = work.epoch, work.is_broken, False
+        header.bytes_among = work.bytes_among
     if work.hyperparameters:
         header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
     if work.num_batches is not None:

@@ -72,6 +72,7 @@ class Equals(Direct):
         self._has_stepped = False
         self._epoch: Epoch | None = None  # of the group that there is, or is being formed
         self._over = ""  # epoch that did not come together
+        self._num_sent = 0.0  # bytes to members of groups that are over
         self._num_failed = 0  # groups in a row that did not come together, of the same members:
         self._failing: tuple[int, ...] = ()
         self._helper = Helper("group")
@@ -263,6 +264,7 @@ class Equals(Direct):
 
     def _close_group(self) -> None:
         if self._group is not None:
+            self._num_sent += self._group.num_sent
             self._group.close()
             self._group = None
 
@@ -348,7 +350,14 @@ class Equals(Direct):
         return self._say("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
 
     def _say(self, source: Source, work: Work) -> Answer:
-        return self._exchange.contribute(source, work)
+        return self._exchange.contribute(source, work._replace(bytes_among=self._take_sent()))
+
+    def _take_sent(self) -> int:
+        """Bytes that have gone to others since this was asked last."""
+        sent, self._num_sent = int(self._num_sent), 0.0
+        if self._group is not None:
+            sent, self._group.num_sent = sent + int(self._group.num_sent), 0.0
+        return sent
 
     def _diverged(self, index: int) -> DivergedError:
         name = self._model.layout.entries[index].spec.name

@@ -103,6 +103,7 @@ class Group:
         self._said: Said | None = None  # by all, the last time
         self._has_missed = False
         self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
+        self.num_sent = 0.0  # bytes, as a ring of the members would
         self._reason = ""  # why the group is over
         self._ends: set[Address] = set()  # where members' devices listen
         _reach(rank, epoch.members[0], _address(epoch.store))
@@ -270,6 +271,7 @@ class Group:
             tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in forms.items()}
         pieces: list[list[torch.Tensor]] = [[] for _ in self.epoch.members]
         pieces[giver] = [one.reshape(-1).view(torch.uint8) for one in tensors.values()]  # Gloo has not every dtype
+        self.num_sent += num_bytes * (giver == self.index)
         self.given_bytes = num_bytes + sum(one.numel() for one in pieces[giver])
         self.spread(pieces)
         return put_together(tree, tensors)
@@ -296,9 +298,12 @@ class Group:
                 at += one.numel()
 
     def _begin_giving(self, tensor: torch.Tensor, giver: int) -> None:
+        self.num_sent += tensor.nbytes * (giver == self.index)
         self._begin(lambda: self._words.broadcast([tensor], _from(giver)))
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
+        num_members = len(self.epoch.members)
+        self.num_sent += 2 * tensor.nbytes * (num_members - 1) / num_members
         self._begin(lambda: self._data.allreduce([tensor]))
 
     def _begin(self, collective: Callable[[], Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -52,6 +53,8 @@ def _sockets() -> Iterator[socket.socket]:
     with suppress(OSError):
         for number in map(int, os.listdir(_OPEN)):
             with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                    continue  # `socket` would refuse its copy, and leave it open
                 one = socket.socket(fileno=os.dup(number))
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     yield one
