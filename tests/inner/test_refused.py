@@ -121,7 +121,7 @@ def test_who_is_missing_is_named(run: Run, absent: int) -> None:
     (other,) = run.group(0, 2, absent=absent, PS_WORKER__GIVE_UP_S="2")
     assert other.wait() == 15
     said = "inner rank 1 of 2 did not come in 2 s (worker.give_up_s), and inner rank 0 waits no longer"
-    assert (said if absent else "inner rank 1: nobody at 127.0.0.1:") in other.output
+    assert (said if absent else "inner rank 1: inner rank 0 did not come: nobody at 127.0.0.1:") in other.output
 
 
 @pytest.mark.parametrize(

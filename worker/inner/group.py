@@ -112,9 +112,9 @@ class Group:
             )  # fmt: skip
         except RuntimeError as error:
             raise UnreachableError(
-                f"inner rank {member.rank}: nobody at {host}:{port} (MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: "
-                f"{_first_line(error)}",
-                fix="let all processes of the worker be started; see whether inner rank 0 has",
+                f"inner rank {member.rank}: inner rank 0 did not come: nobody at {host}:{port} "
+                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {_first_line(error)}",
+                fix="let all processes of the worker be started, inner rank 0 among them",
             ) from None
         return dist.PrefixStore(f"paramserver/{member.attempt}", store)
 
