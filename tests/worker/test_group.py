@@ -2,6 +2,7 @@
 the middle of a reduction."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.worker.strategies.among import backends
+from paramserver.worker.strategies.among.cut import listening
 from paramserver.worker.strategies.equals import Equals
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, OutOfReach
 
@@ -203,3 +205,13 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     Equals._apply(here, [torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is own
+
+
+def test_looking_for_the_port_of_a_device_leaves_nothing_open(tmp_path):
+    """Files of a process are no sockets: their copies were left open, by every group, up to the limit."""
+    with open(tmp_path / "file", "w"), socket.create_server(("127.0.0.1", 0)):
+        before = len(os.listdir("/dev/fd"))
+        made, port = listening(lambda: socket.create_server(("127.0.0.1", 0)))
+        assert port == made.getsockname()[1]
+        made.close()
+        assert len(os.listdir("/dev/fd")) == before
