@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
+from ...common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ...common.registry import MODES
 from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
@@ -63,8 +63,10 @@ def make_trial(
     configuration the task is `ledger`, for one epoch. Raises UsageError.
     """
     own = _where_to(folder) | ({} if config_path else _what_to_do(seconds, seed)) | chosen
-    config = _resolved(config_path, [*_as_sets(own), *sets])
-    run = config.run
+    resolved = _resolved(config_path, [*_as_sets(own), *sets])
+    config, run = resolved.config, resolved.config.run
+    for key in resolved.unread([run.mode]):
+        own.pop(key, None)  # meant for another mode
     num_workers, steps = run.workers or 1, run.task_steps or 1
     if config.task.name == _LEDGER:
         samples = num_workers * steps * run.batch_size
@@ -111,10 +113,10 @@ def _what_to_do(seconds: float, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _resolved(config_path: str | None, sets: list[str]) -> Config:
+def _resolved(config_path: str | None, sets: list[str]) -> Resolved:
     """The settings as the job will see them. Raises UsageError."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
-    return load_config(config_path, {}, sets, environ).config
+    return load_config(config_path, {}, sets, environ)
 
 
 def _as_sets(settings: dict[str, Any]) -> list[str]:
