@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ...common import registry
 from ...common.errors import UsageError
 from ...simulate.plan import Told, resolve, worlds
 from ...simulate.results.summary import figures
@@ -200,12 +201,12 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
 
 def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
     """The least lossy that computes enough with gradients of every step; else the fewest local steps, whose codec costs
-    less than they do (claims N5 and N7), in diloco of two alike (N6); else the fastest."""
+    less than they do (claims N5 and N7), of two alike in a mode that sends differences (N6); else the fastest."""
     good = [one for one in foreseen if one.of_ideal >= _GOOD - _ROUND]
     if every_step := [one for one in good if one.local_steps == 1]:
         return min(every_step, key=lambda one: CODECS.index(one.codec))
     if good:
-        return min(good, key=lambda one: (one.local_steps, one.mode != "diloco"))
+        return min(good, key=lambda one: (one.local_steps, registry.MODES.load(one.mode).contribution != "delta"))
     return max(foreseen, key=lambda one: one.of_ideal)
 
 
