@@ -17,7 +17,6 @@ class WorkerSummary(BaseModel):
     rank: int
     steps: int = 0  # contributions accepted
     samples: int = 0
-    pace: float = 0.0  # samples a second, from its first contribution to its last
     staleness_mean: float = 0.0  # versions, over accepted contributions
     staleness_max: int = 0
     lead_max: int = 0  # contributions ahead of the slowest live worker, after one
@@ -125,11 +124,6 @@ class Summary(BaseModel):
         """Training steps of all workers."""
         num_steps = sum(worker.steps for worker in self.workers) * (self.local_steps or 1)
         return num_steps / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def pace(self) -> float:
-        """Samples a second of all workers, each from its first contribution to its last: without start and end."""
-        return sum(worker.pace for worker in self.workers)
 
     @property
     def staleness_mean(self) -> float:

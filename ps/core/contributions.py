@@ -107,8 +107,6 @@ class Contributions:
             outcome = "repeated" if event.number == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
                 outcome = "refused"
-            elif outcome == "dropped":
-                stats.passed_over(at)
             found.append(self._note(event, identity, outcome, version))
             found.append(effects.Discard(identity))
         self._perform(decisions, at, found)
@@ -211,8 +209,7 @@ class Contributions:
                 found.append(self._note(event, event.identity, "accepted", version))
                 self._counted(worker, self._roster.stats[worker.rank], event, event.identity, found)
             elif isinstance(decision, Discard) and decision.rank in self._undecided:
-                worker, event, version = self._undecided.pop(decision.rank)
-                self._roster.stats[worker.rank].passed_over(event.at)
+                _, event, version = self._undecided.pop(decision.rank)
                 found += [self._note(event, event.identity, "dropped", version), effects.Discard(event.identity)]
             elif isinstance(decision, Refuse):
                 refused = self._roster.workers.get(decision.rank)

@@ -13,7 +13,7 @@ from ....common.reporting.summary import WorkerSummary
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone; in files and summaries the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "first", "dropped_at", "loss", "exchanged"}
+_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchanged"}
 
 
 def bin_of(staleness: int) -> int:
@@ -52,8 +52,6 @@ class WorkerStats:
     residual_told: float = 0.0
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
-    first: tuple[float, int] | None = None  # when its first came to this process, and the samples counted by then
-    dropped_at: float = -math.inf  # the newest that did not count
     recent_samples: int = 0  # of `recent`
     # (time, samples, staleness)
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -67,18 +65,10 @@ class WorkerStats:
         if lead > self.lead_max:
             self.lead_max = lead
         self.rejected_in_a_row = 0
-        if self.first is None:
-            self.first = now, self.samples
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0][1]
         self.recent.append((now, num_samples, staleness))
         self.recent_samples += num_samples
-
-    def passed_over(self, now: float) -> None:
-        """One came too late to count: its time is in the pace, and its samples are not."""
-        self.dropped_at = now
-        if self.first is None:
-            self.first = now, self.samples
 
     def joined_anew(self) -> None:
         """Another process has the rank: what the one before it kept back went with it."""
@@ -133,16 +123,6 @@ class WorkerStats:
             return 0.0
         elapsed_s = self.recent[-1][0] - self.recent[0][0]
         return (self.recent_samples - self.recent[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
-
-    @property
-    def pace(self) -> float:
-        """Samples that count a second, from the first contribution that came to this process to the newest, counted or
-        dropped: who is passed over in most rounds has the whole time, so the paces of all add up to the run's."""
-        if self.first is None:
-            return 0.0
-        began_at, num_samples = self.first
-        elapsed_s = max(self.recent[-1][0] if self.recent else began_at, self.dropped_at) - began_at
-        return (self.samples - num_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def shares(self) -> tuple[float, float, float]:
