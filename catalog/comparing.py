@@ -29,10 +29,10 @@ _SEED = "run.seed"
 _MOST_IN_A_LABEL = 2
 
 
-def compare(path: Path, told: Sequence[str], wanted: tuple[str | None, str | None], *, as_json: bool) -> None:
-    """The table, sentences, and the differences; of runs that differ only in their seed, one name. `wanted`: where a
-    report is to be, and what is to be reached."""
-    report, target = wanted[0], _target(wanted[1])
+def compare(path: Path, told: Sequence[str], report: str | None, wanted: str | None, *, as_json: bool) -> None:
+    """The table, sentences, and the differences; of runs that differ only in their seed, one name. `report`: the folder
+    for one; `wanted`: what is to be reached."""
+    target = _target(wanted)
     with RunStore(path) as store:
         runs = list({run.key: run for run in map(store.find, told)}.values())
         if len(runs) < 2:

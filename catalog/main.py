@@ -93,7 +93,7 @@ def compare(
     """Runs side by side, and what differs in their settings."""
     from . import comparing
 
-    comparing.compare(_file(db), runs, (report, target), as_json=as_json)
+    comparing.compare(_file(db), runs, report, target, as_json=as_json)
 
 
 @app.command("plot")

@@ -337,18 +337,21 @@ class Group:
     def close(self) -> None:
         """Its connections end, and with them whatever others wait for from this member."""
         self._under_way.clear()  # each of them would keep the connections
-        held = [self.__dict__.pop(name) for name in ("_data", "_words") if name in self.__dict__]
-        if not held:
+        groups = [self.__dict__.pop(name) for name in ("_data", "_words") if name in self.__dict__]
+        groups = list({id(one): one for one in groups}.values())  # over Gloo alone they are one
+        if not groups:
             return
-        if held[0] is held[-1]:
-            del held[1:]
         cut(self._ends)
-        # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only.
-        ending = threading.Thread(
-            target=lambda: [held.pop().abort() for _ in tuple(held)], name="end of a group", daemon=True
-        )
+        # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only. So
+        # nobody else holds a group: it would end where the last one lets go.
+        ending = threading.Thread(target=_end_all, args=(groups,), name="end of a group", daemon=True)
         ending.start()
         ending.join(_END_S)
+
+
+def _end_all(groups: list[Any]) -> None:
+    while groups:
+        groups.pop().abort()
 
 
 def own_address(server: str) -> str:
