@@ -36,6 +36,7 @@ with paramserver.connect() as session:
     session.finish()
 """
 Q4 = {"PS_WORKER__CODEC": "q4", "PS_WORKER__ANSWER_CODEC": "q4"}
+SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
 
 
 def seen(cluster):
@@ -84,16 +85,21 @@ def test_all_have_the_same_bits_through_broken_connections(cluster, mode, lane, 
     assert shared >= (STEPS if mode == "sync" else 2)
 
 
-def test_all_have_the_same_bits_after_a_killed_server(cluster):
-    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
-    server = cluster.server(*flags("sync", 1), *snapshots)
+def at_the_gate(cluster, version):
+    """A server and its workers, who wait, with a snapshot of this version or a later one."""
+    server = cluster.server(*flags("sync", 1), *SNAPSHOTS)
     workers = workers_of(cluster)
     for worker in workers:
         worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.until(lambda: any(event["version"] >= version for event in server.events("snapshot")), "snapshot")
+    return server, workers
+
+
+def test_all_have_the_same_bits_after_a_killed_server(cluster):
+    server, workers = at_the_gate(cluster, 1)
     server.signal(signal.SIGKILL)
     server.popen.wait()
-    second = cluster.server(*flags("sync", 1), *snapshots, "--listen", cluster.address)
+    second = cluster.server(*flags("sync", 1), *SNAPSHOTS, "--listen", cluster.address)
     (cluster.folder / "gate").touch()
     assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
     found = seen(cluster)
@@ -106,16 +112,11 @@ def test_all_have_the_same_bits_after_a_killed_server(cluster):
 
 def test_a_snapshot_goes_on_with_workers_of_other_codecs(cluster):
     """Nothing of a codec is in it: what workers had kept is lost with their processes, and counted."""
-    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
-    server = cluster.server(*flags("sync", 1), *snapshots)
-    workers = workers_of(cluster)
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
-    server.until(lambda: any(event["version"] >= 10 for event in server.events("snapshot")), "snapshot")
+    server, workers = at_the_gate(cluster, 10)
     for process in (*workers, server):
         process.signal(signal.SIGKILL)
         process.popen.wait()
-    second = cluster.server(*flags("sync", 1), *snapshots, "--resume", "latest")
+    second = cluster.server(*flags("sync", 1), *SNAPSHOTS, "--resume", "latest")
     (cluster.folder / "gate").touch()
     workers = workers_of(cluster, PS_WORKER__CODEC="int8", PS_WORKER__ANSWER_CODEC="bf16")
     assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
