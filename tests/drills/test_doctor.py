@@ -186,7 +186,7 @@ def test_what_was_foreseen_stands_beside_real_runs(cluster: Cluster) -> None:
 @pytest.mark.timeout(1200)
 def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: Cluster) -> None:
     """In a network namespace of its own, whose loopback has the rate both ways; the machine otherwise quiet. Errors of
-    at most a quarter of what is measured; what was further off is in docs/doctor.md (q4, diloco)."""
+    at most a quarter of what is measured; but for diloco, of which docs/doctor.md says so."""
     if (why := why_not()) is not None:
         pytest.skip(why)
     name = f"doctor{os.getpid()}"
@@ -211,12 +211,6 @@ def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: 
     verified = json.loads(told.stdout)["verified"]
     errors = {(one["mode"], one["codec"]): one["foreseen"] / one["measured"] - 1 for one in verified}
     print("\n".join(f"{mode:>12} {codec:>5} {error:+.0%}" for (mode, codec), error in errors.items()))
-    wanted = [
-        ("sync", "raw"),
-        ("sync", "bf16"),
-        ("sync", "int8"),
-        ("async", "raw"),
-        ("ssp", "raw"),
-        ("localsgd", "raw"),
-    ]
+    wanted = {*errors} - {("diloco", "raw")}
+    assert {("sync", "q4"), ("localsgd", "raw"), ("async_diloco", "raw")} <= wanted
     assert {one: errors[one] for one in wanted if abs(errors[one]) > 0.25} == {}
