@@ -69,6 +69,7 @@ class Replay:
         self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) of which nothing is folded
         self._may_be_open = False  # a contribution may be answered before it is committed
         self._durable: int | None = None  # version of the newest snapshot
+        self._held: dict[int, int] = {}  # numbers in it of ranks that had not been heard to begin
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # the lines of this server may go on: it has not ended
         self._line: Line
@@ -153,6 +154,10 @@ class Replay:
             )
         for difference in self.lineage.differences(version, numbers, newcomers):
             self._say(f"the server starts at version {version} with {difference}")
+        if version == self._durable and line.fields.get("source") is not None:
+            for rank in numbers.keys() & self._held.keys():
+                self._begins(rank, numbers[rank])
+        self._held = {}
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
@@ -179,7 +184,15 @@ class Replay:
             self._say(f"a snapshot of version {version} after one of version {self._durable}")
         for difference in self.lineage.differences(version, line.steps, self._ranks):
             self._say(f"the snapshot of version {version} has {difference}")
+        self._held = {rank: number for rank, number in line.steps.items() if rank not in self.lineage}
         self._durable = max(version, self._durable or 0)
+
+    def _begins(self, rank: int, number: int) -> None:
+        """A rank that was never here: what the newest snapshot has of it was written before that was heard."""
+        held = self._held.pop(rank, number)
+        if held != number:
+            self._say(f"rank {rank} begins at number {number}, and the newest snapshot has it at {held}")
+        self.lineage.begin(rank, number)
 
     def _on_control(self, line: Line) -> None:
         if line["do"] != "set" or not line.fields.get("done"):
@@ -220,6 +233,8 @@ class Replay:
         known = self._known_number(rank)
         if known is not None and number != known:
             self._say(f"rank {rank} joins at number {number}: it is at {known}")
+        if known is None and number:
+            self._begins(rank, number)  # it was let in before, and gone before it heard so
         if not line.fields.get("resumed"):
             self._members[rank] = Member(incarnation, number)
         elif before is None:
@@ -358,7 +373,7 @@ class Replay:
         begins_late = any(rule.begins_late for rule in self._rules)
         if slowest is not None and number > slowest and not begins_late:
             self._say(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
-        self.lineage.begin(rank, number)
+        self._begins(rank, number)
 
     def _current(self, line: Line, what: str) -> Member:
         """The live worker a line speaks of; says so when it is none or of an older incarnation."""
