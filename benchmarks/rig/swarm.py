@@ -148,7 +148,7 @@ class Player:
         self._call = direct or self._call
         received = await self._receive("answer", "send_weights")
         if received.kind == "send_weights":
-            await self._send(messages.initial_weights_frames(self._bodies.weights))
+            await self._send(messages.initial_weights_frames(self._bodies.weights, self._bodies.layout.total_bytes))
             received = await self._receive("answer")
         await self._take(received)
 

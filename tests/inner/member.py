@@ -19,11 +19,27 @@ from torch.utils.data import TensorDataset
 import paramserver
 
 NUM_SAMPLES = 50
+WIDTH = 400_001  # rows that two processes do not divide evenly
 
 
 def make() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+class Wide(nn.Sequential):
+    """22 MB: three windows of what is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) / WIDTH**0.5
+
+
+def make_wide() -> nn.Module:
+    torch.manual_seed(0)
+    return Wide().double()
 
 
 def data() -> TensorDataset:
@@ -45,7 +61,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def main() -> None:
     folder, name, *words = sys.argv[1:]
-    model = make()
+    model = make_wide() if "wide" in words else make()
     wrapped: nn.Module = model
     if "ddp" in words:
         dist.init_process_group("gloo")

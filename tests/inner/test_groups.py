@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from paramserver.tests.inner.conftest import Run
 from paramserver.tests.inner.member import data, make, optimizer_of
@@ -24,7 +26,9 @@ EXTRA = {
 }
 
 
-def alone(steps: int, batch_size: int, optimizer: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def alone(
+    steps: int, batch_size: int, optimizer: str, seed: int = 0, make: Callable[[], nn.Module] = make
+) -> dict[str, torch.Tensor]:
     """One process with the union batch."""
     model = make()
     own = optimizer_of(optimizer, model)

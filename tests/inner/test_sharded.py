@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.faults.proxy import Plan, Proxy
 from paramserver.tests.inner.conftest import Run
-from paramserver.tests.inner.member import make
+from paramserver.tests.inner.member import WIDTH, make, make_wide
 from paramserver.tests.inner.test_groups import EXTRA, alone, difference, ended
 
 
@@ -125,7 +127,9 @@ def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another
     group = run.group(0, 2, "fsdp", "adam", PS_SLOWDOWN__BASE_S="0.05")
     run.processes[0].until(lambda: '"version": 15, "path"' in run.processes[0].output, "a snapshot of version 15")
     for one in (run.processes[0], *group):
-        os.kill(one.popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # who has lost another one ends
+            os.kill(one.popen.pid, signal.SIGKILL)
+    for one in (run.processes[0], *group):
         one.wait()
     run.processes.clear()
     run.folder = run.folder / "again"
@@ -136,3 +140,46 @@ def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another
     assert run.processes[0].wait() == 0
     assert "snapshot-0000000000" in run.processes[0].output.partition('"admitted"')[0]  # that it goes on from
     assert difference(load_file(saved), alone(60, 16, "adam")) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", ["shared", "direct", "grpc"])
+def test_a_large_model_goes_window_by_window_over_every_lane(run: Run, lane: str) -> None:
+    """Gradients up, weights down: no process ever has the whole of either."""
+    run.serve("--mode", "sync", "--workers", "1", "--steps", "6", "--batch-size", "16", 
+              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
+    lanes = ",".join(dict.fromkeys((lane, "grpc")))
+    group = run.group(0, 2, "fsdp", "wide", PS_WORKER__LANES=lanes)
+    ended(run)
+    name = {"shared": "shared memory"}.get(lane, lane)
+    assert f'"lane": "{name}"' in group[0].output or f"lane={name}" in group[0].output, group[0].output
+    saved = load_file(run.folder / "w.safetensors")
+    assert difference(saved, alone(6, 16, "sgd", make=make_wide)) <= 1e-9
+    assert difference(torch.load(run.folder / "w0-0.pt"), saved) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", ["direct", "grpc"])
+@pytest.mark.parametrize("mode", ["sync", "localsgd", "localsgd pipelined", "async pipelined"])
+def test_connections_that_break_in_the_middle_of_a_body_cost_nothing(run: Run, mode: str, lane: str) -> None:
+    """Up or down: what was on its way is asked of all processes again."""
+    more = EXTRA.get(mode, ("--pipelined",) if "pipelined" in mode else ())
+    server = run.serve("--mode", mode.split()[0], "--workers", "1", "--steps", "8", "--batch-size", "16",
+                       "--save", str(run.folder / "w.safetensors"), *more)  # fmt: skip
+    size = 8 * 7 * WIDTH
+    plans = [
+        *([Plan(reset_after_up=size * 3 // 2)] * 2),  # of the heart's nothing becomes so much
+        *([Plan(reset_after_down=size // 2)] * 3),
+        *([Plan(reset_after_up=size // 3)] * 3),
+    ]
+    port = server.event("listening")["direct_port"] if lane == "direct" else 0
+    with Proxy(run.address, lambda number: plans[number] if number < len(plans) else Plan(), port) as proxy:
+        lanes = ",".join(dict.fromkeys((lane, "grpc")))
+        group = run.group(0, 2, "fsdp", "wide", PS_SERVER=proxy.address, PS_WORKER__LANES=lanes)
+        assert [one.wait() for one in group] == [0, 0], group[0].output
+    assert server.wait() == 0
+    assert proxy.num_resets >= 2
+    saved = load_file(run.folder / "w.safetensors")
+    assert difference(torch.load(run.folder / "w0-1.pt"), saved) == 0
+    if mode in ("sync", "localsgd"):
+        assert difference(saved, alone(8, 16, "sgd", make=make_wide)) <= 1e-9

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ...common.errors import UsageError
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
-from ...common.wire.frames import CHUNK_BYTES, frame, message_frames
+from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, body_frames, frame
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
 from ...proto import parameter_server_pb2 as pb
 from ..lanes.reference import News
@@ -161,9 +162,11 @@ def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str
     )
 
 
-def initial_weights_frames(pieces: list[memoryview]) -> Iterator[bytes]:
-    header = pb.InitialWeights(body_bytes=sum(map(len, pieces)))
-    return message_frames(pb.WorkerMessage(initial_weights=header), pieces)
+def initial_weights_frames(pieces: Iterable[memoryview], num_bytes: int) -> Iterator[bytes]:
+    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=num_bytes))
+    if num_bytes <= INLINE_BYTES:
+        return iter([frame(header, 0, pieces)])
+    return chain([frame(header)], body_frames(pieces))
 
 
 def brings_weights(answer: pb.Answer) -> bool:

@@ -155,7 +155,7 @@ class Shard:
             if received.kind == "state":
                 state += received.of(State).piece
                 continue
-            self.client.send(initial_weights_frames(self.transfer.gather_all()))
+            self.client.send(initial_weights_frames(self.transfer.gather_all(), self.model.layout.total_bytes))
 
     # ---- exchanging -------------------------------------------------------------------------
 
@@ -262,7 +262,11 @@ class Shard:
     def _half_of(self, announced: Answer | Final, codec: str, news: News | None) -> Half | None:
         """What these weights are that come; None where they come whole or not at all."""
         is_start = isinstance(announced, Answer) and announced.outcome not in COUNTED
-        if is_start or announced.body_bytes <= CHUNK_BYTES or not self.down.repeats(codec, news):
+        if (
+            is_start
+            or announced.body_bytes <= CHUNK_BYTES
+            or not (self.transfer.lies_here and self.down.repeats(codec, news))
+        ):
             return None
         number = announced.step if isinstance(announced, Answer) else 0
         first = self.down.reference if news is not None else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...common.errors import MismatchError, ParamServerError, UnreachableError, UsageError
+from ...common.errors import MismatchError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
 from ..strategies.among import backends
 from ..strategies.group import own_address
+from .channel import Channel, first_line
 from .watch import Watch
 
 log = get_logger()
@@ -28,7 +29,6 @@ log = get_logger()
 _BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 # For one collective: nobody waits so long for one that is dead, which the watch says.
 _TIMEOUT_S = 6 * 3600.0
-_SAID_BYTES = 2048  # of what inner rank 0 tells the others, that come in one message
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,7 +68,7 @@ def find_member(environ: Mapping[str, str]) -> Member:
 _MOST = 254
 
 
-class Group:
+class Group(Channel):
     """This process's side of it, used by the training thread alone. Blocking; UnreachableError when it is over."""
 
     def __init__(self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float) -> None:
@@ -76,8 +76,8 @@ class Group:
         UnreachableError (who is missing), MismatchError."""
         if not (dist.is_available() and dist.is_gloo_available()):
             raise UsageError(f"worker.group: torch {torch.__version__} is without Gloo", fix="install one that has it")
-        self.rank, self.size = member.rank, member.size
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.rank, self.size = member.rank, member.size
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
         store = self._store(member, wait_s)
@@ -97,7 +97,9 @@ class Group:
         self.backend = backends.backend_of([one["device"] for one in found])
         self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
         at = dist.ProcessGroupGloo.create_device(hostname=host)
-        self._data = self._words = backends.gloo(dist.PrefixStore("words", store), self.rank, self.size, at, _TIMEOUT_S)
+        self._open = lambda name: backends.gloo(dist.PrefixStore(name, store), self.rank, self.size, at, _TIMEOUT_S)
+        super().__init__(self._open("words"), self.rank, self.size)
+        self._data = self._words
         if self.backend == "nccl":
             apart = dist.PrefixStore("data", store)
             self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
@@ -113,7 +115,7 @@ class Group:
         except RuntimeError as error:
             raise UnreachableError(
                 f"inner rank {member.rank}: inner rank 0 did not come: nobody at {host}:{port} "
-                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {_first_line(error)}",
+                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}",
                 fix="let all processes of the worker be started, inner rank 0 among them",
             ) from None
         return dist.PrefixStore(f"paramserver/{member.attempt}", store)
@@ -131,7 +133,7 @@ class Group:
             found = [store.get(f"here/{one}") for one in range(self.size) if one not in missing]
         except RuntimeError as error:  # also where inner rank 0 has read all, found fault, and gone with its store
             raise UnreachableError(
-                f"inner rank {self.rank}: the others are gone: {_first_line(error)}", fix="their own lines say why"
+                f"inner rank {self.rank}: the others are gone: {first_line(error)}", fix="their own lines say why"
             ) from None
         if missing:
             raise UnreachableError(
@@ -140,43 +142,6 @@ class Group:
                 fix="see that each process gets as far as connect(), and what the missing one says",
             )
         return [json.loads(one) for one in found]
-
-    # ---- words --------------------------------------------------------------------------------
-
-    def say(self, words: Sequence[float]) -> list[list[float]]:
-        """What each says: as many numbers, exact up to 2^53."""
-        mine = torch.tensor(words, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(lambda: self._words.allgather([found], [mine]))
-        return [one.tolist() for one in found]
-
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """To the others, by inner rank 0."""
-        body = json.dumps(told).encode()
-        first = torch.zeros(_SAID_BYTES, dtype=torch.uint8)
-        begin = len(body).to_bytes(8, "little") + body[: _SAID_BYTES - 8]
-        first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
-        self._broadcast(first, self._words)
-        if rest := body[_SAID_BYTES - 8 :]:
-            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._words)
-
-    def hear(self) -> dict[str, Any]:
-        """What inner rank 0 tells. The error that has ended it, if that is what it tells."""
-        first = torch.zeros(_SAID_BYTES, dtype=torch.uint8)
-        self._broadcast(first, self._words)
-        begin = first.numpy().tobytes()
-        size = int.from_bytes(begin[:8], "little")
-        body = begin[8 : 8 + size]
-        if len(body) < size:
-            rest = torch.empty(size - len(body), dtype=torch.uint8)
-            self._broadcast(rest, self._words)
-            body += rest.numpy().tobytes()
-        told: dict[str, Any] = json.loads(body)
-        if "error" in told:
-            ended = ParamServerError(f"inner rank {self.rank}: inner rank 0 has ended: {told['error']}")
-            ended.exit_code = told["exit_code"]
-            raise ended
-        return told
 
     # ---- tensors ------------------------------------------------------------------------------
 
@@ -205,36 +170,6 @@ class Group:
                 for view, one in zip(_views(flat, bucket), bucket, strict=True):
                     one.copy_(view)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> tuple[Any, torch.Tensor]:
-        """To be waited for (`wait`), unless it is of memory that this group cannot send from: then it has been."""
-        there = self._movable(tensor)
-        work = self._begin(lambda: self._data.send([there], to, tag))
-        if there is not tensor:
-            self.wait([(work, there)])
-        return work, there
-
-    def receive(self, tensor: torch.Tensor, by: int, tag: int) -> tuple[Any, torch.Tensor]:
-        """As `send`, in its place."""
-        there = (
-            tensor if self._is_movable(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        )
-        work = self._begin(lambda: self._data.recv([there], by, tag))
-        if there is not tensor:
-            self.wait([(work, there)])
-            tensor.copy_(there)
-        return work, there
-
-    def wait(self, works: Sequence[tuple[Any, torch.Tensor]]) -> None:
-        """Until all of them are done."""
-        for work, _ in works:
-            self._wait(lambda work=work: work)  # type: ignore[misc]
-
-    def _is_movable(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self._device and tensor.is_contiguous()
-
-    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._is_movable(tensor) else tensor.to(self._device).contiguous()
-
     def _flat_of(self, place: tuple[Any, ...], bucket: Sequence[torch.Tensor]) -> torch.Tensor:
         """Memory for them where this group's tensors go from, kept."""
         dtype, size = bucket[0].dtype, sum(one.numel() for one in bucket)
@@ -243,35 +178,13 @@ class Group:
             self._flat[key] = torch.empty(size, dtype=dtype, device=self._device)
         return self._flat[key][:size]
 
-    def _broadcast(self, tensor: torch.Tensor, by: Any) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._wait(lambda: by.broadcast([tensor], options))
-
-    def _begin(self, collective: Callable[[], Any]) -> Any:
-        try:
-            return collective()
-        except RuntimeError as error:
-            self._is_over(error)
-
-    def _wait(self, collective: Callable[[], Any]) -> None:
-        try:
-            collective().wait()
-        except RuntimeError as error:
-            self._is_over(error)
-
-    def _is_over(self, error: RuntimeError) -> None:
-        time.sleep(_WATCH_S)  # the watch ends this process, and says whom it lost
-        raise UnreachableError(
-            f"inner rank {self.rank}: the {self.size} processes of this worker lost each other: {_first_line(error)}"
-        ) from None
+    def channel(self, name: str) -> Channel:
+        """Another one, for another thread. All processes ask for it."""
+        return Channel(self._open(name), self.rank, self.size)
 
     def end(self) -> None:
         """Each may go when it likes."""
         self._watch.end()
-
-
-_WATCH_S = 1.0
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -315,7 +228,3 @@ def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:
                     f"{theirs.get(key)} in inner rank {other} and {settings[0].get(key)} in inner rank 0",
                     fix="give all of them the same options and variables",
                 )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -1,15 +1,14 @@
 """A model that FSDP2 (`fully_shard`) has divided among the processes of a worker: each has its rows of every tensor.
 
-Inner rank 0 has the conversation with the server, and for it the whole model in host memory, into which the others
-send their parts (the mean gradient's, or the weights') and out of which theirs come, each straight from and to where
-it lies. So inner rank 0 holds two models more than its part where gradients are sent, one where weights are, and the
-others nothing but their parts.
+Each runs the run's strategy over its own part (`Local`), so what a strategy keeps of a model (an anchor, a copy to send
+from) is divided too. To the server the model is whole, though it lies nowhere whole: `relay.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,156 +18,130 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ..tensors.transfer import ModelTensors, Source, named_tensors
+from ...common.tensors.layout import Layout
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Settings
+from ..tensors.transfer import ModelTensors, check_still, named_tensors
 from .group import Group
+from .led import Led
+from .relay import Relay, RelayedTransfer
 
 log = get_logger()
 
 
-class _Part(NamedTuple):
-    """Of one tensor: along `dim` the processes have as much of it each, the last ones less."""
-
-    name: str
-    dim: int | None  # None: all have all of it
-    own: DTensor
-    whole: torch.Tensor  # inner rank 0's; elsewhere without memory
-
-    def of(self, rank: int, size: int) -> tuple[int, int]:
-        """[first, end) along `dim`, as torch.chunk has it."""
-        assert self.dim is not None
-        num = self.own.shape[self.dim]
-        each = -(-num // size)
-        return min(num, rank * each), min(num, (rank + 1) * each)
-
-    def cut(self, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """That rank's part of a tensor of the whole's shape; shares its memory."""
-        first, end = self.of(rank, size)
-        assert self.dim is not None
-        return tensor.narrow(self.dim, first, end - first)
-
-
 class Sharded:
-    """`tensors`: what inner rank 0's conversation is about; in the other processes its layout alone."""
+    """`tensors` is this process's part of the model, `whole` what all have: its layout, without memory."""
 
     def __init__(self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor]) -> None:
-        self._model, self._group = model, group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._group = group
         held = {id(one) for one in stepped}
         whole, made = nn.Module(), dict[int, torch.Tensor]()
-        self._parts: list[_Part] = []
-        self._plain: list[tuple[Mapping[str, torch.Tensor | None], dict[str, Any], str]] = []  # home, and here
-        homes = {
-            id(tensor): (kept, key)
-            for module in model.modules()
-            for kept in (module._parameters, module._buffers)
-            for key, tensor in kept.items()
-            if tensor is not None
-        }
-        names: dict[int, str] = {}
-        for name, one in named_tensors(model).items():
-            names.setdefault(id(one), name)
+        found = named_tensors(model)
+        for name, one in found.items():
             if id(one) not in made:
-                made[id(one)] = self._whole_of(one, id(one) in held) if isinstance(one, DTensor) else one
-                if isinstance(one, DTensor):
-                    self._parts.append(_Part(name, self._dim(name, one), one, made[id(one)]))
+                shape = torch.empty(one.shape, dtype=one.dtype, device="meta")
+                is_parameter = isinstance(one, nn.Parameter)
+                needs = one.requires_grad or id(one) in held
+                made[id(one)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
             place, key = _place_of(whole, name, isinstance(one, nn.Parameter))
             place[key] = made[id(one)]
-            if not isinstance(one, DTensor) and id(one) in homes:
-                self._plain.append((homes[id(one)][0], place, key))
-        self.tensors = ModelTensors(whole, (made[one] for one in held if one in made))
-        self.tensors.names |= names
-        self._check()
-        own, num = sum(part.own.to_local().nbytes for part in self._parts), self.tensors.layout.total_bytes
+        self.whole = ModelTensors(whole)
+        self.tensors = Local(model, self.whole.layout, found)
+        borders = [self._borders(one, self.tensors.own[index]) for index, one in enumerate(self.whole.layout.entries)]
+        self._relay = relay = Relay(group.channel("exchange"), borders)
+        self.whole.transfer_of = lambda part: RelayedTransfer(part, relay)
+        own, num = sum(one.nbytes for one in self.tensors.tensors), self.whole.layout.total_bytes
         log.info("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
 
-    def _whole_of(self, one: DTensor, is_stepped: bool) -> nn.Parameter:
-        device = "meta" if self._group.rank else "cpu"
-        memory = torch.empty(one.shape, dtype=one.dtype, device=device)
-        return nn.Parameter(memory, requires_grad=one.requires_grad or is_stepped)
+    def exchange(self, own: Exchange | None, settings: Settings) -> Led:
+        """What all do with the server: `own` is inner rank 0's."""
+        return Led(own, self.whole, self._relay, settings)
 
-    def _dim(self, name: str, one: DTensor) -> int | None:
-        mesh, group = one.device_mesh, self._group
-        if mesh.mesh.flatten().tolist() != list(range(group.size)) or mesh.ndim != 1:
+    def _borders(self, entry: Any, one: torch.Tensor) -> Sequence[int] | None:
+        """Of a tensor's bytes, as torch.chunk divides rows: where each process's begin. UsageError where they are
+        divided in another way."""
+        name, size = entry.spec.name, self._group.size
+        if not isinstance(one, DTensor):
+            return None
+        mesh = one.device_mesh
+        if mesh.mesh.flatten().tolist() != list(range(size)) or mesh.ndim != 1:
             raise UsageError(
-                f"'{name}' is divided over a mesh of shape {tuple(mesh.mesh.shape)}, and the {group.size} processes of "
+                f"'{name}' is divided over a mesh of shape {tuple(mesh.mesh.shape)}, and the {size} processes of "
                 "this worker are a line",
                 fix="fully_shard(model) over all of them: no replicas (HSDP), no tensor parallelism",
             )
         (placement,) = one.placements
         if isinstance(placement, Replicate):
             return None
-        if type(placement) is not Shard:
+        if type(placement) is not Shard or placement.dim:
             raise UsageError(f"'{name}' is divided as {placement}", fix="Shard(0), which is fully_shard's own")
-        return placement.dim
-
-    def _check(self) -> None:
-        for part in self._parts:
-            if part.dim is None:
-                continue
-            first, end = part.of(self._group.rank, self._group.size)
-            assert part.own.to_local().shape[part.dim] == end - first, (part.name, part.own.to_local().shape)
+        rows, row_bytes = one.shape[0], entry.num_bytes // max(1, one.shape[0])
+        each = -(-rows // size)
+        borders = [min(rows, rank * each) * row_bytes for rank in range(size + 1)]
+        here = borders[self._group.rank + 1] - borders[self._group.rank]
+        assert one.to_local().nbytes == here, (name, one.to_local().shape)
+        return borders
 
     def plain_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of which each process has the whole."""
         return [one for one in parameters if not isinstance(one, DTensor)]
 
-    # ---- what all do together -----------------------------------------------------------------
-
-    def gather(self, source: Source) -> None:
-        """Inner rank 0's whole model has the others' parts: their gradients, or weights."""
-        self._look_again()
-        is_gradient = source == "gradient"
-        with torch.no_grad():
-            self._pass((part for part in self._parts if part.own.requires_grad or not is_gradient), is_gradient)
-
-    def scatter(self) -> None:
-        """Everyone's part of the model is inner rank 0's of it."""
+    def reshard(self) -> None:
+        """Layers that an evaluation has gathered would keep their old weights."""
         for module in self._modules:
-            module.reshard()  # what an evaluation has gathered would be stale
-        with torch.no_grad():
-            self._pass(self._parts, is_gradient=False, is_down=True)
-        self._look_again()
-        with torch.no_grad():
-            self._group.give([place[key].data for _, place, key in self._plain])
-
-    def _look_again(self) -> None:
-        """What lies in no parts is the model's own here; a module may have put another in its place."""
-        for home, place, key in self._plain:
-            place[key] = home[key]
-
-    def _pass(self, parts: Iterable[_Part], is_gradient: bool, is_down: bool = False) -> None:
-        group, works = self._group, list[Any]()
-        for tag, part in enumerate(parts):
-            own = part.own.grad if is_gradient else part.own
-            if own is None:
-                part.whole.grad = None
-                continue
-            assert isinstance(own, DTensor)
-            local = own.to_local()
-            if group.rank:
-                if part.dim is not None and local.numel():
-                    works += [group.receive(local, 0, tag) if is_down else group.send(local, 0, tag)]
-                elif part.dim is None and is_down:
-                    works += [group.receive(local, 0, tag)]
-                continue
-            whole = part.whole.data if not is_gradient else _gradient_of(part.whole)
-            for rank in range(group.size):
-                if part.dim is None and not is_down and rank:
-                    continue  # all have the same
-                there = whole if part.dim is None else part.cut(whole, rank, group.size)
-                if not there.numel():
-                    continue
-                if rank == 0:
-                    local.copy_(there) if is_down else there.copy_(local)
-                else:
-                    works += [group.send(there, rank, tag) if is_down else group.receive(there, rank, tag)]
-        group.wait(works)
+            module.reshard()
 
 
-def _gradient_of(whole: torch.Tensor) -> torch.Tensor:
-    if whole.grad is None:
-        whole.grad = torch.empty_like(whole)
-    return whole.grad
+class Local(ModelTensors):
+    """What this process has of each tensor, in a layout of its own; of names and order as in the whole model's."""
+
+    def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
+        self.module = model
+        homes = {
+            id(tensor): (kept, key)
+            for module in model.modules()
+            for kept in (module._parameters, module._buffers)
+            for key, tensor in kept.items()
+        }
+        self.own = [found[entry.spec.name] for entry in whole.entries]
+        # A module may put another tensor in the place of one that is not divided.
+        self._kept = [
+            homes.get(id(one), ({"": one}, "")) if not isinstance(one, DTensor) else ({"": one}, "") for one in self.own
+        ]
+        self.names = {id(one): entry.spec.name for one, entry in zip(self.own, whole.entries, strict=True)}
+        self.tensors, self.places = list[torch.Tensor](), list[int]()
+        self._look()
+        shapes = {entry.spec.name: tuple(one.shape) for one, entry in zip(self.tensors, whole.entries, strict=True)}
+        self.layout = Layout(replace(spec, shape=shapes[spec.name]) for spec in whole.specs)
+        assert [one.spec.name for one in self.layout.entries] == [one.spec.name for one in whole.entries]
+
+    def _look(self) -> None:
+        self.tensors = [_local(one) for one in self.own]
+        self.places = [one.data_ptr() for one in self.tensors]
+
+    def has_moved(self) -> bool:
+        for index, (kept, key) in enumerate(self._kept):
+            one = kept.get(key)
+            if one is not self.own[index]:
+                check_still(self.layout.entries[index].spec, one, self.own[index])
+                assert one is not None
+                self.own[index] = one
+        places = self.places
+        self._look()
+        if places == self.places:
+            self.places = places
+            return False
+        return True
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        gradient = self.own[index].grad
+        return None if gradient is None else _local(gradient)
+
+
+def _local(one: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return one.to_local() if isinstance(one, DTensor) else one
 
 
 def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str, Any], str]:

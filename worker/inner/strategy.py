@@ -15,7 +15,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 import torch
@@ -26,11 +26,14 @@ from ...common.config.schema import Config
 from ...common.errors import MismatchError, ParamServerError, UsageError
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
+from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Settings, Work, settings_from
 from ..session import Place, Progress
+from ..strategies.choice import make_strategy
 from ..strategies.direct import Direct
 from ..tensors.transfer import ModelTensors
 from .group import Group, find_member
+from .led import begun_of, no_optimizer_here, progress_of, told_begun
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -110,11 +113,13 @@ class Grouped(Direct):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What ends inner rank 0 meanwhile ends the others too, with the same words."""
+        """What ends inner rank 0 meanwhile ends the others too, with the same words; where the model is in parts they
+        are there themselves."""
         try:
             yield
         except ParamServerError as error:
-            self._group.tell({"error": error.message, "exit_code": error.exit_code})
+            if self._sharded is None:
+                self._group.tell_error(error)
             raise
 
     def _meet(self, meeting: int, *words: float) -> list[list[float]]:
@@ -132,28 +137,25 @@ class Grouped(Direct):
         return [one[2:] for one in said]
 
     def _share(self, result: Any = None, *, has_weights: bool = True) -> Any:
-        """Where inner rank 0 is in the run, and its weights if there are others; `result` of its."""
+        """Where inner rank 0 is in the run, and its weights if there are others; `result` of its. Of a model in parts
+        each has its own."""
+        if self._sharded is not None:
+            return result
         if self._own is None:
             told = self._group.hear()
-            progress = told["progress"]
-            replay = progress["after_replay"]
-            self.progress.become(Progress(**{**progress, "after_replay": tuple(replay) if replay else None}))
-            if (begun := told["begun"]) is not False:
-                self._begun = begun and Begun(Place(**begun["place"]), b64decode(begun["body"]))
+            self.progress.become(progress_of(told["progress"]))
+            if told["begun"] is not False:
+                self._begun = begun_of(told["begun"])
         else:
             at = self.progress.version, self.progress.num_starts
-            begun = False
-            if at[1] != self._all_have[1] and (found := self._own.begun()) is not None:
-                begun = {"place": vars(found.place), "body": b64encode(found.body).decode()}
-            elif at[1] != self._all_have[1]:
-                begun = None
+            begun: Any = False
+            if at[1] != self._all_have[1]:
+                begun = told_begun(self._own.begun())
             is_new = has_weights and (at != self._all_have or self.source != "gradient")
             told = {"progress": vars(self.progress), "begun": begun, "result": result, "weights": is_new}
             self._all_have = at if is_new else (self._all_have[0], at[1])
             self._group.tell(told)
-        if told["weights"] and self._sharded is not None:
-            self._sharded.scatter()
-        elif told["weights"]:
+        if told["weights"]:
             self._model.has_moved()
             with torch.no_grad():
                 self._group.give([one.data for one in self._model.tensors])
@@ -193,6 +195,10 @@ class Grouped(Direct):
         from .sharded import Sharded
 
         self._sharded = Sharded(model, self._group, stepped)
+        exchange = self._own._exchange if self._own is not None else None
+        led = cast(Exchange, self._sharded.exchange(exchange, self.settings))
+        self._own = make_strategy(led, may_send_early=False)
+        self.progress = self._own.progress
         self.takes_whole, self.evaluates = False, True
         self._weigh_what(model)
         return self._sharded.tensors
@@ -216,15 +222,12 @@ class Grouped(Direct):
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         self._model = model
-        specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in model.layout.specs]
+        layout = model.layout if self._sharded is None else self._sharded.whole.layout
+        specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in layout.specs]
         self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
-        if self._sharded is not None:
-            if is_parted:
-                told = (
-                    "session.optimizers() of models that are divided among the processes of this worker (fully_shard)"
-                )
-                raise UsageError(told, fix="one optimizer; or DistributedDataParallel or the bare models in the group")
-            self._sharded.gather("weights")
+        if self._sharded is not None and is_parted:
+            told = "session.optimizers() of models that are divided among the processes of this worker (fully_shard)"
+            raise UsageError(told, fix="one optimizer; or DistributedDataParallel or the bare models in the group")
         if self._own is not None:
             with self._told():
                 self._own.start(model, optimizer, is_parted)
@@ -251,9 +254,13 @@ class Grouped(Direct):
 
     def optimizer_state(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
         if self._own is None:
-            told = f"inner rank {self._group.rank}: optimizer.state_dict() is fetched from the server"
-            raise UsageError(told, fix="ask inner rank 0 alone: if session.inner_rank == 0")
+            raise no_optimizer_here(self._group.rank)
         return self._own.optimizer_state(parameters)
+
+    def _reshard(self) -> None:
+        """Before weights change."""
+        if self._sharded is not None:
+            self._sharded.reshard()
 
     def replay(self, place: Place) -> None:
         if self._own is not None:
@@ -262,6 +269,7 @@ class Grouped(Direct):
 
     def replayed(self) -> int:
         self._samples, self._losses = [], []
+        self._reshard()
         found: int = self._share(self._own.replayed() if self._own is not None else 0)
         self._all_have = (-1, self._all_have[1])
         return found
@@ -319,22 +327,21 @@ class Grouped(Direct):
         self._samples, self._losses = [], []
         if self.progress.is_cut_short:
             self._meet(2)
-        if self._sharded is not None:
-            self._sharded.gather(self.source)
+        self._reshard()
         if self._own is not None:
             with self._told():
                 self._own.contribute(work._replace(num_samples=samples, loss=loss), parameters)
         self._share()
 
     def went_on(self) -> None:
-        if self._sharded is not None and self.settings.merge.after_steps:
-            self._sharded.gather("weights")
+        self._reshard()
         if self._own is not None:
             self._own.went_on()
         if self.settings.merge.after_steps:  # what was under way may have come
             self._share()
 
     def finish(self, can_evaluate: bool) -> Final | None:
+        self._reshard()
         if any(one[3] for one in self._meet(2, 0, 0, 0, bool(self._stop_reason))):
             self._hear_stop()
         if self._own is not None:
@@ -352,9 +359,11 @@ class Grouped(Direct):
         self._stop_reason = reason
 
     def settle(self) -> int:
+        self._reshard()
         return self._own.settle() if self._own is not None else self.progress.version
 
     def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+        self._reshard()
         if self._own is not None:
             self._own.measured(version, figures, failure, exit_code)
 

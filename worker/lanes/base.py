@@ -58,18 +58,18 @@ class Lane:
     def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Messages]:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
-        for stretch in transfer.gather(source, indices):
+        for stretch in transfer.stream(source, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
 
-    def raw(self, pieces: list[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
         """Pieces of a raw body from `offset`."""
         return self.messages(pieces, offset)
 
     def messages(
         self,
-        pieces: list[memoryview],
+        pieces: Iterable[memoryview],
         offset: int = 0,
-        carry: Callable[[list[memoryview], int], Messages] = body_frames,
+        carry: Callable[[Iterable[memoryview], int], Messages] = body_frames,
     ) -> Iterator[Messages]:
         """Pieces of a body from `offset`, each stretch as `carry` has it. Zeros stay at home: of a model in parts
         those of the other parts, and what a loss does not reach."""

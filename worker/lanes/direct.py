@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...common.wire.direct import placed_messages
 from .base import Lane, Messages
@@ -25,5 +25,5 @@ class DirectLane(Lane):
         """There is a direct connection; or there is none, and a phrase says why not."""
         self.is_open, self.reason = not why_not, why_not
 
-    def raw(self, pieces: list[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
         return self.messages(pieces, offset, lambda *of: list(placed_messages(*of)))

@@ -289,19 +289,23 @@ def _square(values: torch.Tensor) -> float:
     return torch.dot(wide, wide).item()
 
 
+_NOTHING = memoryview(b"")
+
+
 class _Gather:
     """Copies a stretch to its place in a body, as far as it is to be worked on next: it is in the cache then."""
 
     def __init__(self, stretch: Stretch, body: torch.Tensor) -> None:
-        self._target, self._at, self._pieces = as_bytes(body), stretch.offset, stretch.pieces[::-1]
+        self._target, self._at = as_bytes(body), stretch.offset
+        self._pieces, self._rest = iter(stretch.pieces), _NOTHING
 
     def until(self, end: int) -> None:
         """So many bytes of the body; a piece that has been begun may go on."""
-        while self._at < end and self._pieces:
-            piece = self._pieces.pop()
-            now, rest = piece[: end - self._at], piece[end - self._at :]
-            if rest:
-                self._pieces.append(rest)
+        while self._at < end:
+            piece = self._rest or next(self._pieces, _NOTHING)
+            if piece is _NOTHING:
+                return
+            now, self._rest = piece[: end - self._at], piece[end - self._at :]
             copy_bytes(self._target[self._at : self._at + len(now)], now)
             self._at += len(now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from ...common.codecs.base import Codec, body_bytes
 from ...common.reporting.log import get_logger
@@ -108,8 +109,8 @@ class Up:
             self._contribute_encoded(announce, source, rest)
             return
         announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
-        may_continue = rest is None and self._held is not None and self.lane.segment is None
-        if may_continue and self._continue(announced, self.transfer.gather(source)[0].pieces, self.lane.raw):
+        may_continue = rest is None and self._held is not None and self.lane.segment is None and self.transfer.lies_here
+        if may_continue and self._continue(announced, list(self.transfer.gather(source)[0].pieces), self.lane.raw):
             return
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
             self._send([frame(announced, 0, self.transfer.gather(source, None)[0].pieces)])
@@ -163,7 +164,9 @@ class Up:
 
     def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
         if self.encoding.codec.is_identity:
-            for frames in self.lane.send(self.transfer, source, indices):
+            sent = self.lane.send(self.transfer, source, indices)
+            # What is brought here to be sent is brought as fast as the connection takes it.
+            for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
         for stretch, tensors in zip(self.transfer.gather(source, indices), self._stretches(indices), strict=True):

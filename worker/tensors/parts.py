@@ -15,7 +15,7 @@ class PartTensors(ModelTensors):
 
     def __init__(self, whole: ModelTensors, share: Share) -> None:
         self.layout = share.layout
-        self.names = whole.names
+        self.names, self.transfer_of = whole.names, whole.transfer_of
         self._whole = whole
         index_of = {entry.spec.name: index for index, entry in enumerate(whole.layout.entries)}
         parts = {part.name: part for part in share.parts}
@@ -42,8 +42,9 @@ class PartTensors(ModelTensors):
             found.append(part.of(tensor.detach()) if tensor is not None else None)
         return found
 
-    def whole_index(self, index: int) -> int:
-        return self._parts[index][1]
+    def place_of(self, index: int) -> tuple[int, int]:
+        part, whole = self._parts[index]
+        return whole, part.first * self.layout.entries[index].num_bytes // max(1, part.end - part.first)
 
     def indices_of(self, wanted: list[int]) -> list[int]:
         found = set(wanted)

@@ -19,6 +19,8 @@ from .transfer import DirectTransfer, Indices, ModelTensors, Source, Stretch
 class StagedTransfer:
     """As DirectTransfer, through the two buffers."""
 
+    lies_here = True
+
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._stream = SideStream(model.tensors)
@@ -38,6 +40,9 @@ class StagedTransfer:
         self._copy_out(source, groups, self._out_views)
         places = [self._place_of(group) for group in groups]
         return [Stretch(start, [body[start:end]]) for start, end in places]
+
+    def stream(self, source: Source, indices: Indices = None) -> list[Stretch]:
+        return self.gather(source, indices)
 
     def _place_of(self, group: range) -> tuple[int, int]:
         """Where in a body these tensors lie."""
@@ -125,7 +130,9 @@ Transfer = DirectTransfer | StagedTransfer
 
 
 def make_transfer(model: ModelTensors) -> Transfer:
-    """In place where every tensor is plain CPU memory, staged otherwise."""
+    """As the model has it; in place where every tensor is plain CPU memory, staged otherwise."""
+    if model.transfer_of is not None:
+        return model.transfer_of(model)
     if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in model.tensors):
         return DirectTransfer(model)
     return StagedTransfer(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -58,6 +58,7 @@ class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
 
     deltas: Mapping[int, torch.Tensor] = {}  # of parameters by index, where differences are sent (`anchor.py`)
+    transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None  # of it or a part; None: by where it lies
     _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
 
     def __init__(self, model: nn.Module, stepped: Iterable[torch.Tensor] = ()) -> None:
@@ -101,13 +102,13 @@ class ModelTensors:
         is_same = all(map(operator.is_, found, self.tensors))
         if not is_same:
             for entry, tensor, old in zip(self.layout.entries, found, self.tensors, strict=True):
-                _check_still(entry.spec, tensor, old)
+                check_still(entry.spec, tensor, old)
             self.tensors = [tensor for tensor in found if tensor is not None]
         places = [tensor.data_ptr() for tensor in self.tensors]
         if is_same and places == self.places:
             return False
         for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
-            _check_still(entry.spec, tensor, tensor)
+            check_still(entry.spec, tensor, tensor)
         self.places = places
         return True
 
@@ -185,7 +186,11 @@ class ModelTensors:
 
     def whole_index(self, index: int) -> int:
         """Of the tensor of the whole model that this is, or is a part of."""
-        return index
+        return self.place_of(index)[0]
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """The same, and how many of its bytes come before."""
+        return index, 0
 
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
         """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
@@ -205,7 +210,7 @@ class ModelTensors:
         return found
 
 
-def _check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor) -> None:
+def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor) -> None:
     """A module may put another tensor in the place of a buffer, and its memory may be another."""
     if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
         happened = "was taken out of the model" if tensor is None else "was replaced by another parameter"
@@ -249,12 +254,14 @@ class Stretch(NamedTuple):
     """Bytes of a body from `offset` on, in pieces."""
 
     offset: int
-    pieces: list[memoryview]
+    pieces: Iterable[memoryview]
 
 
 class DirectTransfer:
     """Bodies out of and into a model, without staging: views of the tensors' own memory. Tensors are named by their
     index in the layout's entries."""
+
+    lies_here = True  # the whole model: what was sent or has come can be looked at again
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -274,7 +281,11 @@ class DirectTransfer:
             for group in self._model.stretches(indices)
         ]
 
-    def gather_all(self) -> list[memoryview]:
+    def stream(self, source: Source, indices: Indices = None) -> Iterable[Stretch]:
+        """The same for who sends it: where it does not lie here, as much at once as may be held."""
+        return self.gather(source, indices)
+
+    def gather_all(self) -> Iterable[memoryview]:
         """The body of initial weights."""
         return self._pieces(range(len(self._entries)), self._model.tensors)
 

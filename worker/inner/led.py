@@ -1,0 +1,138 @@
+"""The exchange of a worker whose model lies in all of its processes: each runs the run's strategy over its own part,
+and what they do with the server they do together. Inner rank 0 has the conversation, for the whole model; the others
+give and take bytes of theirs meanwhile (`relay.py`), and hear what came of it.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ...common.errors import ParamServerError, UsageError
+from ...common.tensors.optimizers import OptimizerSpec
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Answer, Begun, Final, Goodbye, Settings, Work
+from ..session import Place, Progress
+from ..tensors.transfer import ModelTensors, Source
+from .relay import Relay
+
+Said = TypeVar("Said", Answer, Final)
+
+
+class Led:
+    """What a strategy asks of an Exchange. `own` is inner rank 0's, `whole` the model as the server is to see it."""
+
+    is_coming = False  # nothing of an answer
+    zero = 0
+
+    def __init__(self, own: Exchange | None, whole: ModelTensors, relay: Relay, settings: Settings) -> None:
+        self._own, self._whole, self._relay = own, whole, relay
+        self.settings = settings
+        self.progress = own.progress if own is not None else Progress()
+        self.begun = own.begun if own is not None else None
+        self.measured: list[dict[str, Any]] = own.measured if own is not None else []
+        self._local: ModelTensors  # this process's part
+        relay.lying = self._lying
+
+    def _lying(self, source: str, index: int) -> torch.Tensor | None:
+        if not source or index >= self._local.num_exchanged:
+            return self._local.tensors[index]
+        return self._local.sources(source, range(index, index + 1))[0]  # type: ignore[arg-type]
+
+    # ---- together -----------------------------------------------------------------------------
+
+    def _together(self, work: Callable[[Exchange], Said | None], kind: type[Said]) -> Said | None:
+        """What it gives in inner rank 0, in all; or the error that it ends with."""
+        if self._own is None:
+            told = self._relay.follow()
+            self.progress.become(progress_of(told["progress"]))
+            if told["begun"] is not False:
+                self.begun = begun_of(told["begun"])
+            return None if told["result"] is None else kind.FromString(b64decode(told["result"]))
+        num_starts = self.progress.num_starts
+        self._relay.begin()
+        try:
+            result = work(self._own)
+        except ParamServerError as error:
+            self._relay.fail(error)
+            raise
+        begun: Any = False
+        if self.progress.num_starts != num_starts:
+            self.begun = self._own.begun
+            begun = told_begun(self.begun)
+        body = None if result is None else b64encode(result.SerializeToString()).decode()
+        self._relay.end({"progress": vars(self.progress), "begun": begun, "result": body})
+        return result
+
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+        self._local = model
+
+        def start(own: Exchange) -> Answer | None:
+            own.start(self._whole, optimizer)
+            return None
+
+        self._together(start, Answer)
+
+    def contribute(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
+        """Nothing is late: the others are to go on as well."""
+        answer = self._together(lambda own: own.contribute(source, work), Answer)
+        assert answer is not None
+        return answer
+
+    def finish(self, can_evaluate: bool) -> Final | None:
+        return self._together(lambda own: own.finish(can_evaluate), Final)
+
+    # ---- inner rank 0's alone -----------------------------------------------------------------
+
+    @property
+    def stop_reason(self) -> str:
+        return self._own.stop_reason if self._own is not None else ""
+
+    @stop_reason.setter
+    def stop_reason(self, reason: str) -> None:
+        if self._own is not None:
+            self._own.stop_reason = reason
+
+    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        if self._own is None:
+            raise no_optimizer_here(self._relay.rank)
+        return self._own.pull_optimizer()
+
+    def waited(self, seconds: float) -> None:
+        if self._own is not None:
+            self._own.waited(seconds)
+
+    def moved(self) -> None:
+        """What is sent is looked up in `_local` each time."""
+
+    def leave(self, goodbye: Goodbye) -> None:
+        if self._own is not None:
+            self._own.leave(goodbye)
+
+    def drop(self) -> None:
+        if self._own is not None:
+            self._own.drop()
+
+
+def no_optimizer_here(rank: int) -> UsageError:
+    told = f"inner rank {rank}: optimizer.state_dict() is fetched from the server"
+    return UsageError(told, fix="ask inner rank 0 alone: if session.inner_rank == 0")
+
+
+# ---- what the others hear, as JSON ----------------------------------------------------------------
+
+
+def progress_of(told: Mapping[str, Any]) -> Progress:
+    replay = told["after_replay"]
+    return Progress(**{**told, "after_replay": tuple(replay) if replay else None})
+
+
+def told_begun(begun: Begun | None) -> dict[str, Any] | None:
+    return begun and {"place": vars(begun.place), "body": b64encode(begun.body).decode()}
+
+
+def begun_of(told: Mapping[str, Any] | None) -> Begun | None:
+    return Begun(Place(**told["place"]), b64decode(told["body"])) if told else None
