@@ -175,7 +175,7 @@ def test_what_each_worker_holds_by_stage(bench: Any) -> None:
     for part in ("parameters", "gradients", "optimizer"):
         assert third[f"{part}_mb"] == pytest.approx(whole[f"{part}_mb"] / 2, rel=0.01)
     assert first["optimizer_mb"] == pytest.approx(whole["optimizer_mb"] / 2, rel=0.01)
-    assert first["parameters_mb"] == whole["parameters_mb"] == third["whole_mb"]
+    assert first["parameters_mb"] == whole["parameters_mb"]
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 Stages as in ZeRO (Rajbhandari et al. 2020): 0 all of it in each worker, 1 the optimizer's state divided among workers
 that average among themselves (`worker.zero_copies` 1), 3 all three divided among the processes of one worker
 (`fully_shard`, mode localsgd, in which workers step themselves). Counted are the bytes of the tensors between backward
-and step, of the process that has most. Beside them what inner rank 0 keeps of the whole model, for its conversation
-with the server; and by how much the resident memory of a process has grown at most since torch was loaded (VmHWM),
-with all else: batches, activations, buckets, what FSDP2 has gathered.
+and step, of the process that has most. Beside them by how much the resident memory of a process has grown at most since
+torch was loaded (VmHWM), with all else: batches, activations, buckets, what FSDP2 has gathered.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _of_run(mb: int, stage: int, workers: int) -> dict[str, float]:
     ):
         found = members.turns(_NUM_STEPS)
     held = [{part: values[-1] / 1e6 for part, values in one.items()} for one in found]
-    most = {f"{part}_mb": max(one[part] for one in held) for part in (*HELD, "whole", "peak")}
+    most = {f"{part}_mb": max(one[part] for one in held) for part in (*HELD, "peak")}
     most["least_peak_mb"] = min(one["peak"] for one in held)
     return most | {"held_mb": max(sum(one[part] for part in HELD) for one in held)}
 
@@ -110,8 +109,6 @@ def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: 
                 optimizer.step()
             states = [*inner.state.values(), *getattr(session._strategy, "_state", {}).values()]
             found["optimizer"] = _num_bytes(value for state in states for value in state.values())
-            sharded = getattr(session._strategy, "_sharded", None)
-            found["whole"] = 0 if sharded is None or rank else _num_bytes(sharded.tensors.tensors)
             found["peak"] = memory_of(os.getpid())["peak"] - before
             return {part: [float(value)] for part, value in found.items()}
 
@@ -136,7 +133,7 @@ def _num_bytes(tensors: Iterable[Any]) -> int:
 def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:
     whole = {run["workers"]: run for run in runs if run["stage"] == 0}
     columns = ["stage", "N", *(f"{part} MB" for part in HELD), "sum MB", "optimizer, sum of stage 0", "1/N"]
-    columns += ["whole model MB", "peak MB, most and least"]
+    columns += ["peak MB, most and least"]
     rows = []
     for run in runs:
         zero = whole.get(run["workers"])
@@ -144,9 +141,8 @@ def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:
         held = [f"{run[f'{part}_mb']:,.2f}" for part in (*HELD, "held")]
         more = [
             f"{1 / run['workers']:.4f}",
-            f"{run['whole_mb']:,.2f}",
             f"{run['peak_mb']:,.0f}, {run['least_peak_mb']:,.0f}",
         ]
         rows.append([str(run["stage"]), str(run["workers"]), *held, of, *more])
     title = f"Adam, a model of {options.mb} MB in float32: what the process with most holds"
-    return page(title, figures(columns, rows), notes=["whole model: inner rank 0's, in host memory, beside its part"])
+    return page(title, figures(columns, rows))
