@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,3 +77,15 @@ def test_torchrun_starts_a_group_again(run: EngineRun) -> None:
     assert run.processes[0].wait() == 0
     prove(run)
     assert [one["restarts"] for one in run.summary()["workers"]] == [1]
+
+
+def test_one_that_fails_ends_those_that_stand_still(tmp_path: Path) -> None:
+    """Whichever they are: the starter looks at each of them."""
+    stands_still = (
+        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP) if os.environ['RANK'] == '0' else os._exit(15)"
+    )
+    started = subprocess.run(
+        [sys.executable, "-m", "paramserver.worker.inner", "2", "-c", stands_still],
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert started.returncode == 15, started.stderr

@@ -69,7 +69,7 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
     """For the end of all; of the first that fails the exit code, as a shell has it."""
     code, failed_at = 0, 0.0
-    while any(one.poll() is None for one in started):
+    while None in [one.poll() for one in started]:  # each is looked at, also behind one that stands still
         if not code:
             code = next((one.returncode for one in started if one.returncode), 0)
             failed_at = time.monotonic()
