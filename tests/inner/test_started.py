@@ -27,13 +27,13 @@ def run(tmp_path: Path) -> Iterator[EngineRun]:
     run.stop()
 
 
-def kill_inner(process: Process, rank: int, inner: int) -> None:
-    """The inner process of this worker, below what was started."""
+def kill_inner(process: Process, rank: int, inner: int, number: int = signal.SIGKILL) -> None:
+    """A signal to the inner process of this worker, below what was started."""
     for one in psutil.Process(process.popen.pid).children(recursive=True):
         environ = one.environ()
         is_worker = str(rank) in (environ.get("PS_WORKER__RANK"), one.cmdline()[-1])
         if environ.get("RANK") == str(inner) and is_worker and "paramserver.worker" in one.cmdline():
-            os.kill(one.pid, signal.SIGKILL)
+            os.kill(one.pid, number)
             return
     pytest.fail(f"no inner rank {inner} of worker {rank}\n{process.output}")
 
@@ -65,14 +65,39 @@ def test_a_process_of_a_worker_under_ps_launch_is_killed(run: EngineRun, mode: s
     assert [one["restarts"] for one in run.summary()["workers"]] == [0, 1]
 
 
-def test_torchrun_starts_a_group_again(run: EngineRun) -> None:
-    run.serve("sync", 1, STEPS, "--set", "policy.min_workers=1")
+@pytest.mark.parametrize("inner", [0, pytest.param(1, marks=pytest.mark.campaign)])
+def test_a_process_of_a_worker_under_ps_launch_stands_still(run: EngineRun, inner: int) -> None:
+    """The others miss it after a lease; the starter kills it, and ps-launch starts the worker again."""
+    run.steps, run.num_workers = STEPS, 2
+    launched = run.start(
+        "launch", "-m", "paramserver.launch", "-n", "2", "--group", "2", "--mode", "sync", *run.task_flags(2, STEPS),
+        "--set", "policy.min_workers=2", "--history", run.history, "--summary", "s.json",
+        "--set", "slowdown.base_s=0.05", "--set", "server.lease_s=2",
+    )  # fmt: skip
+    launched.until(lambda: run.num_commits() >= 10, "ten commits")
+    kill_inner(launched, rank=1, inner=inner, number=signal.SIGSTOP)
+    assert launched.wait() == 0, launched.output
+    assert f"inner rank {inner} of this worker's 2 processes was not heard of for " in launched.output
+    prove(run)
+    assert [one["restarts"] for one in run.summary()["workers"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("inner", "number"),
+    [
+        pytest.param(1, signal.SIGKILL, id="killed"),
+        # torchrun gives the others 30 s after its SIGTERM, which one that stands still does not hear.
+        pytest.param(0, signal.SIGSTOP, id="stands still", marks=pytest.mark.campaign),
+    ],
+)
+def test_torchrun_starts_a_group_again(run: EngineRun, inner: int, number: int) -> None:
+    run.serve("sync", 1, STEPS, "--set", "policy.min_workers=1", "--set", "server.lease_s=2")
     torchrun = run.program(
         "torchrun", "torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "paramserver.worker",
         "--group", "--history", run.history, "--rank", "0", PS_SERVER=run.address, PS_SLOWDOWN__BASE_S="0.05",
     )  # fmt: skip
     torchrun.until(lambda: run.num_commits() >= 10, "ten commits")
-    kill_inner(torchrun, rank=0, inner=1)
+    kill_inner(torchrun, rank=0, inner=inner, number=number)
     assert torchrun.wait() == 0, torchrun.output
     assert run.processes[0].wait() == 0
     prove(run)

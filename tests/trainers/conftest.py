@@ -52,7 +52,9 @@ class Zygote:
         skipped = (*("PS_", "RANK", "WORLD_SIZE"), "LOCAL_RANK")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
         environ |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "PS_SERVER__ABSENT_S": "0"}
-        environ |= {"PYTHONPATH": str(PROGRAMS), "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        told = os.environ.get("PYTHONPATH")  # of another checkout than the one that is installed
+        environ["PYTHONPATH"] = os.pathsep.join([str(PROGRAMS), *([told] if told else [])])
+        environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         self._popen = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "zygote.py"), module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True,

@@ -120,6 +120,11 @@ class Exchange:
         return self._welcome.settings.SerializeToString()
 
     @property
+    def lease_s(self) -> float:
+        """Who is not heard of for so long is let go."""
+        return self._welcome.lease_s
+
+    @property
     def zero(self) -> int:
         """What workers that average among themselves divide."""
         return self._config.zero

@@ -182,6 +182,10 @@ class Group(Channel):
         """Another one, for another thread. All processes ask for it."""
         return Channel(self._open(name), self.rank, self.size)
 
+    def expect(self, lease_s: float) -> None:
+        """Inner rank 0's: nobody may be silent for longer from here on."""
+        self._watch.expect(lease_s)
+
     def end(self) -> None:
         """Each may go when it likes."""
         self._watch.end()

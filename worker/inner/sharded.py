@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Layout
+from ...common.tensors.layout import Entry, Layout
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
 from ..tensors.transfer import ModelTensors, check_still, named_tensors
@@ -58,7 +58,7 @@ class Sharded:
         """What all do with the server: `own` is inner rank 0's."""
         return Led(own, self.whole, self._relay, settings)
 
-    def _borders(self, entry: Any, one: torch.Tensor) -> Sequence[int] | None:
+    def _borders(self, entry: Entry, one: torch.Tensor) -> Sequence[int] | None:
         """Of a tensor's bytes, as torch.chunk divides rows: where each process's begin. UsageError where they are
         divided in another way."""
         name, size = entry.spec.name, self._group.size
@@ -105,9 +105,10 @@ class Local(ModelTensors):
             for key, tensor in kept.items()
         }
         self.own = [found[entry.spec.name] for entry in whole.entries]
-        # A module may put another tensor in the place of one that is not divided.
+        # A module may put another tensor in the place of one that is not divided; FSDP2 does so with divided ones, for
+        # a while.
         self._kept = [
-            homes.get(id(one), ({"": one}, "")) if not isinstance(one, DTensor) else ({"": one}, "") for one in self.own
+            ({"": one}, "") if isinstance(one, DTensor) else homes.get(id(one), ({"": one}, "")) for one in self.own
         ]
         self.names = {id(one): entry.spec.name for one, entry in zip(self.own, whole.entries, strict=True)}
         self.tensors, self.places = list[torch.Tensor](), list[int]()
@@ -127,11 +128,13 @@ class Local(ModelTensors):
                 check_still(self.layout.entries[index].spec, one, self.own[index])
                 assert one is not None
                 self.own[index] = one
-        places = self.places
+        before = self.places
         self._look()
-        if places == self.places:
-            self.places = places
+        if self.places == before:
+            self.places = before  # who watches goes by which list it is
             return False
+        for entry, one in zip(self.layout.entries, self.tensors, strict=True):
+            check_still(entry.spec, one, one)
         return True
 
     def gradient(self, index: int) -> torch.Tensor | None:

@@ -106,6 +106,7 @@ class Grouped(Direct):
             with self._told():
                 self._own = open_own()
             self.settings, self.progress = self._own.settings, self._own.progress
+            group.expect(self._own._exchange.lease_s)
             group.tell({"settings": b64encode(self._own._exchange.told_settings).decode()})
         self.source = self.settings.source
 
@@ -334,10 +335,12 @@ class Grouped(Direct):
         self._share()
 
     def went_on(self) -> None:
-        self._reshard()
+        is_merging = self.settings.merge.after_steps > 0  # what was under way may have come
+        if is_merging:
+            self._reshard()
         if self._own is not None:
             self._own.went_on()
-        if self.settings.merge.after_steps:  # what was under way may have come
+        if is_merging:
             self._share()
 
     def finish(self, can_evaluate: bool) -> Final | None:

@@ -1,6 +1,7 @@
-"""Whether the processes of a worker are all there: each other one has a connection to inner rank 0 that only its end
-closes. Who is in the middle of its computing, or of an exchange, hears of it so as well, and goes at once: the worker
-is then gone as a whole, and is started again as a whole. Who has come to the end says so, and may go.
+"""Whether the processes of a worker are all there: each other one has a connection to inner rank 0, which its end
+closes, and on which both say several times in a lease that they live. Who is in the middle of its computing, or of an
+exchange, hears so as well of one that is gone, and goes at once: the worker is then gone as a whole, and is started
+again as a whole. Who has come to the end says so, and may go.
 """
 
 from __future__ import annotations
@@ -8,23 +9,32 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from ...common.config.cli import report
 from ...common.errors import UnreachableError
 
-_BYE = 0xFF  # as a byte; any other says that the inner rank of this number is gone
+_SAID = struct.Struct("!Bd")
+_BYE = 0xFF
+_LIVES = 0xFE  # with the lease; any other: the inner rank of this number is gone, with how long it was silent before
+_BEATS = 4  # in a lease
+_IDLE_S = 1.0  # between two looks where there is no lease yet
 
 
 class Watch:
-    """`leader`: where inner rank 0 listens; for inner rank 0 itself `begin` is enough."""
+    """Inner rank 0 `listen`s and `accept`s, the others `connect`. `give_up` is called with the error when one is gone,
+    on the thread that looks."""
 
-    def __init__(self, rank: int, size: int, give_up: Callable[[str], None] | None = None) -> None:
+    def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:
         self._rank, self._size = rank, size
         self._give_up = give_up or _exit
         self._sockets: dict[int, socket.socket] = {}  # by inner rank
+        self._parts: dict[int, bytes] = {}  # of what each says
+        self._lease_s = 0.0  # none yet: who is silent is waited for
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -52,6 +62,11 @@ class Watch:
         self._sockets[0] = one
         self._begin()
 
+    def expect(self, lease_s: float) -> None:
+        """Inner rank 0's: from here on nobody may be silent for longer. The others hear it with its signs of life."""
+        self._lease_s = lease_s
+        self._say(_LIVES, lease_s)  # at once: else who stands still before the first look is missed by nobody
+
     def _begin(self) -> None:
         for one in self._sockets.values():
             one.settimeout(None)
@@ -59,32 +74,68 @@ class Watch:
             threading.Thread(target=self._look, daemon=True, name="inner-watch").start()
 
     def _look(self) -> None:
+        heard = dict.fromkeys(self._sockets, 0.0)  # when, of whom there is still something to hear
+        looked_at = beat_at = 0.0
         with selectors.DefaultSelector() as selector:
             for rank, one in self._sockets.items():
                 selector.register(one, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    try:
-                        said = key.fileobj.recv(1)  # type: ignore[union-attr]
-                    except OSError:
-                        said = b""
-                    selector.unregister(key.fileobj)
-                    if self._is_over or said == bytes([_BYE]):
-                        continue
-                    self._lost(said[0] if said else key.data)
+            while heard and not self._is_over:
+                left_s = beat_at - looked_at if self._lease_s else _IDLE_S
+                ready = selector.select(max(0.0, left_s))
+                now, lease_s = time.monotonic(), self._lease_s
+                if not lease_s or now - looked_at > lease_s / 2:  # this process itself stood still, perhaps as all did
+                    heard = dict.fromkeys(heard, now)
+                looked_at = now
+                for key, _ in ready:
+                    heard[key.data] = now
+                    if self._is_last(key.data):
+                        selector.unregister(key.fileobj)
+                        del heard[key.data]
+                if lease_s and now >= beat_at:
+                    self._say(_LIVES, lease_s)
+                    beat_at = now + lease_s / _BEATS
+                for rank, at in heard.items():
+                    if lease_s and now - at > lease_s:
+                        self._lost(rank, now - at)
 
-    def _lost(self, gone: int) -> None:
-        self._say(gone)
-        self._give_up(
-            f"inner rank {self._rank}: inner rank {gone} of this worker's {self._size} processes has ended, and with "
-            "it the worker"
-        )
+    def _is_last(self, rank: int) -> bool:
+        """Hear what it says; whether it has said all that it will."""
+        try:
+            said = self._sockets[rank].recv(1 << 12)
+        except OSError:
+            said = b""
+        if not said:
+            self._lost(rank)
+            return True
+        said = self._parts.get(rank, b"") + said
+        whole = len(said) - len(said) % _SAID.size
+        self._parts[rank] = said[whole:]
+        for what, seconds in _SAID.iter_unpack(said[:whole]):
+            if what == _BYE:
+                return True
+            if what == _LIVES:
+                self._lease_s = seconds
+            else:
+                self._lost(what, seconds)
+        return False
 
-    def _say(self, what: int) -> None:
+    def _lost(self, gone: int, silent_s: float = 0.0) -> None:
+        if self._is_over:
+            return
+        self._say(gone, silent_s)
+        whom = f"inner rank {self._rank}: inner rank {gone} of this worker's {self._size} processes"
+        told, why = f"{whom} has ended, and with it the worker", "its own last lines say why it ended"
+        if silent_s:
+            lease = f"(server.lease_s is {self._lease_s:g})"
+            told = f"{whom} was not heard of for {silent_s:.1f} s {lease}, and the worker ends"
+            why = "see whether its host is there, and what has stopped it"
+        self._give_up(UnreachableError(told, fix=f"{why}; torchrun and ps-launch start all of them again"))
+
+    def _say(self, what: int, seconds: float = 0.0) -> None:
         with self._lock:
             for one in self._sockets.values():
                 try:
-                    one.sendall(bytes([what]))
+                    one.sendall(_SAID.pack(what, seconds))
                 except OSError:
                     continue
 
@@ -95,11 +146,8 @@ class Watch:
             self._say(_BYE)
 
 
-def _exit(told: str) -> None:
+def _exit(error: UnreachableError) -> None:
     """At once: whatever the others would wait for, and the server's connection, end with the process."""
-    error = UnreachableError(
-        told, fix="its own last lines say why it ended; torchrun and ps-launch start all of them again"
-    )
     code = report("paramserver", error)
     sys.stdout.flush()
     sys.stderr.flush()
