@@ -152,10 +152,10 @@ def without_compiler() -> None:
             setattr(plain, "__dynamo_disable", plain)
 
 
-def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """`step` without the hooks, profiler record and graph breaks that torch wraps around it: half of the time
     of a small one, and the import of the compiler. For optimizers that nobody else can have hooked."""
-    step: Callable[[torch.optim.Optimizer], Any] = torch.no_grad()(inspect.unwrap(cls.step))
+    step: Callable[..., Any] = torch.no_grad()(inspect.unwrap(cls.step))
     return step
 
 

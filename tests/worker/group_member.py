@@ -1,6 +1,7 @@
-"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZERS STEPS KILL_AT ROUNDS IS_APART MEMBERS...
+"""Processes of test_group.py: python group_member.py FOLDER OPTIMIZERS STEPS KILL_AT ROUNDS WAY MEMBERS...
 
-Each round is with another of the optimizers, which are divided by commas.
+Each round is with another of the optimizers, which are divided by commas. WAY: sums that are `small`, in `collectives`,
+or in a group `apart` from words.
 
 Here the test's files say what the server is to say: who is in the epoch. Dies by SIGKILL in step KILL_AT, between what
 it tells of itself and its gradients, where it is the highest rank."""
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
-from paramserver.worker.strategies.among import backends
+from paramserver.worker.strategies.among import backends, small
 from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
 
 buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
@@ -160,10 +161,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     optimizers = sys.argv[2].split(",")
     OPTIMIZERS[optimizers[0]](model().parameters())  # loads a second's worth of torch: before the fork, once
-    told = [int(one) for one in sys.argv[3:]]
-    steps, kill_at, rounds, is_apart, members = *told[:4], told[4:]
-    if is_apart:
+    steps, kill_at, rounds = map(int, sys.argv[3:6])
+    members = [int(one) for one in sys.argv[7:]]
+    if sys.argv[6] == "apart":
         tell_of_gpus()
+    if sys.argv[6] == "collectives":
+        small.MAX_BYTES = -1
     for turn in range(rounds):
         here = Path(sys.argv[1]) / str(turn)
         here.mkdir(parents=True)

@@ -26,10 +26,10 @@ from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, O
 from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 
 
-def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, is_apart=False):
+def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, way="small"):
     """Of each round, exit codes and what the members tell."""
     script = Path(__file__).with_name("group_member.py")
-    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, int(is_apart), *members)]
+    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, way, *members)]
     subprocess.run([sys.executable, script, *told], check=True, timeout=120)
     for turn in range(rounds):
         here = folder / str(turn)
@@ -66,8 +66,8 @@ def difference(told, expected):
 def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
     members, names = [0, 1, 2], list(OPTIMIZERS)
     together = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
-    apart = run(tmp_path / "apart", members, names[-1], 100, is_apart=True)
-    for optimizer, (codes, told) in zip([*names, names[-1]], chain(together, apart), strict=True):
+    others = [run(tmp_path / way, members, names[-1], 100, way=way) for way in ("apart", "collectives")]
+    for optimizer, (codes, told) in zip([*names, *names[-1:] * 2], chain(together, *others), strict=True):
         assert codes == [0] * len(members)
         expected = alone(members, optimizer, 100)
         assert max(difference(one, expected) for one in told) <= 1e-6
@@ -75,10 +75,11 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [10, 13])  # at step(), in the middle of backward
-def test_who_is_killed_in_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path, kill_at):
+@pytest.mark.parametrize("way", ["small", "collectives"])
+def test_who_is_killed_in_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path, way, kill_at):
     members = [0, 1, 2, 3]
     expected, stalls = alone(members, "adam", 30, kill_at=kill_at), []
-    for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5):
+    for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5, way=way):
         assert codes == [0] * (len(members) - 1) + [-9]
         assert max(difference(one, expected) for one in told) <= 1e-6
         stalls += [one["stall"] for one in told]

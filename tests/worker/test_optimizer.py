@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,3 +99,57 @@ def test_the_inner_optimizer_is_stepped_by_nobody_else(source: str) -> None:
     train(model, optimizer, 1)
     with pytest.raises(UsageError, match="the run would never hear of it"):
         inner.step()
+
+
+FIRST_STEPS = """
+import sys
+from paramserver.common.tensors.optimizers import without_compiler
+from paramserver.tests.worker.test_optimizer import *
+without_compiler()  # as ps-worker does
+model = nn.Linear(3, 2)
+plain = copy_of(model)
+optimizer, _ = optimizer_of(model)
+train(model, optimizer, 3)
+assert "torch._dynamo" not in sys.modules, "the first step imports the compiler"
+train(plain, torch.optim.Adam(plain.parameters(), lr=0.1), 3)
+assert "torch._dynamo" in sys.modules, "torch's own does not import it: nothing to go round"
+assert torch.equal(model.weight, plain.weight)
+"""
+
+
+def test_the_first_step_does_not_import_the_compiler() -> None:
+    ran = subprocess.run([sys.executable, "-c", FIRST_STEPS], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+SEEN = """
+import sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from paramserver.common.tensors.optimizers import without_compiler
+from paramserver.tests.worker.test_optimizer import *
+without_compiler()
+model, seen = nn.Linear(3, 2), []
+class Own(torch.optim.Adam):
+    def step(self, closure=None):
+        seen.append(1)
+optimizer, inner = optimizer_of(model)
+see = {
+    "hooked before": lambda: inner.register_step_pre_hook(lambda *_: seen.append(1)),
+    "hooked after": lambda: inner.register_step_post_hook(lambda *_: seen.append(1)),
+    "all hooked": lambda: register_optimizer_step_post_hook(
+        lambda one, *_: one is inner and seen.append(1)
+    ),
+    "replaced": lambda: setattr(inner, "step", lambda closure=None: seen.append(1)),
+    "another class": lambda: setattr(inner, "__class__", Own),
+}
+see[sys.argv[1]]()
+train(model, optimizer, 2)
+assert seen == [1, 1], seen
+"""
+
+
+@pytest.mark.parametrize("how", ["hooked before", "hooked after", "all hooked", "replaced", "another class"])
+def test_who_looks_at_the_inner_step_sees_it(how: str) -> None:
+    """In a process where nothing is compiled, where torch's wrapper of it is gone round."""
+    ran = subprocess.run([sys.executable, "-c", SEEN, how], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr

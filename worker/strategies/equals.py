@@ -181,10 +181,9 @@ class Equals(Direct):
         stage, copies = self._manner
         manners = self._here(lambda: group.told(10 * stage + copies))
         if manners[group.index] != manners[0]:
-            one, several = divmod(manners[0], 10)
             raise UsageError(
-                f"worker.zero is {stage} here (worker.zero_copies {copies}), and {one} ({several}) for rank "
-                f"{group.epoch.members[0]}, with which rank {self._said.rank} is to average",
+                f"{_in_words(stage, copies)} for rank {self._said.rank}, and {_in_words(*divmod(manners[0], 10))} for "
+                f"rank {group.epoch.members[0]}, with which it is to average",
                 fix="start all workers with the same",
             )
         states = self._here(lambda: group.told(self._begun_with()))
@@ -464,6 +463,10 @@ def nobody_has(version: int) -> UnreachableError:
         f"nobody has the weights of version {version} any more: all workers that had them are gone",
         fix="keep snapshots (--checkpoint-dir), which a run goes on from",
     )
+
+
+def _in_words(stage: int, copies: int) -> str:
+    return f"worker.zero is {stage}" + (f" (worker.zero_copies {copies})" if stage else "")
 
 
 def remembers(own: torch.optim.Optimizer) -> bool:

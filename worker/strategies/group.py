@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ...common.errors import UsageError
 from ..tensors.packed import put_together, take_apart
-from .among import backends
+from .among import backends, small
 from .among.cut import Address, cut, listening
 from .buckets import Plan
 
@@ -103,8 +103,8 @@ class Group:
         self._said: Said | None = None  # by all, the last time
         self._has_missed = False
         self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
-        self.num_sent = 0.0  # bytes, as a ring of the members would
-        self._reason = ""  # why the group is over
+        self.num_sent = 0.0  # bytes; in sums of many as a ring of the members would
+        self._reason, self._timeout_s = "", timeout_s  # why the group is over
         self._ends: set[Address] = set()  # where members' devices listen
         _reach(rank, epoch.members[0], _address(epoch.store))
         try:
@@ -223,7 +223,7 @@ class Group:
         num_members = len(self.epoch.members)
         told = [word * (index == self.index) for word in (num_samples, *words) for index in range(num_members)]
         sums = torch.tensor([not is_right, *(one is not None for one in tensors), *told], dtype=torch.int64)
-        self._begin(lambda: self._words.allreduce([sums]))
+        self._begin(lambda: self._sum_of(sums, "_words"))
         self._end_sums()
         num_wrong, *found = sums.tolist()
         held = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
@@ -250,7 +250,7 @@ class Group:
         """What each member says, by its index."""
         said = torch.zeros(len(self.epoch.members), dtype=torch.int64)
         said[self.index] = number
-        self._wait(lambda: self._words.allreduce([said]).wait())
+        self._wait(lambda: self._sum_of(said, "_words").wait())
         return said.tolist()
 
     def give(self, values: Mapping[str, Any] | None, giver: int) -> dict[str, Any]:
@@ -302,9 +302,16 @@ class Group:
         self._begin(lambda: self._words.broadcast([tensor], _from(giver)))
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
-        num_members = len(self.epoch.members)
-        self.num_sent += 2 * tensor.nbytes * (num_members - 1) / num_members
-        self._begin(lambda: self._data.allreduce([tensor]))
+        self._begin(lambda: self._sum_of(tensor, "_data"))
+
+    def _sum_of(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin it over the group of torch's that has this name here."""
+        size, over = len(self.epoch.members), getattr(self, name)
+        if over is self._words and small.is_small(tensor.nbytes, size):
+            self.num_sent += tensor.nbytes * (1 if self.index else size - 1)
+            return small.Small(lambda: getattr(self, name), tensor, self.index, size, self._timeout_s)
+        self.num_sent += 2 * tensor.nbytes * (size - 1) / size
+        return over.allreduce([tensor])
 
     def _begin(self, collective: Callable[[], Any]) -> None:
         self._wait(lambda: self._under_way.append(collective()))
