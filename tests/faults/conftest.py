@@ -122,11 +122,12 @@ def job(tmp_path: Path, lane: str) -> Iterator[Job]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, lane: str) -> Iterator[Rig]:
-    """Two workers; skipped, with the reason, where there can be no namespaces."""
+def rig(request: pytest.FixtureRequest, tmp_path: Path, lane: str) -> Iterator[Rig]:
+    """Two workers, or as many as the test's parameter says; skipped, with the reason, where there can be no
+    namespaces."""
     if reason := network.why_not():
         pytest.skip(reason)
-    net = Network(num_workers=2)
+    net = Network(num_workers=getattr(request, "param", 2))
     rig = Rig(tmp_path, lane, net)
     try:
         net.set_up()

@@ -36,14 +36,14 @@ class Network:
     def __init__(self, num_workers: int) -> None:
         self._name = f"flt{os.getpid()}-{secrets.token_hex(3)}"
         self._namespaces: list[str] = []
-        self._num_workers = num_workers
+        self.num_workers = num_workers
 
     def set_up(self) -> None:
         """CalledProcessError when something of it cannot be made."""
         server = self._new(SERVER)
         _run("ip", "-n", server, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", server, "address", "add", f"{HOST}/24", "dev", "br0")
-        for rank in range(self._num_workers):
+        for rank in range(self.num_workers):
             worker = self._new(rank)
             pair = ["eth0", "netns", worker, "type", "veth", "peer", "name", f"p{rank}", "netns", server]
             _run("ip", "link", "add", *pair)
@@ -73,6 +73,11 @@ class Network:
         """Nothing passes between this worker and a port of the server, in either direction; all else does."""
         self._drop(SERVER, "-s", address_of(rank), "-p", "tcp", "--dport", str(port))
         self._drop(rank, "-p", "tcp", "--sport", str(port))
+
+    def partition_pair(self, one: int, other: int) -> None:
+        """Nothing passes between these two workers; both reach the server."""
+        self._drop(one, "-s", address_of(other))
+        self._drop(other, "-s", address_of(one))
 
     def drop_answers(self, rank: int) -> None:
         """What the server sends does not arrive at this worker; the other direction is whole."""

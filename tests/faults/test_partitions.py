@@ -8,12 +8,14 @@ import pytest
 import torch
 
 PAUSE_S = 0.03
-MODES = ["sync", "async", "ssp"]
+MODES = ["sync", "async", "ssp", "allreduce"]
+TOGETHER = ["sync", "allreduce"]  # a version holds what all have brought
 
 
 def begin(rig, mode: str, steps: int, lease_s: float, **options: int):
     """A run of two workers on its way."""
-    server = rig.serve(mode, 2, steps, "--set", f"server.lease_s={lease_s}", "--set", "policy.staleness=2")
+    ahead = ("--staleness", "2") if mode == "ssp" else ()
+    server = rig.serve(mode, 2, steps, "--set", f"server.lease_s={lease_s}", *ahead)
     workers = [rig.work(rank, PAUSE_S, **options) for rank in range(2)]
     rig.until(lambda: all(rig.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
     return server, workers
@@ -22,7 +24,7 @@ def begin(rig, mode: str, steps: int, lease_s: float, **options: int):
 def cut(rig, seconds: float) -> float:
     """Cut worker 1 off for so long; when it began."""
     began = time.monotonic()
-    rig.net.partition(1)
+    rig.net.partition(1)  # from the other worker too
     time.sleep(seconds)
     rig.net.heal(1)
     return began
@@ -36,9 +38,9 @@ def back_after(rig) -> float:
 
 
 def check_whole(rig, mode: str) -> None:
-    """Both workers' contributions are all applied, once; in sync always together."""
+    """Both workers' contributions are all applied, once; where a version is all workers', always together."""
     rig.check()
-    assert torch.equal(rig.applied(), torch.full((2, rig.steps), 0.5 if mode == "sync" else 1.0))
+    assert torch.equal(rig.applied(), torch.full((2, rig.steps), 0.5 if mode in TOGETHER else 1.0))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -69,7 +71,7 @@ def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, figure, mod
     assert rig.history.ends_of(1) == ["lease", "goodbye"]
     assert [event["rank"] for event in workers[1].events("rejoined")] == [1]
     rig.check()
-    if mode != "sync":
+    if mode not in TOGETHER:
         assert torch.equal(rig.applied(), torch.ones(2, 250))
 
 
@@ -90,7 +92,8 @@ def test_a_short_cut_and_a_long_one(rig, figure):
     rig.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
+# One that averages with others waits for them, whose answers do not come either: it is as with a cut in both directions.
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "allreduce"])
 @pytest.mark.campaign
 def test_answers_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
     """One way only: what the worker sends arrives, and counts, and nobody tells it so."""
@@ -119,3 +122,32 @@ def test_a_direct_connection_that_alone_is_cut(rig) -> None:
     assert [event["lane"] for event in workers[1].events("tensors")] == ["direct", "grpc"]
     assert "port 47123 (server.direct_port): no answer" in workers[1].events("tensors")[1]["reason"]
     check_whole(rig, "async")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("rig", "pairs", "goes"),
+    [
+        (2, [(0, 1)], 1),
+        pytest.param(3, [(1, 2)], 2, marks=pytest.mark.campaign),
+        pytest.param(3, [(0, 1), (1, 2)], 1, marks=pytest.mark.campaign),
+        pytest.param(3, [(0, 1), (0, 2)], 0, marks=pytest.mark.campaign),
+    ],
+    indirect=["rig"],
+)
+def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, figure, pairs, goes) -> None:
+    """Who averages needs all others. One is to go, and the run is to end with those that are left."""
+    num = rig.net.num_workers
+    server = rig.serve("allreduce", num, 120, "--set", "server.lease_s=2", PS_SERVER__ABSENT_S="0")
+    workers = [rig.work(rank, PAUSE_S, padding=1 << 16) for rank in range(num)]  # not by way of the lowest
+    rig.until(lambda: all(rig.history.last_step(rank) >= 5 for rank in range(num)), "first steps")
+    began = time.monotonic()
+    for pair in pairs:
+        rig.net.partition_pair(*pair)
+    left = [one for rank, one in enumerate(workers) if rank != goes]
+    assert workers[goes].wait() == 15, workers[goes].output
+    figure("until it has gone, s", time.monotonic() - began)
+    assert "to average with" in workers[goes].output and "Traceback" not in workers[goes].output
+    assert [one.wait() for one in (*left, server)] == [0] * num, "".join(one.output for one in left)
+    rig.check()

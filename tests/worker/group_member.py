@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.among import backends, small
-from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting
+from paramserver.worker.strategies.among.rendezvous import Broken
+from paramserver.worker.strategies.group import Epoch, Group, Meeting
 
 buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
 

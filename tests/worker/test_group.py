@@ -20,8 +20,9 @@ from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.worker.strategies.among import backends
 from paramserver.worker.strategies.among.cut import listening
+from paramserver.worker.strategies.among.rendezvous import ELSEWHERE, UNKNOWN, Broken, OutOfReach, who_goes
 from paramserver.worker.strategies.equals import Equals
-from paramserver.worker.strategies.group import Broken, Epoch, Group, Meeting, OutOfReach
+from paramserver.worker.strategies.group import Epoch, Group, Meeting
 
 from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 
@@ -174,19 +175,45 @@ def test_a_member_that_does_not_come_is_named():
         Group(Epoch(1, (0, 1, 2), meeting.address), 0, meeting.address, meet_s=0.2)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(is_there):
+@pytest.mark.parametrize(
+    ("is_there", "lost", "expected", "told", "attempts"),
+    [
+        (True, "-", Broken, "epoch 1: ", UNKNOWN),  # it does not speak
+        (False, "-", OutOfReach, "rank 0 cannot reach rank 1 at {address}, to average with it", ELSEWHERE),
+        (True, "0", Broken, "rank 1 cannot reach rank 0, to average with it", ELSEWHERE),
+    ],
+)
+def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(
+    is_there, lost, expected, told, attempts
+):
     meeting, other = Meeting("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*other.getsockname())
     if not is_there:
         other.close()
     here = dist.PrefixStore("epoch/1", dist.TCPStore(*meeting.address, is_master=False))
-    here.set("on/1", "h/cpu")
-    here.set("here/1", address)  # and no more
-    expected = (Broken, "epoch 1") if is_there else (OutOfReach, f"rank 0 cannot reach rank 1 at {address}, to")
-    with pytest.raises(expected[0], match=expected[1]):
+    here.set("here/1", f"h/cpu {address} {address}")  # and no more
+    here.set("lost/1", lost)
+    with pytest.raises(expected, match=told.format(address=address)) as raised:
         Group(Epoch(1, (0, 1), meeting.address), 0, meeting.address, meet_s=0.2)
+    assert raised.value.attempts == attempts
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("lost", "goes"),
+    [
+        ({0: set(), 1: set()}, None),
+        ({0: {1}, 1: {0}}, 1),  # of two the higher
+        ({0: {1}, 1: set()}, 1),
+        ({0: set(), 1: {0}}, 1),
+        ({0: {1}, 1: set(), 2: {1}, 3: {1}}, 1),  # whom nobody reaches, and who reaches all
+        ({0: set(), 1: {0, 2, 3}, 2: set(), 3: set()}, 1),  # who reaches nobody
+        ({0: set(), 1: {3}, 2: {3}, 3: {1, 2}}, 3),
+        ({0: {1, 2}, 1: {0}, 2: {0}}, 0),
+    ],
+)
+def test_the_one_goes_without_which_most_others_can_meet(lost, goes):
+    assert who_goes(lost) == goes
 
 
 def test_a_torch_without_the_backend_is_refused(monkeypatch):

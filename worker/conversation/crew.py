@@ -45,12 +45,12 @@ class Helper:
         if self._thread.ident is not None and self._thread.is_alive():
             uninterrupted.stop(self._thread.ident, Stopped())
 
-    def end(self) -> None:
+    def end(self, timeout_s: float = _END_S) -> None:
         """No more jobs. An interpreter that ends while a thread is in torch or gRPC aborts the process (the
         thread is unwound through C++), so the thread's own end is waited for, as long as it should take."""
         self.dismiss()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_END_S)
+            self._thread.join(timeout_s)
 
     def dismiss(self) -> None:
         """No more jobs; the one under way is not waited for."""

@@ -33,18 +33,19 @@ from ..session import Place, Progress
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .among.backends import computed
+from .among.rendezvous import Broken, OutOfReach
 from .buckets import Leaving, leaving_order
 from .direct import Direct
 from .early import MIN_MODEL_BYTES
-from .group import Broken, Epoch, Group, Meeting, OutOfReach, Unsound, own_address
+from .group import Epoch, Group, Meeting, Unsound, own_address
 
 log = get_logger()
 Found = TypeVar("Found")
 
 _NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters=[])
 _NOBODY = -1  # in the place of a version
-_MAX_FAILED = 3
 _LOOK_UP_S = 0.2
+_FORMING_S = 60.0  # Gloo tries to connect five times 10 s
 _NUM_SAMPLED = 16  # elements of a tensor
 _MAY_DIFFER = 1e-3  # weights of members, relatively
 _IN_PLAINTEXT = (
@@ -76,6 +77,7 @@ class Equals(Direct):
         self._num_failed = 0  # groups in a row that did not come together, of the same members:
         self._failing: tuple[int, ...] = ()
         self._helper = Helper("group")
+        self._forming: list[Helper] = []  # each still at a group that is nobody's
         if exchange.is_encrypted:
             log.warning("group_in_plaintext", meaning=_IN_PLAINTEXT)
 
@@ -165,7 +167,7 @@ class Equals(Direct):
         """Not for ever: who is gone is in no group that the server names afterwards. UnreachableError."""
         self._num_failed = self._num_failed + 1 if members == self._failing else 1
         self._failing = members
-        if self._num_failed < _MAX_FAILED:
+        if self._num_failed < broken.attempts:
             return
         told = str(broken)
         if not isinstance(broken, OutOfReach):
@@ -285,6 +287,7 @@ class Equals(Direct):
         """Nothing of torch's ends the forming of a group before its time, and nobody waits for it."""
         forming.add_done_callback(lambda one: one.exception() or one.result().close())
         self._helper.dismiss()
+        self._forming.append(self._helper)
         self._helper = Helper("group")
 
     # ---- a step -----------------------------------------------------------------------------
@@ -450,12 +453,17 @@ class Equals(Direct):
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         self._close_group()
         super().leave(goodbye, is_interrupted)
-        self._helper.end()
+        self._end_helpers()
 
     def drop(self) -> None:
         self._close_group()
         super().drop()
+        self._end_helpers()
+
+    def _end_helpers(self) -> None:
         self._helper.end()
+        for one in self._forming:
+            one.end(_FORMING_S)
 
 
 def nobody_has(version: int) -> UnreachableError:

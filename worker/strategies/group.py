@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,7 +29,8 @@ import torch.distributed as dist
 from ...common.errors import UsageError
 from ..tensors.packed import put_together, take_apart
 from .among import backends, small
-from .among.cut import Address, cut, listening
+from .among.cut import cut, listening
+from .among.rendezvous import Address, Broken, Epoch, Here, come_together, first_line, store_of
 from .buckets import Plan
 
 _MEET_S = 10.0  # for all members of an epoch to come together
@@ -38,21 +38,7 @@ _MEET_S = 10.0  # for all members of an epoch to come together
 _TIMEOUT_S = 30.0
 _WHOLE_BYTES = 256 << 10  # tensors of fewer travel together
 _END_S = 0.2
-_REACH_S = 5.0  # for a connection to a member
 _HOST = torch.device("cpu")
-
-
-class Epoch(NamedTuple):
-    """Who averages: said by the server."""
-
-    number: int  # grows
-    members: tuple[int, ...]  # ranks, ascending
-    store: tuple[str, int]  # host and port, of the lowest's `Meeting`
-    name: str = ""  # that no other epoch has, of all that have met there
-
-
-class Broken(Exception):
-    """A member is gone, or cannot be waited for: the group of this epoch is over."""
 
 
 class Unsound(Exception):
@@ -68,10 +54,6 @@ class Said(NamedTuple):
 
     samples: tuple[int, ...]  # by member
     held: tuple[int, ...]  # tensors that somebody has
-
-
-class OutOfReach(Broken):
-    """One does not answer at its address: it is gone, or its address is not for this host."""
 
 
 class Meeting:
@@ -106,16 +88,12 @@ class Group:
         self.num_sent = 0.0  # bytes; in sums of many as a ring of the members would
         self._reason, self._timeout_s = "", timeout_s  # why the group is over
         self._ends: set[Address] = set()  # where members' devices listen
-        _reach(rank, epoch.members[0], _address(epoch.store))
-        try:
-            client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=meet_s))
-        except RuntimeError as error:
-            raise Broken(f"epoch {epoch.number}: its store is gone: {_first_line(error)}") from None
-        store = dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
+        store = store_of(epoch, rank, meet_s)
         gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))
-        self.backend = backends.backend_of(
-            self._come(store, rank, own, (own[0], port), backends.device_name(device), meet_s)
-        )
+        here = Here(backends.device_name(device), own, (own[0], port))
+        members = come_together(store, epoch, rank, here, meet_s)
+        self._ends.update(one.listens for one in members)
+        self.backend = backends.backend_of([one.device for one in members])
         self._device = device if self.backend == "nccl" else _HOST  # of what is averaged
         size = len(epoch.members)
         try:
@@ -126,43 +104,7 @@ class Group:
                 self._data = backends.nccl(dist.PrefixStore("data", store), self.index, size, device, timeout_s)
         except RuntimeError as error:
             self.close()
-            self._look_for_members(store, rank)
-            raise Broken(f"epoch {epoch.number}: {_first_line(error)}") from None
-
-    def _come(
-        self, store: dist.Store, rank: int, own: Address, listens: Address, device: str, meet_s: float
-    ) -> list[str]:
-        """Say that this rank is here, where, and with which device, and wait for the others, so that who is missing
-        can be named. The devices of all."""
-        store.set(f"on/{rank}", device)
-        store.set(f"here/{rank}", f"{_address(own)} {_address(listens)}")
-        until = time.monotonic() + meet_s
-        missing = [one for one in self.epoch.members if one != rank]
-        try:
-            while missing and time.monotonic() < until:
-                with suppress(dist.DistStoreError):
-                    left_s = max(0.001, until - time.monotonic())
-                    store.wait([f"here/{one}" for one in missing], timedelta(seconds=left_s))
-                missing = [one for one in missing if not store.check([f"here/{one}"])]
-            devices = [store.get(f"on/{one}").decode() for one in self.epoch.members if one not in missing]
-        except RuntimeError as error:
-            raise Broken(f"epoch {self.epoch.number}: its store is gone: {_first_line(error)}") from None
-        if missing:
-            named = ", ".join(map(str, missing))
-            told = (
-                f"epoch {self.epoch.number}: rank {named} did not come to {_address(self.epoch.store)} in {meet_s:g} s"
-            )
-            raise Broken(told)
-        for one in self.epoch.members:
-            host, _, port = store.get(f"here/{one}").decode().split()[-1].rpartition(":")
-            self._ends.add((host, int(port)))
-        return devices
-
-    def _look_for_members(self, store: dist.Store, rank: int) -> None:
-        """All are here, and cannot connect: OutOfReach when one is so."""
-        for one in self.epoch.members:
-            with suppress(RuntimeError):  # the store is gone: so is its member
-                _reach(rank, one, store.get(f"here/{one}").decode().split()[0])
+            raise Broken(f"epoch {epoch.number}: {first_line(error)}") from None
 
     def average(
         self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = (), is_right: bool = True
@@ -327,7 +269,7 @@ class Group:
         try:
             collective()
         except (RuntimeError, AttributeError, IndexError) as error:
-            told = _first_line(error) if isinstance(error, RuntimeError) else "it was closed meanwhile"
+            told = first_line(error) if isinstance(error, RuntimeError) else "it was closed meanwhile"
             self._reason = self._reason or told
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {self._reason}") from None
@@ -374,19 +316,3 @@ def _from(giver: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = giver
     return options
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def _address(place: tuple[str, int]) -> str:
-    return f"{place[0]}:{place[1]}"
-
-
-def _reach(rank: int, other: int, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _REACH_S).close()
-    except OSError as error:
-        raise OutOfReach(f"rank {rank} cannot reach rank {other} at {address}, to average with it: {error}") from None

@@ -33,7 +33,8 @@ from ...conversation.exchange import Exchange
 from ...conversation.messages import Answer, Final, Work
 from ...lanes.up import COUNTED
 from ..equals import Equals, nobody_has, remembers
-from ..group import Broken, Group
+from ..group import Group
+from .rendezvous import Broken
 
 log = get_logger()
 

@@ -1,0 +1,159 @@
+"""How members of an epoch find each other, and which of those that do not come together is to go.
+
+A group is of all its members or it is none: one that others cannot reach, while all reach the server, holds everyone
+up. So all say whom they reach before they connect, and whoever fails counts how often it did, with the same members.
+It ends at a number that depends on what is known: the one whose going helps most ends first, and when it has gone the
+others average without it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+# Attempts in a row with the same members before this one ends: where the reason is here, is elsewhere, is not known.
+HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
+
+_REACH_S = 5.0  # for a connection to a member
+
+Address = tuple[str, int]
+
+
+class Epoch(NamedTuple):
+    """Who averages: said by the server."""
+
+    number: int  # grows
+    members: tuple[int, ...]  # ranks, ascending
+    store: Address  # of the lowest's `Meeting`
+    name: str = ""  # that no other epoch has, of all that have met there
+
+
+class Here(NamedTuple):
+    """What a member tells the others of itself."""
+
+    device: str
+    own: Address  # of its `Meeting`
+    listens: Address  # where others connect to it
+
+
+class Broken(Exception):
+    """A member is gone, or cannot be waited for: the group of this epoch is over. `attempts`: after so many of these
+    in a row this worker ends."""
+
+    def __init__(self, told: str, attempts: int = UNKNOWN) -> None:
+        super().__init__(told)
+        self.attempts = attempts
+
+
+class OutOfReach(Broken):
+    """One does not answer at its address: it is gone, or its address is not for this host."""
+
+
+def store_of(epoch: Epoch, rank: int, timeout_s: float) -> dist.Store:
+    """OutOfReach, Broken."""
+    # Of two the one that does not reach the other goes; of more the lowest does, where nobody comes to its store.
+    reach(rank, epoch.members[0], epoch.store, HERE if len(epoch.members) == 2 else ELSEWHERE)
+    try:
+        client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise Broken(f"epoch {epoch.number}: its store is gone: {first_line(error)}") from None
+    return dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
+
+
+def come_together(store: dist.Store, epoch: Epoch, rank: int, here: Here, timeout_s: float) -> list[Here]:
+    """All members, by index, once each has said that it reaches all others. Broken where one does not come in
+    `timeout_s` (which: in the sentence) or cannot be reached."""
+    device, *addresses = here
+    store.set(f"here/{rank}", " ".join([device, *map(shown, addresses)]))
+    try:
+        said = [one.split() for one in _all(store, "here", epoch, rank, timeout_s)]
+        members = [Here(device, _address(own), _address(listens)) for device, own, listens in said]
+        with ThreadPoolExecutor(len(members)) as threads:
+            failed = list(threads.map(lambda one: _failed(rank, *one), zip(epoch.members, members, strict=True)))
+        lost = [one for one, error in zip(epoch.members, failed, strict=True) if error is not None]
+        store.set(f"lost/{rank}", " ".join(map(str, lost)) or "-")
+        said = [one.split() for one in _all(store, "lost", epoch, rank, timeout_s + _REACH_S)]
+    except RuntimeError as error:
+        raise Broken(f"epoch {epoch.number}: its store is gone: {first_line(error)}") from None
+    graph = {who: {int(one) for one in whom if one != "-"} for who, whom in zip(epoch.members, said, strict=True)}
+    if (going := who_goes(graph)) is not None:
+        found = next(filter(None, failed), None) or Broken(_told(rank, graph))
+        found.attempts = HERE if going == rank else ELSEWHERE
+        raise found
+    return members
+
+
+def _all(store: dist.Store, what: str, epoch: Epoch, rank: int, timeout_s: float) -> list[str]:
+    """What each member has said of this, by index. Broken, RuntimeError."""
+    until = time.monotonic() + timeout_s
+    missing = [one for one in epoch.members if one != rank]
+    while missing and time.monotonic() < until:
+        with suppress(dist.DistStoreError):
+            left_s = max(0.001, until - time.monotonic())
+            store.wait([f"{what}/{one}" for one in missing], timedelta(seconds=left_s))
+        missing = [one for one in missing if not store.check([f"{what}/{one}"])]
+    if missing:
+        named = ", ".join(map(str, missing))
+        told = f"epoch {epoch.number}: rank {named} did not come to {shown(epoch.store)} in {timeout_s:g} s"
+        raise Broken(told, _without(missing, rank, epoch.members))
+    return [store.get(f"{what}/{one}").decode() for one in epoch.members]
+
+
+def _without(missing: Sequence[int], rank: int, members: Sequence[int]) -> int:
+    """Attempts where these did not come to the store."""
+    if len(members) == 2:
+        return ELSEWHERE
+    return HERE if rank == members[0] and len(missing) == len(members) - 1 else UNKNOWN
+
+
+def _failed(rank: int, other: int, there: Here) -> OutOfReach | None:
+    try:
+        reach(rank, other, there.own)
+    except OutOfReach as error:
+        return error
+    return None
+
+
+def _told(rank: int, lost: Mapping[int, set[int]]) -> str:
+    """By one that reaches all."""
+    who, whom = next((who, min(whom)) for who, whom in lost.items() if whom)
+    others = "" if rank == whom else f" and rank {rank}"
+    return f"rank {who} cannot reach rank {whom}, to average with it{others}"
+
+
+def who_goes(lost: Mapping[int, set[int]]) -> int | None:
+    """Of members that could not reach others (whom, by who) the one that has most of the connections that fail, and
+    of several the highest rank. None where all could."""
+    failed = {frozenset((who, one)) for who, whom in lost.items() for one in whom}
+    count = Counter(one for pair in failed for one in pair)
+    return max(count, key=lambda one: (count[one], one), default=None)
+
+
+def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> None:
+    """Returns when there is somebody. OutOfReach."""
+    try:
+        socket.create_connection(address, _REACH_S).close()
+    except OSError as error:
+        told = f"rank {rank} cannot reach rank {other} at {shown(address)}, to average with it: {error}"
+        raise OutOfReach(told, attempts) from None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def shown(place: Address) -> str:
+    return f"{place[0]}:{place[1]}"
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
