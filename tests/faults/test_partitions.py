@@ -92,7 +92,7 @@ def test_a_short_cut_and_a_long_one(rig, figure):
     rig.check()
 
 
-# One that averages with others waits for them, whose answers do not come either: it is as with a cut in both directions.
+# One that averages with others waits for them, who cannot answer either: it is as with a cut in both directions.
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "allreduce"])
 @pytest.mark.campaign
 def test_answers_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
