@@ -147,6 +147,8 @@ def before_torch() -> None:
     processes of the run: 2 workers and a server on 2 cores took 38 ms a step, 10 ms with this.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Who waits for another process in a store of torch's would have two lines of C++ every second.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # gRPC reads it when it is imported. A failed handshake is reported by us, with its reason.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

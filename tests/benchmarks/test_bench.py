@@ -169,9 +169,11 @@ def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> N
 
 @pytest.mark.campaign
 def test_what_each_worker_holds_by_stage(bench: Any) -> None:
-    report, _ = bench.measure("zero --mb 1 --workers 2")
+    report, _ = bench.measure("zero --mb 1 --workers 1,2")
     check_origin(report, "zero")
-    whole, first, third = report["results"]["runs"]
+    *alone, whole, first, third = sorted(report["results"]["runs"], key=lambda one: (one["workers"], one["stage"]))
+    assert [one["stage"] for one in alone] == [0, 1, 3]  # of one worker, which divides nothing
+    assert len({one["held_mb"] for one in (*alone, whole)}) == 1
     for part in ("parameters", "gradients", "optimizer"):
         assert third[f"{part}_mb"] == pytest.approx(whole[f"{part}_mb"] / 2, rel=0.01)
     assert first["optimizer_mb"] == pytest.approx(whole["optimizer_mb"] / 2, rel=0.01)
