@@ -161,8 +161,8 @@ def main() -> int:
     serve(listener, snapshot, num_workers, all_are_there)
     if "server.shards" in options:
         Path(f"done-{port}").touch()
-    while todo in ("linger", "stubborn"):
-        signal.pause()
+    while todo in ("linger", "stubborn"):  # not pause(): a signal that comes just before it would be heard after it
+        time.sleep(0.05)
     rows = [{"rank": rank, "steps": 10, "samples": 320, "compute_s": 1.0} for rank in range(num_workers)]
     say("summary", mode=mode, updates=10, version=10, wall_s=1.25, final={"loss": 0.125}, workers=rows)
     return 0
