@@ -18,9 +18,9 @@ from collections.abc import Callable
 from ...common.config.cli import report
 from ...common.errors import UnreachableError
 
-_SAID = struct.Struct("!Bd")
-_BYE = 0xFF
-_LIVES = 0xFE  # with the lease; any other: the inner rank of this number is gone, with how long it was silent before
+_SAID = struct.Struct("!hd")  # an inner rank that is gone, with how long it was silent before; or
+_BYE = -1
+_LIVES = -2  # with the lease
 _BEATS = 4  # in a lease
 _IDLE_S = 1.0  # between two looks where there is no lease yet
 

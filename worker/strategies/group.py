@@ -29,8 +29,8 @@ import torch.distributed as dist
 from ...common.errors import UsageError
 from ..tensors.packed import put_together, take_apart
 from .among import backends, small
-from .among.cut import cut, listening
-from .among.rendezvous import Address, Broken, Epoch, Here, come_together, first_line, store_of
+from .among.cut import Address, cut, listening
+from .among.rendezvous import Broken, Epoch, Here, come_together, first_line, store_of
 from .buckets import Plan
 
 _MEET_S = 10.0  # for all members of an epoch to come together
@@ -86,7 +86,8 @@ class Group:
         self._has_missed = False
         self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
         self.num_sent = 0.0  # bytes; in sums of many as a ring of the members would
-        self._reason, self._timeout_s = "", timeout_s  # why the group is over
+        self._reason = ""  # why the group is over
+        self._timeout_s = timeout_s
         self._ends: set[Address] = set()  # where members' devices listen
         store = store_of(epoch, rank, meet_s)
         gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))

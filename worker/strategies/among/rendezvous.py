@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .cut import Address
+
 # Attempts in a row with the same members before this one ends: where the reason is here, is elsewhere, is not known.
 HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
 
 _REACH_S = 5.0  # for a connection to a member
-
-Address = tuple[str, int]
 
 
 class Epoch(NamedTuple):
