@@ -7,10 +7,11 @@ process writes then stands on the same line. A worker's lines may follow it too,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ..common.wire.json_text import read_json
 
 _NUMBER, _STEPS, _RANKS, _TRIPLES, _TEXT = "a whole number", "{rank: step}", "[rank, ...]", "[[r, i, s], ...]", "text"
 
@@ -102,7 +103,7 @@ def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
     """The object in a line, and whether half of another one stands before it."""
     for begin in (0, raw.rfind(b'{"op":')):
         try:
-            fields = json.loads(raw[begin:]) if begin >= 0 else None
+            fields = read_json(raw[begin:], nan=True, big=True) if begin >= 0 else None
         except ValueError:  # also UnicodeDecodeError
             continue
         if isinstance(fields, dict):

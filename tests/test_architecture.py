@@ -367,6 +367,18 @@ def test_nothing_is_pickled() -> None:
     assert found == []
 
 
+# What reads JSON with Python's own parser: programs whose source is sent alone, and what reads what it wrote itself.
+READS_ITS_OWN = {
+    "common/wire/json_text.py", "launch/hosts/agent.py", "launch/hosts/host_check.py", "launch/hosts/ray_job.py",
+    "ps/core/saving.py", "simulate/recorded/replay.py", "web/app.py",
+}  # fmt: skip
+
+
+def test_json_of_other_processes_has_one_reader() -> None:
+    readers = [name for name in FILES if re.search(r"\bjson\.loads?\(", text_of(name))]
+    assert [name for name in readers if name not in READS_ITS_OWN and not name.startswith("benchmarks/")] == []
+
+
 MODE_NAMES = {*MODES.names(), *MODE_ALIASES}
 
 

@@ -13,7 +13,6 @@ a time. Everything that people have named (runs, tasks, lines) is data: who show
 from __future__ import annotations
 
 import difflib
-import json
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ..errors import UsageError
 from ..reporting.curve import Point
 from ..reporting.summary import Summary
+from ..wire.json_text import read_json
 from .process import still_writes
 from .schema import open_to_read, unreadable
 
@@ -315,6 +315,6 @@ def _without_run(row: sqlite3.Row) -> dict[str, Any]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text, nan=True, big=True)
     except ValueError:
         return {}

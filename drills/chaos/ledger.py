@@ -5,7 +5,6 @@ Neither torch nor numpy is loaded for it: a safetensors file is a JSON header an
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...common.errors import OutputError
+from ...common.wire.json_text import read_json
 from ..lineage import Lineage
 
 _TOLERANCE = 1e-4
@@ -56,7 +56,7 @@ def read_floats(path: Path, name: str) -> array[float]:
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            begin, end = json.loads(file.read(header_bytes))[name]["data_offsets"]
+            begin, end = read_json(file.read(header_bytes))[name]["data_offsets"]
             file.seek(8 + header_bytes + begin)
             values = array("f", file.read(end - begin))
     except (OSError, ValueError, KeyError) as error:

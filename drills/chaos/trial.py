@@ -6,7 +6,6 @@ The proofs: the weights of the task `ledger` (each sample applied exactly once),
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ...common.registry import MODES
+from ...common.wire.json_text import read_json
 from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
 from .job import Ending, Setup
@@ -170,6 +170,6 @@ def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
     found: dict[tuple[int, int], int] = {}
     with history.open(encoding="utf-8") as lines:
         for line in lines:
-            if '"op":"accept"' in line and (fields := json.loads(line))["outcome"] == "accepted":
+            if '"op":"accept"' in line and (fields := read_json(line, nan=True, big=True))["outcome"] == "accepted":
                 found[fields["rank"], fields["step"]] = fields["samples"]  # of what was taken out the newest counts
     return sum(found[one] for one in contributions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import ParamServerError, UsageError
+from ...common.wire.json_text import read_json
 
 PROBE = Path(__file__).with_name("probe.py")
 LANES = ("shared", "direct", "grpc")
@@ -111,7 +111,7 @@ class Job:
         text = line
         if line.startswith("{"):
             try:
-                event = json.loads(line)
+                event = read_json(line, nan=True)
             except ValueError:
                 return
             match event.get("event"):
@@ -124,7 +124,7 @@ class Job:
             text = str(event.get("line", ""))
         at = text.find(_MARK)
         if at >= 0:
-            said = json.loads(text[at + len(_MARK) :])
+            said = read_json(text[at + len(_MARK) :])
             said["arrived"] = time.time()
             found[said["rank"]] = said
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...common.errors import UsageError
+from ...common.wire.json_text import read_json
 from ..hosts.agent import end_with
 from ..hosts.connection import Connection, agent_command, watched
 from ..hosts.ray_job import PASS
@@ -63,7 +64,10 @@ class RayBackend(Backend):
         )  # fmt: skip
         assert job.stdout is not None and job.stderr is not None
         telling = self._until_closed(watched(_read(job.stderr)))
-        told = json.loads(await job.stdout.readline() or "{}")
+        try:
+            told = read_json(await job.stdout.readline() or "{}")
+        except ValueError:
+            told = {}
         if "nodes" not in told:
             why = told.get("error") or f"the Ray job ended without a word: {(await telling)[-300:].strip()}"
             raise UsageError(why, fix=told.get("fix", ""))

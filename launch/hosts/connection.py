@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
+from ...common.wire.json_text import read_json
 from ..supervise.exits import HOST_LOST
 from ..view.events import LineSplitter
 from . import agent
@@ -299,7 +300,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 def _parsed(line: bytes) -> dict[str, Any]:
     """A message; empty for something else."""
     try:
-        message = json.loads(line)
+        message = read_json(line, nan=True, big=True)
     except ValueError:
         return {}
     return message if isinstance(message, dict) else {}

@@ -5,11 +5,11 @@ The programs are run by the host's own interpreter, in the environment its worke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
+from ...common.wire.json_text import read_json
 from ..plan.hosts import Host
 from ..plan.process import Child
 
@@ -53,7 +53,7 @@ def last_json(output: str) -> Any:
     """The answer of a program, which may have been preceded by anything; None when there is none."""
     for line in reversed(output.splitlines()):
         try:
-            return json.loads(line)
+            return read_json(line)
         except ValueError:
             continue
     return None

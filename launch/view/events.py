@@ -6,11 +6,11 @@ output or a traceback and stays as it is.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.reporting.status import Status
+from ...common.wire.json_text import read_json
 
 _LEVELS = ("debug", "info", "warning", "error")
 _MAX_LINE_BYTES = 1 << 20  # a longer one is cut, so that no child fills the launcher's memory
@@ -58,7 +58,7 @@ def parse_event(line: str) -> Event | None:
     if not line.startswith("{"):
         return None
     try:
-        fields = json.loads(line)
+        fields = read_json(line, nan=True, big=True)
     except ValueError:
         return None
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):

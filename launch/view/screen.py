@@ -21,6 +21,7 @@ from ...common.config.schema import Config
 from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
+from ...common.wire.json_text import read_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
@@ -196,11 +197,11 @@ class JsonScreen(Screen):
     def line(self, child: Child, line: str, event: Event | None) -> None:
         place: dict[str, Any] = {"role": child.role, "rank": child.rank}
         place |= {"host": self._hosts[child]} if child in self._hosts else {}
-        said = json.loads(line) if event is not None else {"event": "output", "line": line}
+        said = read_json(line, nan=True, big=True) if event is not None else {"event": "output", "line": line}
         self._write({**said, **place, "rank": said.get("rank", child.rank)})
 
     def status(self, line: str, status: Status, now: float) -> None:
-        self._write(json.loads(line))
+        self._write(read_json(line, nan=True, big=True))
 
     def _write(self, fields: dict[str, Any]) -> None:
         text = json.dumps({"timestamp": time.time(), **fields})

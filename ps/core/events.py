@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import TypeAdapter
 
 from ...common.errors import Reason, refusal
+from ...common.wire.json_text import read_json
 from .judgement import SOUND, Judgement
 
 
@@ -305,7 +306,7 @@ class Lines:
     def read(self, text: str) -> Any:
         """Raises a BAD_REQUEST refusal for what is none of these kinds."""
         try:
-            fields = json.loads(text)
+            fields = read_json(text, nan=True, big=True)  # a worker that told no loss has NaN
             return self._adapters[fields.pop("kind")].validate_python(fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise refusal(Reason.BAD_REQUEST, f"not one of ours: {type(error).__name__} in {text[:80]!r}") from None

@@ -98,7 +98,7 @@ def not_json(state: dict[str, Any]) -> str:
     for key, value in state.items():
         try:
             is_same = json.loads(json.dumps({key: value})) == {key: value}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             is_same = False
         if not is_same:
             return f"{key!r} of its saved_state is {value!r:.80}"

@@ -25,6 +25,7 @@ from ..core.replication import Coordinator, Digest, Tape
 from ..engine.engine import Engine
 from ..engine.peers import ShardState
 from ..snapshots.common import Entry
+from ..wire.limits import FirstMessages
 from ..wire.security import check_shard
 from ..wire.service import refuse
 from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
@@ -33,6 +34,7 @@ log = get_logger()
 
 _ANY_HOST = ("0.0.0.0", "::")
 _GOODBYE_S = 2.0
+_MAX_UNNAMED = 16  # calls that have not said who they are, beside one of each shard
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ class Attendance:
             digest=engine.run.digest,
         )
         self.lines: dict[int, Line] = {}
+        self._first = FirstMessages("Register", config.server.join_timeout_s, self._num_shards + _MAX_UNNAMED)
         self._has_begun = False
         self._on_complete = on_complete
         self._on_lost = on_lost
@@ -89,7 +92,7 @@ class Attendance:
         """One call of a shard: it registers, reports, is told. Ends with its last order, or with the connection."""
         line: Line | None = None
         try:
-            first = await anext(reports, None)
+            first = await self._first.of(reports)
             if first is None:
                 return
             register = LINES.read(first.said)

@@ -11,6 +11,7 @@ from ...common.config.schema import Config, own_modes
 from ...common.errors import ParamServerError
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
+from ...common.wire.json_text import read_json
 from ..core.replication import Follower
 from ..core.run import Options
 from ..engine.clock import Clock
@@ -54,7 +55,7 @@ def shared_config(config: Config) -> str:
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
     """This shard's configuration with the coordinator's shared sections, and the options of the run."""
-    told = json.loads(text)
+    told = read_json(text, nan=True)
     given = told.pop("options")
     shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
     return shared, Options(**given, policy_of=options_of(shared).policy_of)

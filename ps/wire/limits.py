@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
 
 from ...common.errors import Reason, refusal
+
+Message = TypeVar("Message")
 
 LOOK_S = 0.2
 # A longer pause between two looks means that this process stood still: nobody could move then.
@@ -88,6 +90,33 @@ class Allowance:
 
     def renew(self) -> None:
         self.left_s = self.limit_s
+
+
+class FirstMessages:
+    """The first messages of calls, which say whose call it is: each within `limit_s`, and of at most `limit` calls at
+    once. Whoever has something to say says it at once, so the oldest call ends where a newer one is too many."""
+
+    def __init__(self, name: str, limit_s: float, limit: int) -> None:
+        self._name = name
+        self._limit_s, self._limit = limit_s, limit
+        self._deadlines: list[asyncio.Timeout] = []  # of silent calls, the oldest first
+
+    async def of(self, messages: AsyncIterator[Message]) -> Message | None:
+        """None when the call ended without one. Refuses BAD_REQUEST a call that says nothing."""
+        deadline = asyncio.timeout(self._limit_s)
+        try:
+            async with deadline:
+                self._deadlines.append(deadline)
+                if len(self._deadlines) > self._limit and not (oldest := self._deadlines.pop(0)).expired():
+                    oldest.reschedule(asyncio.get_running_loop().time())
+                return await anext(messages, None)
+        except TimeoutError:
+            what = f"within {self._limit_s:g} s (server.join_timeout_s)"
+            what = what if deadline in self._deadlines else f"before {self._limit} newer calls"
+            raise refusal(Reason.BAD_REQUEST, f"no {self._name} {what}") from None
+        finally:
+            if deadline in self._deadlines:
+                self._deadlines.remove(deadline)
 
 
 class Watched(Protocol):

@@ -31,7 +31,7 @@ from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .intake import figures_told
 from .joining import Joining, settings_of
-from .limits import Watch
+from .limits import FirstMessages, Watch
 from .port import Port
 from .stream import Stream, StreamLost
 
@@ -39,6 +39,7 @@ log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
+_MORE_BEATS = 16  # heartbeats, of evaluators
 _KEPT_S = 5.0  # within which a version is here that the coordinator has
 # How another shard is answered.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
@@ -56,6 +57,8 @@ class ParameterServerService:
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
         self._joining = Joining(engine, config, direct)
+        num_beats = 2 * (config.run.workers or config.limits.workers)  # of workers, and of those that come back
+        self._first_beats = FirstMessages("Beat", config.server.join_timeout_s, num_beats + _MORE_BEATS)
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -99,7 +102,8 @@ class ParameterServerService:
         """A worker's signs of life, as long as its process keeps the connection open."""
         process, engine = "", self._engine
         try:
-            async for beat in beats:
+            beat = await self._first_beats.of(beats)
+            while beat is not None:
                 check_header(beat)
                 if not process and beat.process:
                     process = beat.process
@@ -116,6 +120,7 @@ class ParameterServerService:
                     over_epoch=engine.run.policy.over_epoch,
                     server_incarnation=engine.run.incarnation,
                 )
+                beat = await anext(beats, None)
         except ParamServerError as error:
             await refuse(context, error, rank=None)
         finally:

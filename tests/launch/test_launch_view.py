@@ -77,6 +77,7 @@ def drawn(what: RenderableType, width: int = 100) -> str:
         ("a [bold]print[/bold] of the user's {}", "[worker 2] a [bold]print[/bold] of the user's {}"),
         ('{"loss": 0.1}', '[worker 2] {"loss": 0.1}'),
         ('{"event": 3}', '[worker 2] {"event": 3}'),
+        ('{"event":' + "[" * 100_000, '[worker 2] {"event":' + "[" * 100_000),
         ('{"event": "cut off', '[worker 2] {"event": "cut off'),
         ("\x1b[31mred\x1b[0m", "[worker 2] red"),
     ],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -331,3 +332,6 @@ def test_everything_packed_comes_back_as_it_was() -> None:
     assert pack(values) == pack(values), "the same is the same bytes"
     with pytest.raises(UsageError, match="cannot be read"):
         unpack(pack(values)[:-3])
+    nested = save({"a": torch.zeros(1)}, {"state": "[" * 100_000})
+    with pytest.raises(UsageError, match="cannot be read"):
+        unpack(nested)

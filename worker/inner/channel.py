@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import ParamServerError, UnreachableError
+from ...common.wire.json_text import read_json
 
 _SAID_BYTES = 2048  # of what inner rank 0 tells the others, that come in one message
 _WATCH_S = 1.0
@@ -52,7 +53,7 @@ class Channel:
             rest = torch.empty(size - len(body), dtype=torch.uint8)
             self._broadcast(rest, self._words)
             body += rest.numpy().tobytes()
-        told: dict[str, Any] = json.loads(body)
+        told: dict[str, Any] = read_json(body, nan=True)
         if "error" in told:
             ended = ParamServerError(f"inner rank {self.rank}: inner rank 0 has ended: {told['error']}")
             ended.exit_code = told["exit_code"]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...common.errors import MismatchError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
+from ...common.wire.json_text import read_json
 from ..strategies.among import backends
 from ..strategies.group import own_address
 from .channel import Channel, first_line
@@ -141,7 +142,7 @@ class Group(Channel):
                 f"(worker.give_up_s), and inner rank {self.rank} waits no longer",
                 fix="see that each process gets as far as connect(), and what the missing one says",
             )
-        return [json.loads(one) for one in found]
+        return [read_json(one, nan=True) for one in found]
 
     # ---- tensors ------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import UsageError
+from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
 from .among import backends, small
 from .among.cut import Address, cut, listening
@@ -210,7 +211,7 @@ class Group:
         )
         self._wait(lambda: self._words.broadcast([text], _from(giver)).wait())
         if values is None:
-            tree, forms = json.loads(text.numpy().tobytes())
+            tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
             tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in forms.items()}
         pieces: list[list[torch.Tensor]] = [[] for _ in self.epoch.members]
         pieces[giver] = [one.reshape(-1).view(torch.uint8) for one in tensors.values()]  # Gloo has not every dtype

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ...common.errors import UsageError
+from ...common.wire.json_text import read_json
 
 _TREE = "state"  # in the metadata
 _LENGTH_BYTES = 8  # of the file's header
@@ -80,7 +81,7 @@ def unpack(body: bytes) -> dict[str, Any]:
     """What was packed; tensors are on the CPU. UsageError for other bytes."""
     try:
         end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-        tree = json.loads(json.loads(body[_LENGTH_BYTES:end])["__metadata__"][_TREE])
+        tree = read_json(read_json(body[_LENGTH_BYTES:end])["__metadata__"][_TREE], nan=True, big=True)
         tensors = load(body)
         return put_together(tree, tensors)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,0 +1,55 @@
+"""JSON that another process wrote: every way in which Python's parser accepts too much, or fails, is one ValueError.
+
+Python's own parser raises RecursionError for deep nesting, and accepts NaN, 1e999, whole numbers of thousands of digits
+and halves of surrogate pairs. Each of them fails later and elsewhere: in `float()`, in `encode()`, in a file of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_DEPTH = 200  # lists and objects within each other
+_LEAST, _MOST = -(2**63), 2**64 - 1
+
+
+def read_json(text: str | bytes | bytearray, *, nan: bool = False, big: bool = False) -> Any:
+    """The value in `text`. ValueError, which says why, for what is no JSON, nests deeper than MAX_DEPTH, or has text
+    that UTF-8 cannot encode; without `nan` also for numbers that are not finite, and without `big` for whole numbers
+    of more than 64 bits."""
+    read = text if isinstance(text, str) else text.decode()
+    finite = None if nan else _finite
+    try:
+        value = json.loads(read, parse_int=None if big else _whole, parse_float=finite, parse_constant=finite)
+    except RecursionError:
+        raise ValueError(f"nests deeper than {MAX_DEPTH} levels") from None
+    if read.count("[") + read.count("{") > MAX_DEPTH:
+        _check_depth(value)
+    if not read.isascii() or "\\u" in read:
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"a whole number of {len(text)} characters; at most 64 bits are possible")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
