@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
+from paramserver.worker.training.place.loaders import Source, source_of
 
 
 def session(steps: int) -> tuple[AloneSession, torch.nn.Module, torch.optim.Optimizer]:
@@ -110,6 +120,98 @@ def test_without_shuffling_the_samples_come_in_their_order() -> None:
         use(model, batch)
         optimizer.step()
     assert found == list(range(10))
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def summed(samples: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack([one for (one,) in samples]).cumsum(0)]
+
+
+def drawn(run: AloneSession, *args: object, **options: object) -> list[list[float]]:
+    """The numbers of each batch of a run."""
+    found = []
+    for batch in run.shard(*args, **options):
+        found.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
+        run._taken.step()
+        run._progress.training_steps = run.num_steps = run.num_steps + 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("of_loader", "as_told"),
+    [
+        ({"shuffle": True}, {}),
+        ({"shuffle": True, "generator": torch.Generator().manual_seed(5)}, {}),  # the order is the run's
+        ({}, {"shuffle": False}),
+        ({"shuffle": True, "drop_last": True}, {"drop_last": True}),
+        ({"collate_fn": summed}, {"collate_fn": summed, "shuffle": False}),
+        ({"shuffle": True, "num_workers": 1, "persistent_workers": True}, {"num_workers": 1}),
+        ({"sampler": SubsetRandomSampler([7, 8, 9])}, {"sampler": SubsetRandomSampler([7, 8, 9])}),
+        ({"sampler": RandomSampler(range(10), True, 6)}, {"sampler": RandomSampler(range(10), True, 6)}),
+        ({"sampler": SequentialSampler(range(3))}, {"sampler": range(3)}),
+    ],
+)
+def test_a_data_loader_is_divided_as_its_data_set(of_loader: dict, as_told: dict) -> None:
+    loader, torch_seed = DataLoader(data(), 4, **of_loader), torch.get_rng_state()
+    found = drawn(session(steps=6)[0], loader)
+    torch.set_rng_state(torch_seed)
+    assert found == drawn(session(steps=6)[0], data(), 4, **as_told)
+    assert max(map(len, found)) <= 4, "a batch of samples, not of batches"
+
+
+def test_a_data_loader_of_a_stream_is_divided_as_the_stream() -> None:
+    found = drawn(session(steps=6)[0], DataLoader(Numbers(), batch_size=3, drop_last=True))
+    assert found == drawn(session(steps=6)[0], Numbers(), 3, drop_last=True)
+
+
+def test_all_options_of_a_data_loader_are_taken_over() -> None:
+    told = {
+        "num_workers": 2, "pin_memory": True, "timeout": 7, "worker_init_fn": print, "prefetch_factor": 3,
+        "persistent_workers": True, "generator": torch.Generator(), "collate_fn": summed, "in_order": False,
+    }  # fmt: skip
+    found = source_of(Source(DataLoader(data(), 4, multiprocessing_context="spawn", **told)))
+    assert found.options.pop("multiprocessing_context").get_start_method() == "spawn"
+    assert found.options == told and found.batch_size == 4
+    assert source_of(Source(DataLoader(data(), 4))).options == {}
+
+
+class Endless(DataLoader):
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("loader", "given", "said"),
+    [
+        (DataLoader(data(), batch_sampler=BatchSampler(range(9), 3, True)), {}, r"batch_sampler of its own \(BatchSa"),
+        (DataLoader(data(), batch_size=None), {}, "batch_size=None, whose data set makes the batches"),
+        (Endless(data(), 4), {}, "Endless, which iterates in a way of its own"),
+        (DataLoader(data(), 4, sampler=DistributedSampler(range(10), 2, 0)), {}, "so does a DistributedSampler"),
+        (DataLoader(data(), 4), {"batch_size": 8}, r"shard\(batch_size=8\) of a DataLoader whose batch_size is 4"),
+        (DataLoader(data(), 4, shuffle=True), {"shuffle": False}, "whose shuffle is True"),
+        (DataLoader(data(), 4), {"drop_last": True}, "whose drop_last is False"),
+        (DataLoader(data(), 4), {"num_workers": 2}, "whose num_workers is 0"),
+        (DataLoader(data(), 4), {"sampler": range(4)}, "whose sampler is <torch"),
+        (DataLoader(Numbers(), 4, num_workers=2), {}, "2 loader processes would each read all of it"),
+    ],
+)
+def test_what_a_data_loader_does_that_cannot_be_taken_over_is_refused(
+    loader: DataLoader, given: dict, said: str
+) -> None:
+    run, _, _ = session(steps=1)
+    with pytest.raises(UsageError, match=said) as refused:
+        run.shard(loader, **given)
+    assert refused.value.fix
+
+
+def test_what_a_data_loader_says_already_may_be_said_again() -> None:
+    run, _, _ = session(steps=1)
+    run.shard(DataLoader(data(), 4), 4, shuffle=False, num_workers=0, pad=True)
 
 
 def test_batches_before_an_optimizer_are_a_mistake_that_is_said() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
@@ -20,6 +20,7 @@ from ..session import Length, Progress
 from .batches import Batches, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
+from .place.loaders import Source, source_of
 from .place.memory import Memory, stateful
 from .place.taken import Taken
 from .rows import Pull, Rows
@@ -145,7 +146,7 @@ class Session:
 
     def shard(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | DataLoader[Any],
         batch_size: int | None = None,
         *,
         shuffle: bool = True,
@@ -172,6 +173,9 @@ class Session:
         data set without a length (IterableDataset) is read whole by each rank, which keeps every num_workers-th sample,
         and read again from its beginning up to where the rank was after a resume; the run must have a number of steps.
 
+        A DataLoader in the place of `dataset` gives its data set, batch size, sampler, `drop_last` and all its options;
+        its batch is that of one rank. UsageError for one with a batch_sampler or an iteration of its own.
+
         Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
         drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
@@ -179,15 +183,16 @@ class Session:
         self._say_length(progress())
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
-        size, seed = batch_size or self.settings.batch_size, self.settings.seed
+        source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
+        size, seed = source.batch_size or self.settings.batch_size, self.settings.seed
         if size % self._inner[1]:
             raise UsageError(
                 f"a batch of {size} samples cannot be divided among the {self._inner[1]} processes of this worker",
                 fix=f"a batch size that is a multiple of {self._inner[1]}",
             )
         size //= self._inner[1]
-        shares = Shares(dataset, size, seed, shuffle, pad, drop_last, sampler)
-        return Batches(shares, taken, progress, self.is_over, read_options(loader_options), epochs, self._inner)
+        shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
+        return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._inner)
 
     def expect(self, steps: int) -> None:
         """Say how many training steps this script takes by itself: a run that ends before says so at the first."""

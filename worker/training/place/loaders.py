@@ -1,0 +1,91 @@
+"""A DataLoader that a script gives to `session.shard()`: what it says of its data set and its batches."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from ....common.errors import UsageError
+from .stream import is_stream
+
+_SIGNATURE = inspect.signature(DataLoader).parameters
+# The session divides and orders the data by these itself. It passes all other arguments to a DataLoader of its own.
+_OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `session.shard()` divides, and how its batches are made."""
+
+    dataset: Any
+    batch_size: int | None = None  # of one worker; None: the run's
+    shuffle: bool = True
+    drop_last: bool = False
+    sampler: Any = None  # its order, instead of `shuffle`
+    options: dict[str, Any] = field(default_factory=dict)  # DataLoader's
+
+
+def source_of(given: Source) -> Source:
+    """The data set and the options of the DataLoader that was given, or `given` itself where it is a data set.
+
+    A batch of the DataLoader is a batch of one worker. With a plain `shuffle=True` the order follows from the run's
+    seed, as without a DataLoader. UsageError for what the session cannot take over, and for an argument that
+    contradicts the DataLoader.
+    """
+    loader = given.dataset
+    if not isinstance(loader, DataLoader):
+        return given
+    _check_kind(loader)
+    options = {name: getattr(loader, name) for name in _SIGNATURE if name not in _OF_BATCHES}
+    if options["collate_fn"] is default_collate:
+        options["collate_fn"] = None
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    said = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "shuffle": shuffle, **options}
+    _check_given(given, {**said, "sampler": loader.sampler})
+    changed = {name: value for name, value in options.items() if value != _SIGNATURE[name].default}
+    return Source(loader.dataset, loader.batch_size, shuffle, loader.drop_last, _order_of(loader), changed)
+
+
+def _order_of(loader: DataLoader[Any]) -> Any:
+    """The sampler, where `shuffle` alone does not say which samples an epoch has, and in which order."""
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    if is_stream(dataset):
+        return None
+    if type(sampler) not in (RandomSampler, SequentialSampler) or sampler.data_source is not dataset:
+        return sampler
+    is_random = type(sampler) is RandomSampler
+    return sampler if is_random and (sampler.replacement or sampler.num_samples != len(dataset)) else None
+
+
+def _check_kind(loader: DataLoader[Any]) -> None:
+    kind, batches = type(loader), loader.batch_sampler
+    if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        raise _refusal(f"{kind.__name__}, which iterates in a way of its own")
+    if loader.batch_size is None and batches is not None:
+        raise _refusal(f"a DataLoader with a batch_sampler of its own ({type(batches).__name__})")
+    if loader.batch_size is None:
+        raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
+
+
+def _check_given(given: Source, said: dict[str, Any]) -> None:
+    """UsageError for an argument of `session.shard()` that is not its default and not what the DataLoader says."""
+    default = Source(None)
+    told = {name: getattr(given, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
+    told = {name: value for name, value in told.items() if value is not getattr(default, name)} | given.options
+    for name, value in told.items():
+        if name in said and value is not said[name] and value != said[name]:
+            raise UsageError(
+                f"session.shard({name}={value!r}) of a DataLoader whose {name} is {said[name]!r}",
+                fix=f"say {name} once: to the DataLoader, or give session.shard() the loader's data set",
+            )
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"session.shard() divides the data itself and cannot take over {what}",
+        fix="give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)",
+    )
