@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -21,6 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.reporting.watched import Line
 from ..common.version import PROGRAM_VERSION
+from ..common.wire.json_text import read_json
 from .feed import Feed, Message
 from .guard import told
 from .openapi import Done, Health, Session, description
@@ -39,6 +39,7 @@ class Runs:
     def __init__(self, store: Store | None = None) -> None:
         self.live: dict[str, Feed] = {}
         self.store = store
+        self.most_viewers = MOST_VIEWERS
         self.num_viewers = 0
         self.stopped = asyncio.Event()
 
@@ -75,8 +76,8 @@ class Runs:
 
     def check_room(self) -> None:
         """HTTPException 503 where as many look as may."""
-        if self.num_viewers >= MOST_VIEWERS:
-            raise HTTPException(503, f"{MOST_VIEWERS} viewers look already, which is as many as may")
+        if self.num_viewers >= self.most_viewers:
+            raise HTTPException(503, f"{self.most_viewers} viewers look already, which is as many as may")
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
@@ -203,17 +204,28 @@ def _workers(feed: Feed) -> list[dict[str, Any]]:
 
 async def _control(feed: Feed, request: Request) -> Response:
     try:
-        asked = json.loads(await request.body())
-    except (ValueError, ClientDisconnect):
-        asked = None
-    if not isinstance(asked, dict):
-        return told(400, "the body is not a JSON object", 'e.g. {"do": "snapshot"}')
+        asked = _command(await request.body())
+    except (ValueError, ClientDisconnect) as error:
+        return told(
+            400, "the body is not a JSON object", f'{error or "it did not come whole"}; e.g. {{"do": "snapshot"}}'
+        )
     if feed.control is None or feed.is_over:
         return told(409, "this run takes no orders: it is over, or kept for reading only")
     try:
         return JSONResponse(Done(done=await feed.control(asked)).model_dump())
     except ValueError as error:
         return told(422, str(error))
+
+
+def _command(body: bytes) -> dict[str, Any]:
+    """A flat object of JSON. ValueError for anything else."""
+    found = read_json(body)
+    if not isinstance(found, dict):
+        raise ValueError("it is another kind of JSON")
+    for name, value in found.items():
+        if isinstance(value, dict | list):
+            raise ValueError(f"{name[:40]!r} is a list or an object")
+    return found
 
 
 async def _sse(runs: Runs, feed: Feed) -> AsyncIterator[str]:
@@ -226,37 +238,49 @@ async def _sse(runs: Runs, feed: Feed) -> AsyncIterator[str]:
 
 
 async def _websocket(runs: Runs, websocket: WebSocket) -> None:
+    gone: asyncio.Future[None] | None = None
     try:
         feed = runs.feed(websocket.query_params.get("run", "live"))
         async with runs.viewer():
             await websocket.accept()
-            async for message in _until(runs, feed):
+            gone = asyncio.ensure_future(_disconnected(websocket))
+            async for message in _until(runs, feed, gone):
                 if message is not None:
                     head = f'{{"event":"{message.kind}","number":{message.number},"data":'
                     await websocket.send_text(f"{head}{message.data}}}")
-            await websocket.close()
+            if not gone.done():
+                await websocket.close()
     except HTTPException as error:
         await websocket.close(1008 if error.status_code == 404 else 1013, error.detail)
     except WebSocketDisconnect:
         pass
+    finally:
+        if gone is not None:
+            gone.cancel()
 
 
-async def _until(runs: Runs, feed: Feed) -> AsyncIterator[Message | None]:
-    """A feed's messages until it or the page ends; None now and then, where nothing comes."""
+async def _disconnected(websocket: WebSocket) -> None:
+    """Returns when the viewer is gone. What a viewer sends means nothing here."""
+    while (await websocket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+async def _until(runs: Runs, feed: Feed, gone: asyncio.Future[None] | None = None) -> AsyncIterator[Message | None]:
+    """A feed's messages until it or the page ends, or the viewer is gone; None now and then, where nothing comes."""
     messages = feed.messages(runs.again(feed))
     stopped: asyncio.Future[object] = asyncio.ensure_future(runs.stopped.wait())
+    ends: set[asyncio.Future[Any]] = {stopped} if gone is None else {stopped, gone}
     coming: asyncio.Future[Message | None] | None = None
     try:
         while True:
             coming = coming or asyncio.ensure_future(_next(messages))
-            both: set[asyncio.Future[Any]] = {coming, stopped}
-            await asyncio.wait(both, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({coming, *ends}, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             if coming.done():
                 if (message := coming.result()) is None:
                     return
                 yield message
                 coming = None
-            elif stopped.done():
+            elif any(end.done() for end in ends):
                 return
             else:
                 yield None

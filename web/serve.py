@@ -10,6 +10,7 @@ import socket
 import ssl
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import uvicorn
 
@@ -20,7 +21,8 @@ from ..common.reporting.log import get_logger
 from ..common.reporting.watched import About, Tick, Watched
 from ..common.runstore.schema import FILE
 from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
-from .app import Runs, make_app
+from .app import MOST_VIEWERS, Runs, make_app
+from .door import Door
 from .feed import Control, Feed
 from .guard import Guard
 from .stored import Store
@@ -28,11 +30,33 @@ from .stored import Store
 log = get_logger()
 
 _STOP_S = 1.0
+_PING_S = 20.0  # between two pings of a WebSocket, and for the answer
 _TOKEN = secrets.token_urlsafe(16)  # where none is given; a server that goes back keeps it
 
 
 class _Server(uvicorn.Server):
-    """Signals stay the program's."""
+    """Signals stay the program's, and `door` accepts the connections."""
+
+    def __init__(self, config: uvicorn.Config, door: Door, listening: socket.socket) -> None:
+        super().__init__(config)
+        self._door, self._listening = door, listening
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._accepting = asyncio.create_task(self._door.accept(self._listening, self._protocol, self.config.ssl))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+        self._listening.close()
+        await super().shutdown(sockets=[])
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -76,14 +100,20 @@ class Page:
         self._loop = asyncio.new_event_loop()
         self._runs = Runs(Store(self._store))
         guard = Guard(make_app(self._runs), self._hosts, self._tokens, self._is_open, self._security.cert is not None)
+        door = Door(guard)
+        self._runs.most_viewers = min(MOST_VIEWERS, door.most // 2)
         self._server = _Server(
             uvicorn.Config(
-                guard, lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,
+                door, lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,
                 timeout_graceful_shutdown=1, ssl_certfile=self._security.cert, ssl_keyfile=self._security.key,
-                ws_max_size=1 << 16, h11_max_incomplete_event_size=1 << 16,
-            )
+                ws_max_size=1 << 16, ws_ping_interval=_PING_S, ws_ping_timeout=_PING_S,
+                h11_max_incomplete_event_size=1 << 16,
+                proxy_headers=False,  # the door knows connections by their address
+            ),
+            door,
+            listening,
         )  # fmt: skip
-        self._thread = Thread(target=self._carry, args=(listening,), name="page", daemon=True)
+        self._thread = Thread(target=self._carry, name="page", daemon=True)
         self._thread.start()
         scheme = "https" if self._security.cert is not None else "http"
         readable = "whoever has the token" if self._is_open else "this machine"
@@ -103,10 +133,10 @@ class Page:
             ) from None
         return listening
 
-    def _carry(self, listening: socket.socket) -> None:
+    def _carry(self) -> None:
         asyncio.set_event_loop(self._loop)
         with contextlib.suppress(ssl.SSLError, OSError):
-            self._loop.run_until_complete(self._server.serve([listening]))
+            self._loop.run_until_complete(self._server.serve())
         self._loop.close()
 
     # ---- from the run's thread ------------------------------------------------------------------

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 LR_SCALE, MODE = "lr_scale", "mode"
+_MOST_LR_SCALE = 1e6
+_MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 
 
 class CannotError(Exception):
@@ -104,9 +106,11 @@ def _snapshot(run: Run, event: Controlled, found: list[Effect]) -> str:
 
 def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
     policy, name, value = run.policy, event.name, event.value
+    if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+        raise CannotError(f"'{name[:40]}' must be at most 2^53, got a whole number of {value.bit_length()} bits")
     if name == LR_SCALE and _has_rate(run):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise CannotError(f"lr_scale must be a number of 0 or more, got {value!r:.40}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_LR_SCALE:
+            raise CannotError(f"lr_scale must be a number from 0 to {_MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
         run.contributions.lr_scale = float(value)
     elif name == MODE and _kin(run):
@@ -115,7 +119,7 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
     elif name in policy.changeable:
         before = getattr(policy.options, name)
         options = _options(run, name, value)
-        run.changed.setdefault(name, before)
+        run.changed[name] = run.changed.get(name, (before,))[0], getattr(options, name)
         found += run.performed(policy.change(options, event.at), event.at)
     else:
         names = ", ".join(one.removeprefix("set ") for one in offered(run) if one.startswith("set ")) or "nothing"
@@ -139,9 +143,22 @@ def _policy_of(run: Run, mode: Any) -> Policy:
     if policy.pull_every > 1:
         raise CannotError(f"policy.pull_every is {policy.pull_every}: workers know weights too rarely for another mode")
     try:
-        return make(mode)
+        made = make(mode)
     except ParamServerError as error:
         raise CannotError(f"{run.mode} cannot become {mode}: {error.message}") from None
+    _apply_changed(run, made)
+    return made
+
+
+def _apply_changed(run: Run, policy: Policy) -> None:
+    """Options that were set while the run went on hold in `policy` too, unless its configuration has a new value."""
+    now = policy.options.model_dump(mode="json")
+    changed = {
+        name: value for name, (configured, value) in run.changed.items()
+        if name in policy.changeable and now.get(name) == configured
+    }  # fmt: skip
+    if changed:
+        policy.change(_validated(policy, changed), 0.0)
 
 
 def _as_started(run: Run) -> dict[str, Any]:
@@ -151,15 +168,23 @@ def _as_started(run: Run) -> dict[str, Any]:
 
 def _options(run: Run, name: str, value: Any) -> Any:
     policy = run.policy
-    try:
-        options = type(policy.options).model_validate({**policy.options.model_dump(), name: value})
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise CannotError(f"{name} cannot be {value!r:.40}: it {why}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CannotError(f"{name} must be a finite number, got {value!r}")
+    options = _validated(policy, {name: value})
     least = policy.least_pipelined_staleness
     if policy.common.pipelined and getattr(options, "staleness", least) < least:
         raise CannotError(f"pipelined, {name} must be {least} or more, got {value}: the slowest itself would wait")
     return options
+
+
+def _validated(policy: Policy, values: dict[str, Any]) -> Any:
+    """The options of `policy` with other values."""
+    try:
+        return type(policy.options).model_validate({**policy.options.model_dump(), **values})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        told = ", ".join(f"{name} cannot be {value!r:.40}" for name, value in values.items())
+        raise CannotError(f"{told}: it {why}") from None
 
 
 def _member(run: Run, rank: int | None) -> int:
@@ -183,9 +208,8 @@ def _has_rate(run: Run) -> bool:
 
 
 def saved(run: Run) -> dict[str, Any]:
-    """JSON; `changed` by name: what the configuration says, and what holds."""
-    now = run.policy.options.model_dump(mode="json")
-    changed = {name: [before, now[name]] for name, before in run.changed.items()}
+    """JSON; `changed` by name: what the configuration says, and what was set."""
+    changed = {name: list(values) for name, values in run.changed.items()}
     mode = {} if run.mode == run.options.mode else {MODE: [run.options.mode, run.mode]}
     return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted), **mode}
 
@@ -194,19 +218,16 @@ def restore(run: Run, kept: Any) -> None:
     """What is not there, or not what it should be, holds no more."""
     if not isinstance(kept, dict):
         return
-    match kept.get(MODE):
-        case [run.mode, mode]:
-            with contextlib.suppress(CannotError):
-                run.take_over(mode, _policy_of(run, mode), 0.0)
-    scale, changed, options = kept.get(LR_SCALE), kept.get("changed"), run.policy.options
-    if isinstance(scale, int | float):
+    scale, changed = kept.get(LR_SCALE), kept.get("changed")
+    if isinstance(scale, int | float) and 0 <= scale <= _MOST_LR_SCALE:
         run.contributions.lr_scale = float(scale)
     run.roster.evicted = set()  # who is started with the server again may come
-    now = options.model_dump(mode="json")
-    again = {}
     for name, pair in changed.items() if isinstance(changed, dict) else ():
-        if name in run.policy.changeable and isinstance(pair, list) and len(pair) == 2 and pair[0] == now.get(name):
-            again[name] = pair[1]
-            run.changed[name] = pair[0]
-    if again:
-        run.policy.change(type(options).model_validate({**now, **again}), 0.0)
+        if isinstance(pair, list) and len(pair) == 2:
+            run.changed[name] = pair[0], pair[1]
+    with contextlib.suppress(CannotError):
+        match kept.get(MODE):
+            case [run.mode, mode]:
+                run.take_over(mode, _policy_of(run, mode), 0.0)
+            case _:
+                _apply_changed(run, run.policy)

@@ -71,7 +71,8 @@ class Run:
         self.final: dict[str, float] = {}
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self.length = Length(policy, options.epochs)
-        self.changed: dict[str, Any] = {}  # options that were set while it ran: what the configuration says
+        # Options that were set while it ran, by name: the configured value, and the one that was set.
+        self.changed: dict[str, tuple[Any, Any]] = {}
         self.lost_at: dict[int, float] = {}  # by rank, before its last training step
         self._happens = self._handlers()
 

@@ -77,7 +77,8 @@ def digest(run: Run) -> str:
         for rank, worker in run.roster.workers.items()
     }
     bringer = run.bringer and [run.bringer.rank, run.bringer.incarnation]
-    set_ = [run.mode, run.policy.options.model_dump(), run.contributions.lr_scale, sorted(run.roster.evicted)]
+    evicted, scale = sorted(run.roster.evicted), run.contributions.lr_scale
+    set_ = [run.mode, run.policy.options.model_dump(), run.changed, scale, evicted]
     flags = [run.has_weights, run.is_holding, run.is_closed, run.is_done, run.model, bringer, run.lost_at]
     end = [run.has_finished, run.evaluator, run.ended_by, run.length.by, len(run.curve.points)]
     state = [run.policy.full_state(), seats, set_, run.roster.num_joins, flags, end, run.rhythm.state()]

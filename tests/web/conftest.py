@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.watched import About, Tick, Totals
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.common.reporting.watched import About, Tick, Totals, Watched
+from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
+
+CONTROL = "/api/runs/live/controls"
 
 # What a browser would ask of others by itself is switched off: whatever leaves the machine is the page's doing.
 _FLAGS = [
@@ -126,3 +131,44 @@ def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
     totals = Totals(updates=number, wall_s=float(number), samples=32 * number * num_workers)
     told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status, "totals": totals}
     return Tick(**{**told, "staleness": {0: number, 1: 2}, **fields})
+
+
+class Client:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+        host, _, port = self.address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
+        try:
+            connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def asked() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def client(page: Any, asked: list[dict[str, Any]]) -> Client:
+    async def control(what: dict[str, Any]) -> str:
+        asked.append(what)
+        return "done"
+
+    page.begin(Watched(about=about()), control)
+    page.push(tick(1))
+    client = Client(page.address)
+    until(lambda: client.ask("GET", "/api/runs")[1] != [])
+    return client
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

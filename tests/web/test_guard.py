@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import http.client
 import json
 import socket
 import time
@@ -16,56 +15,13 @@ import jsonschema
 import pytest
 
 from paramserver.common.reporting.curve import Point
-from paramserver.common.reporting.watched import Happened, Snapshot, Span, Wait, Watched
+from paramserver.common.reporting.watched import Happened, Snapshot, Span, Wait
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
-from paramserver.tests.web.conftest import about, tick
+from paramserver.tests.web.conftest import CONTROL, Client, tick, until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
 from paramserver.web.guard import cookie_of
-
-CONTROL = "/api/runs/live/controls"
-
-
-class Client:
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-        host, _, port = self.address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
-        try:
-            connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
-            answer = connection.getresponse()
-            text = answer.read()
-            return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text
-        finally:
-            connection.close()
-
-
-@pytest.fixture
-def asked() -> list[dict[str, Any]]:
-    return []
-
-
-@pytest.fixture
-def client(page: Any, asked: list[dict[str, Any]]) -> Client:
-    async def control(what: dict[str, Any]) -> str:
-        asked.append(what)
-        return "done"
-
-    page.begin(Watched(about=about()), control)
-    page.push(tick(1))
-    client = Client(page.address)
-    until(lambda: client.ask("GET", "/api/runs")[1] != [])
-    return client
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -> None:

@@ -160,7 +160,7 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
     assert [float(text) for text in shown.cells("stale mean")] == pytest.approx(
         [one["staleness_mean"] for one in workers], abs=0.0051
     )
-    assert bins(shown) == {behind: count for behind, count in summary["staleness"].items() if int(behind) < 8}
+    assert bins(shown) == dict(list(summary["staleness"].items())[:8])  # as many as the sentence has
     assert sum(summary["staleness"].values()) == sums["steps"]
     late = sum(int(behind) * count for behind, count in summary["staleness"].items())
     assert late == pytest.approx(mean * sums["steps"], abs=0.01 * sums["steps"])

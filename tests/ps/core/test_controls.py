@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paramserver.ps.core import controls, effects, events
@@ -200,8 +200,8 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
         ("ssp", ("snapshot",), "this server keeps no snapshots; start it with --checkpoint-dir DIR"),
         ("ssp", ("set", None, "staleness", -1), "staleness cannot be -1: it should be greater than or equal to 0"),
         ("ssp", ("set", None, "staleness", True), "staleness cannot be True: it is no switch, got True"),
-        ("ssp", ("set", None, "lr_scale", float("nan")), "lr_scale must be a number of 0 or more, got nan"),
-        ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number of 0 or more, got '1'"),
+        ("ssp", ("set", None, "lr_scale", float("nan")), "lr_scale must be a number from 0 to 1,000,000, got nan"),
+        ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number from 0 to 1,000,000, got '1'"),
         ("localsgd", ("set", None, "lr_scale", 1),
          "'lr_scale' cannot be changed while localsgd runs; what can: straggler_timeout_s"),
         ("ssp", ("set", None, "seed", 1),
@@ -286,3 +286,105 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
     idle = set(run.policy.members) - busy - run.policy.held
     if idle and not run.policy.held:
         assert busy & set(run.policy.members), f"{idle} wait, and nobody computes"
+
+
+# ---- any commands in any order ------------------------------------------------------------------------
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 9), st.floats(), st.text(max_size=3),
+    st.sampled_from([10**30, 10**400, -(10**4000), 1e308, "sync", "async", "ssp", "dssp", "localsgd", "allreduce"]),
+)  # fmt: skip
+_NAMES = st.sampled_from(["lr_scale", "mode", "staleness", "staleness_most", "straggler_timeout_s", "seed", ""])
+_RANKS = st.one_of(st.none(), st.integers(-1, 3), st.just(10**30))
+_COMMANDS = st.one_of(
+    st.tuples(st.sampled_from(["hold", "release", "evict", "snapshot", "drain", "fly"]), _RANKS),
+    st.tuples(st.just("set"), st.none(), _NAMES, _VALUES),
+    st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["async", "ssp", "dssp"])),
+    st.tuples(st.just("set"), st.none(), st.just("staleness"), st.integers(0, 5)),
+)
+_EVENTS = st.tuples(st.sampled_from(["step", "join", "leave", "tick"]), st.integers(0, 2))
+
+
+class Commanded:
+    """A run under commands: after each event a snapshot of it is one that the same run goes on from."""
+
+    def __init__(self, mode: str, settings: dict[str, object]) -> None:
+        self.settings, self.at, self.busy = settings, 0.0, {0, 1, 2}
+        self.run = run_of(mode, num_workers=3, keeps_snapshots=True, **settings)
+
+    def apply(self, event: events.Event) -> None:
+        self.at += 0.1
+        event.at = self.at
+        for effect in self.run.apply(event):
+            if isinstance(effect, effects.Answer):
+                self.busy.add(effect.rank)
+            elif isinstance(effect, effects.TakeSnapshot):
+                self.apply(events.Stored(effect.attempt, effect.version))
+            elif isinstance(effect, effects.End):
+                assert effect.error is None, effect.error
+        self.survives()
+
+    def happens(self, what: str, rank: int) -> None:
+        worker = self.run.roster.workers.get(rank)
+        if what == "tick":
+            for one in self.run.roster.workers.values():
+                self.run.roster.spoke(one, self.at)
+            self.apply(events.Ticked())
+        elif what == "join" and worker is None:
+            self.apply(events.Joined(100 + len(self.run.roster.num_joins), rank, process=f"p{self.at}"))
+            if (worker := self.run.roster.workers.get(rank)) is not None:
+                self.apply(events.Offered(rank, worker.incarnation, "model", "sgd"))
+        elif what == "leave" and worker is not None:
+            self.busy.discard(rank)
+            self.apply(events.Left(rank, worker.incarnation))
+        elif what == "step" and rank in self.busy and rank in self.run.policy.members:
+            assert worker is not None
+            self.busy.discard(rank)
+            number = self.run.policy.num_counted[rank] + 1
+            self.apply(events.Contributed(rank, worker.incarnation, number, self.run.policy.version))
+
+    def survives(self) -> None:
+        """What a snapshot holds of commands holds in the run that goes on from it."""
+        run = self.run
+        saved = json.loads(json.dumps(run.saved(self.at), allow_nan=False))
+        settings = {"num_workers": 3, "local_steps": 4, **self.settings}
+        again = Run(run.options, policy_of(run.options.mode, settings), "r")
+        again.restore(run.policy.version, ("model", "sgd"), saved)
+        assert (again.mode, again.policy.options) == (run.mode, run.policy.options)
+        assert (again.contributions.lr_scale, again.changed) == (run.contributions.lr_scale, run.changed)
+        run.digest()
+
+
+@given(
+    st.sampled_from(["sync", "async", "ssp", "dssp", "localsgd", "diloco", "buffered", "async_diloco"]),
+    st.sampled_from([{}, {"staleness": 2}, {"pipelined": True, "staleness": 1}]),
+    st.lists(st.one_of(_COMMANDS, _EVENTS), max_size=30),
+)
+@example("ssp", {}, [("set", None, "staleness", 5), ("set", None, "mode", "async"), ("step", 0)])
+@example("async", {}, [("set", None, "lr_scale", 10**400)])
+@example("ssp", {}, [("set", None, "staleness", 10**4000)])
+def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happened: list[tuple]) -> None:
+    if mode == "sync" and settings.get("pipelined"):
+        settings = {}
+    commanded = Commanded(mode, settings)
+    for what, *told in happened:
+        if what in ("step", "join", "leave", "tick"):
+            commanded.happens(what, *told)
+        else:
+            commanded.apply(events.Controlled(what, *told))
+
+
+def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
+    run = run_of("ssp", staleness=1)
+    ask(run, "set", name="staleness", value=5)
+    ask(run, "set", name="mode", value="async")
+    again = restored(run, staleness=1)
+    assert again.mode == "async"
+    for one in (run, again):
+        one.policy.joined(0, 0.0)
+        assert told(ask(one, "set", name="mode", value="ssp"))[0]
+        assert one.policy.staleness_bound == 5
+    ask(restored(run, staleness=2), "set", name="mode", value="ssp")
+    anew = restored(run, staleness=2)  # the configuration says something new
+    ask(anew, "set", name="mode", value="ssp")
+    assert anew.mode == "ssp" or anew.policy.staleness_bound == 2

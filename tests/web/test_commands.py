@@ -1,0 +1,72 @@
+"""Commands to the page: what is no command is a 400 and changes nothing, and no sequence of commands ends the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.web.conftest import CONTROL, Client
+
+pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
+
+SHOWN = {"Authorization": "Bearer secret"}
+SET_SCALE = b'{"do": "set", "name": "lr_scale", "value": %s}'
+BAD = {
+    "nested lists": b"[" * 60_000,
+    "nested objects": b'{"do":' * 10_000,
+    "a nested value": b'{"do": "set", "name": "lr_scale", "value": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "a nested rank": b'{"do": "hold", "rank": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+    "half a pair": b'{"do": "\\ud800"}',
+    "half a pair as a name": b'{"do": "set", "name": "\\udfff", "value": 1}',
+    "half a pair as a value": b'{"do": "set", "name": "mode", "value": "a\\ud800"}',
+    "half a pair as a key": b'{"do": "drain", "\\ud800": 1}',
+    "half a pair, encoded": b'{"do": "\xed\xa0\x80"}',
+    "400 digits": SET_SCALE % (b"9" * 400),
+    "4,000 digits": SET_SCALE % (b"9" * 4000),
+    "50,000 digits": SET_SCALE % (b"9" * 50_000),
+    "infinity": SET_SCALE % b"1e999",
+    "Infinity": SET_SCALE % b"-Infinity",
+    "NaN": SET_SCALE % b"NaN",
+    "a huge rank": b'{"do": "hold", "rank": %s}' % (b"9" * 100),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_command_is_a_400(client: Client, asked: list[dict[str, Any]], name: str) -> None:
+    status, said = client.ask("POST", CONTROL, BAD[name], **SHOWN)
+    assert (status, asked) == (400, [])
+    assert said["error"] and said["fix"]
+
+
+def test_no_command_ends_the_run(cluster: Cluster) -> None:
+    """With a snapshot after each: what was set is a part of it."""
+    server = cluster.server(
+        "--mode", "ssp", "--task", "xor", "--steps", "1000000", "--web", "127.0.0.1:0",
+        "--checkpoint-dir", "snapshots", "--history", "h.jsonl", PS_WEB_TOKEN="secret",
+    )  # fmt: skip
+    page, worker = Client(server.event("page")["address"]), cluster.worker(0)
+
+    def asks(body: bytes) -> int:
+        return page.ask("POST", CONTROL, body, **SHOWN)[0]
+
+    def snapshot() -> None:
+        before = len(server.events("snapshot"))
+        assert asks(b'{"do": "snapshot"}') == 200
+        server.until(lambda: len(server.events("snapshot")) > before, "snapshot")
+
+    server.until(lambda: bool(server.events("admitted")), "worker")
+    assert {name: asks(body) for name, body in BAD.items()} == dict.fromkeys(BAD, 400)
+    for name, value in (("staleness", 5), ("mode", "async"), ("lr_scale", 0.5), ("mode", "dssp"), ("mode", "ssp")):
+        assert asks(json.dumps({"do": "set", "name": name, "value": value}).encode()) == 200
+        snapshot()
+    for body in (b'{"do": "hold", "rank": 2147483648}', SET_SCALE % b"1e300", SET_SCALE % b"9007199254740993", b"{}"):
+        assert asks(body) == 422
+    for path in ("", "/status", "/events", "/snapshots", "/workers", "/metrics"):
+        assert page.ask("GET", f"/api/runs/live{path}")[0] == 200
+    assert asks(b'{"do": "drain"}') == 200
+    assert [one.wait() for one in (worker, server)] == [0, 0], server.output
+    done = [line for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"op":"control"' in line]
+    assert sum('"done":true' in line for line in done) == 11, done
