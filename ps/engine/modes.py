@@ -27,6 +27,7 @@ def make_policy(config: Config) -> Policy:
         _check_reports(config)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers, **_of_codecs(config)}
+    settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
     made = policy_of(run.mode, {**settings, **options.model_dump()})
     _check_codecs(made, config)
     if made.compensation is not None and config.worker.answer_codec != "raw":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.base import Commit, Contribution, Fold
+from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 
 ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fixed_set", False)]
@@ -74,14 +74,17 @@ def test_fold_order_survives_departures(mode: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
-def test_what_waited_behind_a_departed_worker_is_folded_at_once(mode: str) -> None:
-    """Its memory is needed by others; the round itself stays open for rank 3."""
+def test_what_waits_behind_a_departed_worker_is_folded_when_the_round_closes(mode: str) -> None:
+    """Until then it may come back, to the same place."""
     policy = make_policy(mode, num_workers=4)
     for rank in range(4):
         policy.joined(rank, 0.0)
     for rank in (1, 2):
         assert policy.contributed(rank, Contribution(1, 0), 0.0) == []
-    assert policy.left(0, 0.0) == [Fold(1, 1.0), Fold(2, 1.0)]
+    assert policy.left(0, 0.0) == []
+    decisions = policy.contributed(3, Contribution(1, 0), 0.0)
+    assert decisions[:3] == [Fold(1, 1.0), Fold(2, 1.0), Fold(3, 1.0)]
+    assert isinstance(decisions[3], Commit)
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
@@ -93,3 +96,107 @@ def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, opt
     for rank in (2, 1):
         assert policy.upload_position(rank) == 0
         assert Fold(rank, 1.0) in policy.contributed(rank, Contribution(1, 0), 0.0)
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: str, data: st.DataObject) -> None:
+    """At any time, before or after the others contributed: a version depends only on the contributions in it."""
+    num_workers = data.draw(st.integers(2, 5))
+    options = data.draw(st.sampled_from([{}, {"min_workers": num_workers}]))
+    options |= data.draw(st.sampled_from([{}, {"max_staged": 1}, {"max_staged": 3}]))
+    policy = make_policy(mode, num_workers=num_workers, **options)
+    folded: list[int] = []
+    ready: set[int] = set()
+    versions = 0
+
+    def carry_out(decisions: list[Any]) -> None:
+        nonlocal versions
+        for decision in decisions:
+            if isinstance(decision, Fold):
+                folded.append(decision.rank)
+            elif isinstance(decision, Answer):
+                ready.add(decision.rank)
+            elif isinstance(decision, Commit):
+                assert folded == sorted(folded) == list(decision.ranks)
+                assert len(folded) >= options.get("min_workers", 1)
+                folded.clear()
+                versions += 1
+
+    for rank in range(num_workers):
+        carry_out(policy.joined(rank, 0.0))
+    for _ in range(data.draw(st.integers(5, 40))):
+        actions = [("contribute", rank) for rank in sorted(ready)]
+        live = set(policy.members)
+        # One is away at a time.
+        actions += [("leave", rank) for rank in sorted(live)] if len(live) == num_workers else []
+        actions += [("join", rank) for rank in range(num_workers) if rank not in live]
+        action, rank = data.draw(st.sampled_from(actions))
+        if action == "contribute":
+            ready.remove(rank)
+            carry_out(policy.contributed(rank, Contribution(policy.num_counted[rank] + 1, policy.version), 0.0))
+        elif action == "leave":
+            ready.discard(rank)
+            carry_out(policy.left(rank, 0.0))
+        else:
+            carry_out(policy.joined(rank, 0.0))
+        assert policy.version == versions
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+def test_who_returns_before_the_round_closes_is_folded_in_its_place(mode: str) -> None:
+    policy = make_policy(mode, num_workers=3)
+    for rank in range(3):
+        policy.joined(rank, 0.0)
+    assert policy.left(0, 0.0) == []
+    assert policy.contributed(1, Contribution(1, 0), 0.0) == []
+    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
+    assert policy.contributed(0, Contribution(1, 0), 0.0) == [Fold(0, 1.0), Fold(1, 1.0)]
+    assert policy.contributed(2, Contribution(1, 0), 0.0)[0] == Fold(2, 1.0)
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+def test_who_returns_when_higher_ranks_are_folded_starts_with_the_next_round(mode: str) -> None:
+    """The version was made without it before, so nothing was kept free for it."""
+    policy = make_policy(mode, num_workers=3)
+    for rank in range(3):
+        policy.joined(rank, 0.0)
+    policy.left(0, 0.0)
+    for rank in (1, 2):
+        policy.contributed(rank, Contribution(1, 0), 0.0)
+    assert policy.version == 1
+    assert policy.contributed(1, Contribution(2, 1), 0.0) == [Fold(1, 1.0)]
+    assert policy.joined(0, 0.0) == []
+    fold, commit, *answers = policy.contributed(2, Contribution(2, 1), 0.0)
+    assert (fold, commit.ranks) == (Fold(2, 1.0), (1, 2))
+    assert [answer.rank for answer in answers] == [0, 1, 2]
+    assert policy.committed_by == (1, 2)
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+def test_a_round_that_has_lost_too_many_takes_in_who_came_late(mode: str) -> None:
+    """With `min_workers` of 2: rank 0 starts with the next round, until rank 2 dies. Then both would wait for ever."""
+    policy = make_policy(mode, num_workers=3, min_workers=2)
+    for rank in range(3):
+        policy.joined(rank, 0.0)
+    policy.left(0, 0.0)
+    for rank in (1, 2):
+        policy.contributed(rank, Contribution(1, 0), 0.0)
+    policy.contributed(1, Contribution(2, 1), 0.0)
+    policy.joined(0, 0.0)
+    assert [decision.rank for decision in policy.left(2, 0.0)] == [0]  # its START
+    assert policy.contributed(0, Contribution(1, 1), 0.0)[0] == Fold(0, 1.0)
+    assert policy.version == 2
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+def test_a_place_is_kept_free_only_while_nobody_needs_the_memory(mode: str) -> None:
+    """Two uploads fit: rank 1's waits behind rank 0's place until rank 2 asks for memory, which only this one has."""
+    policy = make_policy(mode, num_workers=4, max_staged=2)
+    for rank in range(4):
+        policy.joined(rank, 0.0)
+    assert policy.left(0, 0.0) == []
+    assert [policy.upload_position(rank) for rank in (1, 2, 3)] == [1, 2, 3]
+    assert policy.contributed(1, Contribution(1, 0), 0.0) == [Fold(1, 1.0)]
+    assert [policy.upload_position(rank) for rank in (2, 3)] == [0, 1]

@@ -24,7 +24,7 @@ class Uploads:
     """Workers that upload into a real StagingPool in the order a real policy gives."""
 
     def __init__(self, mode: str, limit: int, num_workers: int, options: dict[str, Any]) -> None:
-        self.policy = make_policy(mode, num_workers=num_workers, **options)
+        self.policy = make_policy(mode, num_workers=num_workers, max_staged=limit, **options)
         self.pool = StagingPool(limit, 8)
         self.steps: dict[int, int] = {}
         self.wants: dict[int, asyncio.Task[Any]] = {}  # ask for memory
@@ -106,10 +106,14 @@ def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObje
                 actions.append(("join", next_rank))
             if len(uploads.policy.members) > 1:
                 actions += [("leave", rank) for rank in sorted(uploads.policy.members)]
+            away = [rank for rank in range(num_workers) if rank not in uploads.policy.members]
+            actions += [("return", rank) for rank in away if rank not in uploads.staged]  # its own would be another
             action, rank = data.draw(st.sampled_from(actions))
             if action == "join":
                 uploads.join(rank)
                 next_rank += 1
+            elif action == "return":
+                uploads.join(rank)
             elif action == "leave":
                 await uploads.leave(rank)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +23,23 @@ class Naive:
     numbers: dict[int, int] = field(default_factory=dict)  # by rank, kept when it leaves
     live: dict[int, bool] = field(default_factory=dict)  # by rank: an answer is due
     in_round: set[int] = field(default_factory=set)  # ranks, of those that have left too
+    vacant: set[int] = field(default_factory=set)  # that have left the round without a contribution
+    late: set[int] = field(default_factory=set)  # live ones that are in the next round only
     has_started: bool = False
 
     def join(self, rank: int) -> None:
         self.numbers.setdefault(rank, min((self.numbers[other] for other in self.live), default=0))
+        if self.mode in ("sync", "localsgd") and rank not in self.in_round | self.vacant:
+            order = sorted((self.live.keys() - self.late) | self.vacant | self.in_round)
+            folded = list(takewhile(self.in_round.__contains__, order))
+            self.late |= {rank} if folded and folded[-1] > rank else set()
+        self.vacant.discard(rank)
         self.live[rank] = True
+
+    def leave(self, rank: int) -> None:
+        del self.live[rank]
+        self.vacant |= {rank} - self.in_round - self.late
+        self.late.discard(rank)
 
     def contribute(self, rank: int) -> None:
         self.numbers[rank] += 1
@@ -38,8 +51,8 @@ class Naive:
         self.has_started = self.has_started or len(self.live) >= self.num_workers
         if not self.has_started or not self.live:
             return set()
-        if self.in_round and self.live.keys() <= self.in_round:
-            self.in_round = set()
+        if self.in_round and self.live.keys() <= self.in_round | self.late:
+            self.in_round, self.vacant, self.late = set(), set(), set()
         found = {rank for rank, is_due in self.live.items() if is_due and not self._must_wait(rank)}
         self.live |= dict.fromkeys(found, False)
         return found
@@ -47,7 +60,7 @@ class Naive:
     def _must_wait(self, rank: int) -> bool:
         if self.mode == "ssp":
             return self.numbers[rank] - min(self.numbers[other] for other in self.live) > self.bound
-        return self.mode != "async" and rank in self.in_round
+        return self.mode != "async" and rank in self.in_round | self.late
 
 
 @pytest.mark.parametrize("mode", ["async", "localsgd", "ssp", "sync"])
@@ -68,7 +81,7 @@ def test_those_wait_who_must(mode: str, data: st.DataObject) -> None:
             naive.join(rank)
         elif action == "leave":
             decisions = policy.left(rank, 0.0)
-            del naive.live[rank]
+            naive.leave(rank)
         else:
             contribution = Contribution(naive.numbers[rank] + 1, based_on[rank])
             decisions = policy.contributed(rank, contribution, 0.0)

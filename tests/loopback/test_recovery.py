@@ -152,3 +152,33 @@ def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
         if mode == "sync":
             told = server.events("mode_changed")[0]["meaning"]
             assert told == "training steps are counted: 20 of 30 are done by the slowest rank, 10 are left"
+
+
+@pytest.mark.slow
+def test_a_worker_killed_before_it_contributed_costs_no_bit(cluster):
+    """The others' contributions to that round are there before its next process: it is folded first all the same."""
+
+    def serve(name: str):
+        return cluster.server(
+            "--mode", "sync", "--workers", "3", "--steps", "12", "--optimizer", "adam", "--lr", "0.01", "--task",
+            "digits", "--set", "policy.min_workers=3", "--history", f"{name}.jsonl", "--save", f"{name}.safetensors",
+        )  # fmt: skip
+
+    server = serve("whole")
+    assert [process.wait() for process in (*[cluster.worker(rank) for rank in range(3)], server)] == [0] * 4
+
+    server = serve("killed")
+    victim, *others = (cluster.worker(rank, PS_SLOWDOWN__BASE_S="0" if rank else "0.4") for rank in range(3))
+
+    def accepted(rank: int) -> int:
+        lines = history(cluster.folder / "killed.jsonl")
+        return sum(line["op"] == "accept" and line["rank"] == rank for line in lines)
+
+    server.until(lambda: accepted(1) == accepted(2) == accepted(0) + 1 >= 5, "a round without rank 0")
+    victim.signal(signal.SIGKILL)
+    victim.popen.wait()
+    server.until(lambda: bool(server.events("left")), "departure of rank 0")
+    assert accepted(1) == accepted(2) == accepted(0) + 1
+    assert [process.wait() for process in (cluster.worker(0), *others, server)] == [0] * 4
+    whole, killed = (load_file(cluster.folder / f"{name}.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())

@@ -20,6 +20,7 @@ class Common:
     training_steps: int | None = 1_000_000  # of each worker; None: until its own loop ends
     num_workers: int | None = None  # training starts when all of them have joined
     min_workers: int = 1  # with fewer, training holds
+    max_staged: int | None = None  # uploads that lie in memory at once; None: one of each worker may
     weighting: Literal["samples", "equal"] = "samples"
     pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
     leaves_out: bool = False  # a codec of the run's does, more than weights themselves survive

@@ -8,6 +8,12 @@ depends on arrival anyway, and so does the order: nobody's upload then waits for
 
 What a worker contributed stays in the round when it leaves. When it comes back before the round has closed,
 it starts with the next.
+
+A worker that leaves before it contributed keeps its place in the order: it may come back in time. Contributions
+of higher ranks are folded behind that place when the round closes, or when it is passed because other live workers
+need the memory that they hold. A worker whose place has been passed starts with the next round. So a version depends
+only on the contributions in it. One case is left, with `min_workers`: a round that loses workers until too few are
+left without those who came late takes these in, and folds them last.
 """
 
 from __future__ import annotations
@@ -48,9 +54,10 @@ class RoundPolicy(Policy):
         super().__init__(common, options)
         self.has_fixed_set = self._has_fixed_set()
         self._deadline = None if options.straggler_mad is None else Deadline(options.straggler_mad)
-        self._order: list[int] = []  # of folding in this round; who joins in the middle comes last
-        self._num_sorted = 0  # of those, before who joined in the middle
+        self._order: list[int] = []  # ranks of this round, ascending: the order of folding
+        self._vacant: set[int] = set()  # of those: left in this round without a contribution, and may come back
         self._num_folded = 0  # of a fixed set, in that order
+        self._late: set[int] = set()  # live ranks that came back when their place was passed: not in this round
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
@@ -99,34 +106,46 @@ class RoundPolicy(Policy):
         self._is_missing_no_more(member.rank)
         if self._opened_at is None:
             self._opened_at = now
-        return self._fold_next() if self.has_fixed_set else [Fold(member.rank, self._weights[member.rank])]
+        if self.has_fixed_set and bisect_left(self._order, member.rank) >= self._num_folded:
+            return self._fold_next()
+        return [Fold(member.rank, self._weights[member.rank])]
 
     def _joined(self, rank: int) -> list[Decision]:
         if rank in self._weights:
             return []
-        insort(self._missing, rank)
-        if self.has_started:
-            self._order.append(rank)
+        if rank in self._vacant:
+            self._vacant.remove(rank)
+        elif self.has_fixed_set and not self._has_room(bisect_left(self._order, rank)):
+            self._late.add(rank)
+            return []
         else:
             insort(self._order, rank)
-            self._num_sorted += 1
-        return []
+        insort(self._missing, rank)
+        return self._fold_next() if self.has_fixed_set else []
 
     def _left(self, rank: int) -> list[Decision]:
         # What it contributed stays in the round; what it did not is not waited for.
         if rank in self._weights:
             return []
+        if rank in self._late:
+            self._late.remove(rank)
+            return []
         self._is_missing_no_more(rank)
-        place = self._place(rank)
-        del self._order[place]
-        self._num_sorted -= place < self._num_sorted
+        if self.has_fixed_set and rank not in self.out:
+            self._vacant.add(rank)
+        else:
+            place = bisect_left(self._order, rank)
+            del self._order[place]
+            self._num_folded -= place < self._num_folded
         return self._fold_next() if self.has_fixed_set else []
 
-    def _place(self, rank: int) -> int:
-        """Index of a rank in the order, which holds it."""
-        place = bisect_left(self._order, rank, 0, self._num_sorted)
-        is_there = place < self._num_sorted and self._order[place] == rank
-        return place if is_there else self._order.index(rank, self._num_sorted)
+    def _has_room(self, place: int) -> bool:
+        """Whether a rank can still be folded at this place of the order. Behind it uploads may have got all memory."""
+        first, most = self._num_folded, self.common.max_staged
+        if place < first:
+            return False
+        is_behind_them = place == len(self._order) or not self.has_started
+        return is_behind_them or most is None or place - first >= most or len(self._order) - first < most
 
     def _is_missing_no_more(self, rank: int) -> None:
         del self._missing[bisect_left(self._missing, rank)]
@@ -134,9 +153,41 @@ class RoundPolicy(Policy):
     def _fold_next(self) -> list[Decision]:
         """Fold what has come, as far as the order of a fixed set allows."""
         decisions: list[Decision] = []
-        while self._num_folded < len(self._order) and (rank := self._order[self._num_folded]) in self._weights:
-            decisions.append(Fold(rank, self._weights[rank]))
-            self._num_folded += 1
+        while self._num_folded < len(self._order):
+            rank = self._order[self._num_folded]
+            if rank in self._weights:
+                decisions.append(Fold(rank, self._weights[rank]))
+                self._num_folded += 1
+            elif rank in self._vacant and self._is_memory_needed():
+                self._vacant.remove(rank)
+                del self._order[self._num_folded]
+            else:
+                break
+        return decisions
+
+    def _is_memory_needed(self) -> bool:
+        """Whether all uploads that may be staged before the next vacant place is folded are here, and somebody else
+        waits for their memory. Where the round cannot close without another worker, nobody else does."""
+        most, first = self.common.max_staged, self._num_folded
+        if most is None or len(self._order) <= first + most or len(self.members) < self._needed:
+            return False
+        return all(rank in self._weights or rank in self._vacant for rank in self._order[first : first + most])
+
+    def _fold_rest(self) -> list[Decision]:
+        """Vacant places are not waited for any more."""
+        rest = self._order[self._num_folded :] if self.has_fixed_set else []
+        return [Fold(rank, self._weights[rank]) for rank in rest if rank in self._weights]
+
+    def _admit_late(self) -> list[Decision]:
+        """Too few are left for a round (`min_workers`) without those who came late: they are in it, and folded as
+        they come, behind all others that are in it."""
+        decisions = self._fold_rest()
+        self._order = sorted((*self._weights, *self._late))
+        self._missing = sorted(self._late)
+        self._num_folded = len(self._order) if self._weights else 0
+        self._vacant.clear()
+        self._late.clear()
+        self._waiting.ask_all()
         return decisions
 
     def _why_close(self, now: float) -> str | None:
@@ -145,10 +196,9 @@ class RoundPolicy(Policy):
         if contributed < max(1, self._needed):
             return None
         if not num_missing:
-            gone = contributed - len(self.members)
-            return f"{contributed - gone} of {len(self.members)} live workers contributed" + (
-                f", and {gone} before leaving" if gone else ""
-            )
+            live = self._num_in_round()
+            gone = contributed - live
+            return f"{live} of {live} live workers contributed" + (f", and {gone} before leaving" if gone else "")
         if num_missing <= self.options.backup_workers:
             return f"{contributed} contributed, {num_missing} of {self.options.backup_workers} backup workers did not"
         timeout_s = self.options.straggler_timeout_s
@@ -159,26 +209,40 @@ class RoundPolicy(Policy):
             return f"{told}, rank {names(self._missing)} did not"
         return None
 
+    def _num_in_round(self) -> int:
+        """Live workers in this round."""
+        return len(self.members) - len(self._late)
+
     def _advance(self, now: float) -> list[Decision]:
+        if self._late and not self._missing and len(self._weights) < self._needed:
+            return self._admit_late()
         reason = self._why_close(now)
         if reason is None:
             return []
+        rest = self._fold_rest()
+        if self._late:
+            self.committed_by = tuple(rank for rank in self._ranks if rank not in self._late)
+        elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
+            self.committed_by = None  # of a round that some were late for
         commit = self._commit(tuple(rank for rank in self._order if rank in self._weights), reason)
         if self._part:
             self._stepped_part(ROUNDS, self._continues)
         self._order, self._missing = list(self._ranks), list(self._ranks)
-        self._num_sorted, self._num_folded = len(self._order), 0
+        self._num_folded = 0
+        self._vacant.clear()
+        self._late.clear()
         if self._deadline is not None:
             self._deadline.begins(self._weights, len(self.members), now)
         self._weights, self._opened_at = {}, None
         self.has_fixed_set = self._has_fixed_set()
-        return [commit]
+        return [*rest, commit]
 
     def _gate(self, member: Member, now: float) -> Closed | None:
-        return Closed(self.version + 1, self._why_open) if member.rank in self._weights else None
+        is_done = member.rank in self._weights or member.rank in self._late
+        return Closed(self.version + 1, self._why_open) if is_done else None
 
     def _why_open(self) -> str:
-        live = len(self.members)
+        live = self._num_in_round()
         return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
 
     def _progress(self) -> int:
@@ -186,4 +250,4 @@ class RoundPolicy(Policy):
 
     def upload_position(self, rank: int) -> int:
         may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
-        return max(0, self._place(rank) - self._num_folded) if may_wait else 0
+        return max(0, bisect_left(self._order, rank) - self._num_folded) if may_wait else 0
