@@ -6,6 +6,7 @@ condition("accuracy >= 0.98")
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -42,7 +43,7 @@ def every(text: str) -> Every:
     found = _EVERY.fullmatch(text.strip())
     amount = float(found[1]) if found else 0.0
     unit = (found[2] or "steps")[:2] if found else ""
-    if not amount or (unit != "s" and amount != int(amount)):
+    if not 0 < amount < math.inf or (unit != "s" and amount != int(amount)):
         raise ValueError(f"'{text}' is no interval: 100 (steps), 30s or 1epoch")
     return Every(amount, {"st": "steps", "s": "seconds", "ep": "epochs"}[unit])  # type: ignore[arg-type]
 
@@ -51,7 +52,7 @@ def condition(text: str) -> Condition:
     """ValueError for what it cannot be."""
     found = _CONDITION.fullmatch(text.strip())
     try:
-        assert found is not None
+        assert found is not None and math.isfinite(float(found[3]))
         return Condition(found[1], found[2], float(found[3]))
     except (AssertionError, ValueError):
         raise ValueError(f"'{text}' is no condition: 'accuracy >= 0.98', or 'loss < 0.1'") from None

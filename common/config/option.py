@@ -20,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 SERVER, WORKER, LAUNCHER = EVERY = ("ps-server", "ps-worker", "ps-launch")
 
 
+NOT_FINITE = "finite_number"  # pydantic's name of this mistake
+
+
 class Panel(StrEnum):
     """The groups of --help, in their order."""
 
@@ -36,7 +39,8 @@ class Panel(StrEnum):
 class Section(BaseModel):
     """Keyword-only, immutable, unknown keys refused. What it is like is found out when it is first used."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    # Infinity means "never" or "no limit" nowhere: None does. A field that takes it says so: Field(allow_inf_nan=True).
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

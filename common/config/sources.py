@@ -25,9 +25,11 @@ from ..user_code import is_in_file
 from .documents import built, items, mistakes, read_document, scalar
 from .flags import flag_name, sections, settings
 from .launchers import PLACE_NAMES, find_place
+from .option import NOT_FINITE
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
+_FINITE = "write a finite number, or leave the setting out: its default, where that is none, is no limit"
 _PULL = "pull_every"  # of async; the name of a setting
 # Of two that say the same in two ways a stronger source's one counts.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
@@ -176,7 +178,8 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
     try:
         return Resolved(Config.model_validate(values), origins)
     except ValidationError as error:
-        raise UsageError(mistakes(error, origins)) from None
+        are_not_finite = any(mistake["type"] == NOT_FINITE for mistake in error.errors())
+        raise UsageError(mistakes(error, origins), fix=_FINITE if are_not_finite else "") from None
     except UsageError as error:
         raise _with_origin(error, values, origins) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError
 from ...common.reporting.log import get_logger
-from ...common.security import SHARD_PREFIX, Credentials, facts_of
+from ...common.security import SHARD_PREFIX, Credentials, client_context, facts_of
 from ...common.tls_probe import diagnose
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
@@ -116,7 +117,10 @@ class Link:
 
     async def _begin_call(self, register: Register) -> Order:
         if self._is_named:
-            await asyncio.to_thread(self._check_name)
+            shown = await asyncio.to_thread(self._certificate)
+            await self._channel.close()
+            # The connection of the call is another one: gRPC is to take this certificate there, and no other.
+            self._channel = open_channel(self._address, replace(self._credentials, ca=shown), _OPTIONS)
         self._num_calls += 1
         self._news.set()  # what goes out on the call before, which has broken off, ends
         self._call = self._channel.stream_stream(
@@ -124,11 +128,16 @@ class Link:
         )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
         return (await self._next())[1]
 
-    def _check_name(self) -> None:
-        """That whoever is there is shard 0: any other certificate of the same CA would do for TLS."""
-        name = f"{SHARD_PREFIX}0"
+    def _certificate(self) -> bytes:
+        """What shard 0 shows, in PEM form. AuthError for another name: any certificate of the same CA would do for
+        TLS."""
+        name, (host, port) = f"{SHARD_PREFIX}0", split_address(self._address)
         try:
-            shown = ssl.get_server_certificate(split_address(self._address), timeout=_HANDSHAKE_S)
+            with (
+                socket.create_connection((host, port), _HANDSHAKE_S) as connection,
+                client_context(self._credentials).wrap_socket(connection, server_hostname=host) as secure,
+            ):
+                shown = ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
         except OSError as error:
             raise LinkLost(f"{type(error).__name__}: {error}") from None
         if (found := facts_of(shown.encode()).name) != name:
@@ -137,6 +146,7 @@ class Link:
                 f"'{name}'",
                 fix=f"give the coordinator's address (--coordinator), and {name}.crt and .key to shard 0 itself",
             )
+        return shown.encode()
 
     async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
         """What the coordinator says from now on, by number. LinkLost when it is gone for a lease, or is another one."""

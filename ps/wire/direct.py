@@ -111,7 +111,9 @@ class Connection:
                 if left >= LENGTH_BYTES and num_bytes > _BUFFER_BYTES - LENGTH_BYTES:
                     raise EOFError
                 self._make_room()
-                if not (came := self._socket.recv_into(self._view[self._end :])):
+                with self._alone:
+                    came = self._socket.recv_into(self._view[self._end :])
+                if not came:
                     raise EOFError
                 self._end += came
         except _WAITS:
@@ -129,7 +131,10 @@ class Connection:
     @property
     def has_more(self) -> bool:
         """Something has come that the system does not know of any more."""
-        return self._end > self._start or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0)
+        if self._end > self._start or not isinstance(self._socket, ssl.SSLSocket):
+            return self._end > self._start
+        with self._alone:
+            return self._socket.pending() > 0
 
     def watch(self, readable: Callable[[], object]) -> None:
         """Call this whenever something has come."""

@@ -1,11 +1,13 @@
 """What contributions do to the weights, and how a task is trained."""
 
 # No `from __future__ import annotations`: see __init__.py.
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from ..option import LAUNCHER, WORKER, Flag, Panel, Section
+from ..option import LAUNCHER, NOT_FINITE, WORKER, Flag, Panel, Section
 
 
 class StoreConfig(Section):
@@ -35,10 +37,19 @@ class StoreConfig(Section):
     )
 
 
+def _finite(value: Any) -> Any:
+    """An argument of an optimizer: of any kind, but no NaN and no infinity."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise PydanticCustomError(NOT_FINITE, "Input should be a finite number")
+    return value
+
+
 class OptimizerConfig(Section):
     """An elementwise optimizer of torch.optim by its lower-case name; other keys are its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_finite)]]
 
     name: Annotated[str, Flag(Panel.OPTIMIZER, metavar="NAME")] = Field(
         "sgd", description="sgd, adam, adamw, rmsprop, ... of torch.optim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -99,3 +100,62 @@ def test_the_cause_is_named_at_once(
 @pytest.mark.parametrize("is_mutual", [False, True])
 def test_with_the_coordinators_own_certificate_all_is_well(folder: Path, is_mutual: bool) -> None:
     assert register(folder, "shard-0", True, is_mutual) == BEGIN
+
+
+def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: Path) -> None:
+    """Whoever stands between lets the look through to shard 0, and takes every other connection himself, with another
+    certificate of the same CA: he is told nothing."""
+    told: list[object] = []
+
+    async def main() -> None:
+        servers, ports = [], []
+        for name in ("shard-0", "shard-2"):
+            server = grpc.aio.server()
+
+            async def attend(reports, context, name=name) -> None:
+                told.append((name, LINES.read((await anext(reports)).said)))
+                await context.write(pb.ShardOrder(said=LINES.write(BEGIN)))
+
+            handler = grpc.stream_stream_rpc_method_handler(
+                attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
+            )
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler("paramserver.v1.ParameterServer", {"Attend": handler}),)
+            )
+            pair = tuple((folder / f"{name}.{part}").read_bytes() for part in ("key", "crt"))
+            credentials = grpc.ssl_server_credentials([pair], (folder / "ca.crt").read_bytes(), True)
+            ports.append(server.add_secure_port("127.0.0.1:0", credentials))
+            await server.start()
+            servers.append(server)
+        targets = iter([ports[0]])
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there = await asyncio.open_connection("127.0.0.1", next(targets, ports[1]))
+
+            async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+                with contextlib.suppress(OSError):
+                    while data := await source.read(1 << 16):
+                        target.write(data)
+                target.close()
+
+            await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
+
+        proxy = await asyncio.start_server(between, "127.0.0.1", 0)
+        files = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/shard-1.crt", "key": f"{folder}/shard-1.key"}
+        config = Config(
+            server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"},
+            security={**files, "mutual": True},
+            worker={"give_up_s": 60},
+        )
+        link = Link(config, Clock())
+        try:
+            with pytest.raises(AuthError, match="shows the certificate of 'shard-2'"):
+                await asyncio.wait_for(link.register(Register(1, 2, "127.0.0.1:1")), 30)
+        finally:
+            await link.close()
+            proxy.close()
+            for server in servers:
+                await server.stop(0)
+
+    asyncio.run(main())
+    assert told == []

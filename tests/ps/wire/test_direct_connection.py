@@ -20,12 +20,13 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.security import PLAINTEXT, Credentials
 from paramserver.common.wire.direct import HELLO
+from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.ps.wire import port as ports
 from paramserver.ps.wire.direct import Connection
 from paramserver.ps.wire.port import Port
 from paramserver.worker.conversation.direct import Direct, DirectError
 
-from ...certificates import certs, secured
+from ...certificates import certs, secured, write
 
 
 def pair() -> tuple[Connection, socket.socket]:
@@ -66,6 +67,63 @@ def test_a_second_close_leaves_the_next_connection_alone() -> None:
         assert await asyncio.wait_for(reading, 5) == b"hi"
         old_peer.close()
         new.close()
+
+    asyncio.run(play())
+
+
+# ---- TLS -------------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """OpenSSL's connection, and for each use of it whether the lock of `connection` was held."""
+
+    def __init__(self, inner: Any, connection: Connection) -> None:
+        self._inner, self._connection = inner, connection
+        self.uses: list[tuple[str, bool]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("read", "write", "pending"):
+            self.uses.append((name, self._connection._alone.locked()))  # type: ignore[attr-defined]
+        return getattr(self._inner, name)
+
+
+def test_tls_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    """OpenSSL allows no two, and Python keeps none out: a large answer may leave on a thread while a small message is
+    read on the loop."""
+    ca = make_ca("test")
+    write(tmp_path, "server", issue(ca, "server", 1, ["127.0.0.1"]))
+    context, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    trusting.load_verify_locations(cadata=ca.certificate_pem.decode())
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        secure = context.wrap_socket(ours, server_side=True, do_handshake_on_connect=False)
+        connection = Connection(secure)
+        shaking = asyncio.create_task(asyncio.to_thread(trusting.wrap_socket, theirs, server_hostname="127.0.0.1"))
+        await connection.handshake()
+        peer = await shaking
+        secure._sslobj = guarded = Guarded(secure._sslobj, connection)
+        come, readable = [], asyncio.Event()
+        connection.watch(readable.set)
+        peer.sendall(b"\x02\x00\x00\x00hi\x03\x00\x00\x00you")
+        while len(come) < 2:
+            if (message := connection.read_now()) is not None:
+                come.append(message)
+            else:
+                await asyncio.wait_for(readable.wait(), 5)
+                readable.clear()
+        connection.unwatch()
+        assert not connection.has_more
+        connection.send_now([b"small"])
+        assert peer.recv(5) == b"small" and come == [b"hi", b"you"]
+        sending = asyncio.create_task(asyncio.to_thread(peer.sendall, bytes(MB)))
+        await asyncio.wait_for(asyncio.gather(received(connection, bytearray(MB)), sending), 5)
+        assert {name for name, _ in guarded.uses} == {"read", "write", "pending"}
+        assert [name for name, is_alone in guarded.uses if not is_alone] == []
+        connection.close()
+        peer.close()
 
     asyncio.run(play())
 
