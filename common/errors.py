@@ -116,6 +116,12 @@ def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
     return reason.error(message, fix=fix, reason=reason)
 
 
+def shown(text: str, most: int = 80) -> str:
+    """`text` that came from another process, for a sentence: no control characters, and no more than so many."""
+    text = text if len(text) <= most else f"{text[:most]}..."
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def did_you_mean(wrong: str, known: Iterable[str], before: str = "") -> str:
     """`did you mean 'ssp'?` with the nearest known name, or the list of all of them. `before` stands before each, and
     makes no name nearer."""

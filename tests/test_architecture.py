@@ -115,6 +115,7 @@ WIRE_USERS = {
     "worker/lanes/half.py",
     "worker/lanes/shared.py",
     "worker/lanes/up.py",
+    "common/wire/checks.py",
     "common/wire/frames.py",
     "common/wire/protocol.py",
     "common/wire/segments.py",
@@ -133,6 +134,7 @@ GRPC_USERS = WIRE_USERS - {
     "worker/lanes/half.py",
     "worker/lanes/shared.py",
     "worker/lanes/up.py",
+    "common/wire/checks.py",
     "common/wire/frames.py",
     "common/wire/segments.py",
 }

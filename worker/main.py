@@ -149,19 +149,17 @@ def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
 
 def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> Task:
     """The worker's own task if it was given one, otherwise the built-in one the server names."""
-    from .training.tasks.loading import load_task
+    from .training.tasks.loading import load_named_by_server, load_task
 
     own = resolved.config.task
     if resolved.was_set("task.name"):
-        name, args = own.name, own.args
-    elif settings.task:
-        name, args = settings.task, own.args if resolved.was_set("task.args") else settings.task_args or {}
-    else:
+        return load_task(own.name, own.args, seed=settings.seed, device=device)
+    if not settings.task:
         raise UsageError(
             "the run's task is a file, and a file is never taken from a server",
-            fix="give it here: ps-worker --task FILE.py:NAME",
+            fix="give --task FILE.py:NAME to this worker",
         )
-    return load_task(name, args, seed=settings.seed, device=device)
+    return load_named_by_server(settings.task, settings.task_args or {}, own.args, seed=settings.seed, device=device)
 
 
 def main() -> None:

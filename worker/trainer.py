@@ -12,7 +12,7 @@ from torch import nn
 
 from ..common.config.schema import TASK_STEPS
 from ..common.errors import DivergedError, UsageError
-from ..common.tensors.optimizers import build_optimizer
+from ..common.tensors.optimizers import build_optimizer, check_arguments
 from ..common.user_code import user_code
 from .api import Session
 from .tasks.base import Task
@@ -45,6 +45,7 @@ def train(
         load_weights(model, init)
     model = session.divided(model)
     model.train()
+    check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may be a server's
     groups = [{"params": list(model.parameters())}]
     optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
     started = said_at = time.perf_counter()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-_EVERY = re.compile(r"(\d+(?:\.\d+)?) ?(steps?|s|epochs?)?")
+_EVERY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(steps?|s|epochs?)?")
 _CONDITION = re.compile(r"([A-Za-z_][\w.]*) *(<=|>=|<|>) *(\S+)")
 _SIGNS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,

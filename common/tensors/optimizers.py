@@ -18,6 +18,7 @@ import torch
 
 from ..errors import Reason, UsageError, did_you_mean, refusal
 from .delayed import DelayedNesterov
+from .layout import DTYPES
 from .onebit import OneBitAdam
 
 Hyperparameters = dict[str, Any]
@@ -59,7 +60,7 @@ class TableSpec:
 
     @property
     def row_bytes(self) -> int:
-        itemsize: int = getattr(torch, self.dtype).itemsize
+        itemsize: int = DTYPES[self.dtype].itemsize
         return self.dim * itemsize
 
     def part(self, shard: int, num_shards: int) -> TableSpec:

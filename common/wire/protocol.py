@@ -11,25 +11,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from ...proto import parameter_server_pb2 as pb
-from ..errors import ParamServerError, Reason, UnreachableError, refusal
+from ..errors import ParamServerError, Reason, UnreachableError, refusal, shown
 from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
+from .checks import check_text
 
 SERVICE = "paramserver.v1.ParameterServer"
 # What a message may hold. Each of these numbers is far beyond real models, and bounds the time one message takes.
 _MAX_TENSORS = 100_000
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_NAMES = 200_000  # of tensors and aliases
-_MAX_NAME = 1_000  # characters
 _MAX_HYPERPARAMETERS = 200_000  # in all groups, items of lists and groups counted
-_MAX_METRICS = 1_000
 _MAX_TABLES = 1_000
-_MAX_SECONDS = 1e9
-_MAX_RANK = 1 << 16
 _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by default
 
 
@@ -50,10 +46,10 @@ def layout_from_proto(tensors: Any) -> Layout:
         raise refusal(Reason.BAD_REQUEST, f"a model of {len(tensors)} tensors; 1 to {_MAX_TENSORS} are possible")
     specs, num_names = [], 0
     for tensor in tensors:
-        _check_text("a tensor's name", tensor.name)
+        check_text("a tensor's name", tensor.name)
         if tensor.kind not in Kind._value2member_map_:
             raise refusal(Reason.BAD_REQUEST, f"tensor '{tensor.name}' has no kind")
-        _check_text("a dtype", tensor.dtype)
+        check_text("a dtype", tensor.dtype)
         if len(tensor.shape) > _MAX_DIMENSIONS:
             what = f"tensor '{tensor.name}' has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
             raise refusal(Reason.BAD_REQUEST, what)
@@ -61,19 +57,10 @@ def layout_from_proto(tensors: Any) -> Layout:
         if num_names > _MAX_NAMES:
             raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_NAMES} names of tensors")
         for alias in tensor.aliases:
-            _check_text("a tensor's name", alias)
+            check_text("a tensor's name", alias)
         spec = TensorSpec(tensor.name, Kind(tensor.kind), tensor.dtype, tuple(tensor.shape), tuple(tensor.aliases))
         specs.append(spec)
     return Layout(specs)
-
-
-def _check_text(what: str, text: str) -> None:
-    """Names are shown to people and written to logs: no control characters, no novels."""
-    if len(text) > _MAX_NAME or not text.isprintable():
-        raise refusal(
-            Reason.BAD_REQUEST,
-            f"{what} of {len(text)} characters, {text[:40]!a}: at most {_MAX_NAME}, all of them printable",
-        )
 
 
 def struct(values: dict[str, Any]) -> Struct:
@@ -105,12 +92,12 @@ def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
         num_left -= 1
         if num_left < 0:
             break
-        _check_text("a hyperparameter's name", key)
+        check_text("a hyperparameter's name", key)
         kind = value.WhichOneof("kind")
         if kind == "number_value" and not math.isfinite(value.number_value):
             raise refusal(Reason.BAD_REQUEST, f"hyperparameter {key} is not finite")
         if kind == "string_value":
-            _check_text(f"hyperparameter {key}", value.string_value)
+            check_text(f"hyperparameter {key}", value.string_value)
     if num_left < 0:
         raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_HYPERPARAMETERS} hyperparameters")
     return [from_struct(group) for group in groups]
@@ -144,7 +131,7 @@ def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
 def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) -> OptimizerSpec:
     """With a layout, also checks that every tensor is a parameter and in one group only, and that there is one at all.
     Refuses BAD_REQUEST, as `hyperparameters_from_proto` does."""
-    _check_text("an optimizer's name", message.name)
+    check_text("an optimizer's name", message.name)
     num_groups = len(message.groups)
     if num_groups > _MAX_NAMES or num_groups + sum(len(group.tensors) for group in message.groups) > _MAX_NAMES:
         raise refusal(Reason.BAD_REQUEST, f"an optimizer of more than {_MAX_NAMES} groups and tensors")
@@ -177,7 +164,7 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
         )
     for table in tables:
         for text in (table.name, table.dtype, table.optimizer):
-            _check_text("a table's name, dtype or optimizer", text)
+            check_text("a table's name, dtype or optimizer", text)
     hyperparameters = hyperparameters_from_proto([table.hyperparameters for table in tables])
     return tuple(
         TableSpec(
@@ -187,41 +174,7 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
     )  # fmt: skip
 
 
-# ---- the small fields of a worker's messages ---------------------------------------------------------
-
-
-# The texts and the times in seconds that are checked, by message.
-_TEXTS: dict[type[Message], tuple[str, ...]] = {
-    pb.Join: ("run", "host", "device", "program_version", "process"),
-    pb.Model: ("answer_codec",),  # and `codecs`, where they are looked up
-    pb.Begin: ("codec",),
-    pb.Contribution: ("codec",),
-    pb.Stop: ("reason",),
-    pb.Leave: ("failure",),
-    pb.Beat: ("run", "process"),
-}
-_TIMES: dict[type[Message], tuple[str, ...]] = {
-    pb.Contribution: ("compute_s", "transfer_s"),
-    pb.Finish: ("transfer_s",),
-}
-
-
-def check_header(header: Message) -> None:
-    """Raises a BAD_REQUEST refusal for texts nobody would write and times that cannot be. Models, optimizers and
-    hyperparameters are checked where they are read."""
-    for field in _TEXTS.get(type(header), ()):
-        if text := getattr(header, field):
-            _check_text(f"{type(header).__name__}.{field}", text)
-    for field in _TIMES.get(type(header), ()):
-        if not 0 <= (value := getattr(header, field)) <= _MAX_SECONDS:
-            raise refusal(Reason.BAD_REQUEST, f"{field} is {value}; it is 0 to {_MAX_SECONDS:g}")
-    if isinstance(header, pb.Join) and not -1 <= header.rank < _MAX_RANK:
-        raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {header.rank}: -1 to {_MAX_RANK - 1} are possible")
-    if isinstance(header, pb.Leave):
-        if len(header.metrics) > _MAX_METRICS:
-            raise refusal(Reason.BAD_REQUEST, f"{len(header.metrics)} metrics; at most {_MAX_METRICS} are possible")
-        for name in header.metrics:
-            _check_text("a metric's name", name)
+# ---- refusals -------------------------------------------------------------------------------------
 
 
 def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
@@ -242,5 +195,6 @@ def refusal_from_status(error: grpc.RpcError) -> ParamServerError | None:
         return None
     reason = Reason.__members__.get(text)
     if reason is None:
-        return UnreachableError(f"the server refused with the unknown reason {text}: {error.details()}")
-    return refusal(reason, error.details() or text, fix=metadata.get("ps-fix", ""))
+        details = shown(error.details() or "", _MAX_TEXT)
+        return UnreachableError(f"the server refused with the unknown reason {shown(text)}: {details}")
+    return refusal(reason, shown(error.details() or text, _MAX_TEXT), fix=shown(metadata.get("ps-fix", ""), _MAX_TEXT))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ...common.config.schema import Config
+from ...common.config.schema import Config, own_modes
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..snapshots.available import Available
@@ -47,7 +47,8 @@ def _count_steps(config: Config, saved: dict[str, Any]) -> None:
     """What was saved in another mode says how many training steps it comes to; an older snapshot did not."""
     if "steps_done" in saved["training"]:
         return
-    then = make_policy(with_mode(config, saved["mode"]))
+    mode = own_modes(config, {"mode": saved["mode"]})["mode"]  # a snapshot names no file: it may come from anywhere
+    then = make_policy(with_mode(config, mode))
     then.restore(saved["version"], saved["steps"], {})
     saved["training"] |= {"steps_done": {str(rank): steps for rank, steps in then.committed_steps().items()}}
 

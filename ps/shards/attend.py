@@ -15,9 +15,10 @@ import grpc.aio
 
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
-from ...common.errors import ParamServerError, Reason, refusal
+from ...common.errors import ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
+from ...common.wire.checks import check_address
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event
 from ..core.judgement import judge_whole
@@ -35,6 +36,7 @@ log = get_logger()
 _ANY_HOST = ("0.0.0.0", "::")
 _GOODBYE_S = 2.0
 _MAX_UNNAMED = 16  # calls that have not said who they are, beside one of each shard
+_MOST_SHOWN = 2_000  # characters of a shard's error
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ class Attendance:
             if not isinstance(register, Register):
                 raise refusal(Reason.BAD_REQUEST, "the first report of a shard is not Register")
             check_shard(context, register.shard)
+            check_address("Register.address", register.address)
             register = replace(register, address=_reachable(register.address, context.peer()))
             line = self._go_on(register) if register.run else self._register(register)
             line.call = context
@@ -254,7 +257,7 @@ class Attendance:
             case ShardState():
                 self._engine.shard_states[shard] = said
             case ShardFailed(message):
-                log.error("shard_failed", shard=shard, reason=message)
+                log.error("shard_failed", shard=shard, reason=shown(message, _MOST_SHOWN))
             case _:
                 raise refusal(Reason.BAD_REQUEST, f"a shard said {type(said).__name__}")
 

@@ -156,7 +156,8 @@ class Link:
             except LinkLost as lost:
                 await self._call_again(lost)
                 continue
-            assert isinstance(order, Event | End), order
+            if not isinstance(order, Event | End):
+                raise LinkLost(f"the coordinator said {type(order).__name__} in the middle of the run")
             yield number, order
 
     async def _call_again(self, lost: LinkLost) -> None:
@@ -168,7 +169,8 @@ class Link:
             raise lost from None
         except ParamServerError as refused:  # it has gone back, or on without this shard
             raise LinkLost(refused.message) from None
-        assert isinstance(order, GoOn), order
+        if not isinstance(order, GoOn):
+            raise LinkLost(f"the coordinator began again with {type(order).__name__}")
         log.info("coordinator_back", address=self._address)
 
     async def _next(self) -> tuple[int, Order]:

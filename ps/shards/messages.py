@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from ..core.events import KINDS, Event, Lines
 from ..core.replication import Digest
 from ..engine.peers import ShardState
-from ..snapshots.common import Entry, SnapshotName
+from ..snapshots.common import RUN_NAME, Entry, SnapshotName
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class BeginRun:
     """The first order: what run this is, and which snapshot it goes on from. `config` is JSON, of the sections that
     hold for all shards; `num_joins` by rank, which a run that goes back to no snapshot knows of before."""
 
-    run: str
+    run: Annotated[str, Field(pattern=RUN_NAME)]
     server_incarnation: int
     snapshot: SnapshotName | None
     config: str

@@ -7,8 +7,10 @@ import contextlib
 import json
 from dataclasses import asdict
 
+from pydantic import TypeAdapter
+
 from ...common.config.schema import Config, own_modes
-from ...common.errors import ParamServerError
+from ...common.errors import ParamServerError, UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
@@ -33,6 +35,7 @@ _TICK_S = 0.2
 _STATE_S = 1.0
 _GOODBYE_S = 1.0
 _STOP_S = 0.02
+_MOST_SHOWN = 500  # characters of an error
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
 
@@ -54,11 +57,22 @@ def shared_config(config: Config) -> str:
 
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
-    """This shard's configuration with the coordinator's shared sections, and the options of the run."""
-    told = read_json(text, nan=True)
-    given = told.pop("options")
-    shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
-    return shared, Options(**given, policy_of=options_of(shared).policy_of)
+    """This shard's configuration with the coordinator's shared sections, and the options of the run. UsageError for
+    any other section: where this shard reads and writes is its own to say."""
+    try:
+        told = read_json(text, nan=True)
+        if told.keys() != {*_SHARED, "options"}:
+            raise ValueError(f"it has {shown(', '.join(told))}, and {', '.join(_SHARED)} and options are shared")
+        given = told.pop("options")
+        shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
+        own = options_of(shared)
+        return shared, TypeAdapter(Options).validate_python({**given, "policy_of": own.policy_of})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = shown(str(error).replace("\n", " "), _MOST_SHOWN)
+        raise UsageError(
+            f"shard {config.server.shard} does not understand the coordinator's configuration: {what}",
+            fix="install the same version of paramserver everywhere",
+        ) from None
 
 
 class ShardServer:

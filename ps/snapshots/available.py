@@ -134,7 +134,9 @@ class Available:
     def load(self, name: SnapshotName) -> Loaded:
         """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
         them is gone: let go of it once the store has been restored."""
-        moment = next(one for one in self._moments if one.entry.is_whole and one.entry.name == name)
+        moment = next((one for one in self._moments if one.entry.is_whole and one.entry.name == name), None)
+        if moment is None:
+            raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._place}")
         newer = [one for one in self._moments if one.age > moment.age]
         self.skipped = [one.path for one in newer if not one.entry.is_whole]
         if moment.num_shards == self._num_shards:

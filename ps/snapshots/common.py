@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from ...common.errors import CheckpointError, UsageError
 
+# A run's name, which trackers make the name of a folder of.
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 _MOST_NAMED = 5
 
 

@@ -22,6 +22,7 @@ from ...common.tensors.optimizers import (
     OptimizerSpec,
     apply_hyperparameters,
 )
+from .common import RUN_NAME
 
 WEIGHTS: Final = "weights.safetensors"
 AVERAGED: Final = "averaged.safetensors"
@@ -61,7 +62,7 @@ class Manifest(_Strict):
     model_config = ConfigDict(populate_by_name=True)
 
     format: Literal[1] = 1
-    run: str = Field(description="its name")
+    run: str = Field(pattern=RUN_NAME, description="its name")
     server_incarnation: int = Field(ge=0, lt=2**63)
     version: int = Field(ge=0, lt=2**63)
     mode: str

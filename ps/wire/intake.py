@@ -19,8 +19,9 @@ from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
 from ...common.tensors.optimizers import Hyperparameters
+from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, Frame, parse
-from ...common.wire.protocol import check_header, hyperparameters_from_proto
+from ...common.wire.protocol import hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import SOUND, Judgement

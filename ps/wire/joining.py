@@ -10,7 +10,7 @@ import grpc.aio
 
 from ...common.codecs.base import Codec
 from ...common.config.schema import Config
-from ...common.errors import Reason, refusal
+from ...common.errors import Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -186,7 +186,7 @@ class Joining:
             )
             raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
         layout, optimizer = await _read_model(offered)
-        why_no_better = offered.lane_reason[:_MAX_REASON]
+        why_no_better = shown(offered.lane_reason, _MAX_REASON)
         if offered.HasField("segment"):
             share = engine.model.share_of(layout)
             lane, refused = await self._probe.open(lane, share.layout, offered.segment)

@@ -21,8 +21,9 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes
+from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_DATA_BYTES, body_frames
-from ...common.wire.protocol import SERVICE, check_header, layout_to_proto, refusal_to_status
+from ...common.wire.protocol import SERVICE, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine

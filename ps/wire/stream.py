@@ -18,9 +18,9 @@ from google.protobuf.message import Message
 
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.wire.checks import check_header
 from ...common.wire.direct import Placed, on_the_wire
 from ...common.wire.frames import CHUNK_BYTES, BodyReader, Frame, parse, placed_frame
-from ...common.wire.protocol import check_header
 from ...proto import parameter_server_pb2 as pb
 from .direct import Connection, is_large
 from .limits import Allowance, Pace, Watch

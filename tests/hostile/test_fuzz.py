@@ -18,10 +18,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
+from paramserver.common.wire.checks import check_header
 from paramserver.common.wire.frames import BodyReader, Frame, parse
 from paramserver.common.wire.protocol import (
     SERVICE,
-    check_header,
     hyperparameters_from_proto,
     layout_from_proto,
     optimizer_from_proto,

@@ -22,6 +22,7 @@ from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
+from ...common.wire.checks import check_header
 from ...common.wire.direct import Placed
 from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
 from ...common.wire.protocol import SERVICE, layout_from_proto, refusal_from_status
@@ -223,9 +224,17 @@ class Client:
 
         _collect(BodyReader(num_bytes, write, place, leave), first, self.receive)
 
-    def pull(self, averaged: bool, write: Callable[[int, memoryview], None]) -> int:
-        """Fetch weights beside the stream, piece by piece. Returns their version."""
-        return self._pull(pb.PullRequest(averaged=averaged), lambda _: write)
+    def pull(self, averaged: bool, write: Callable[[int, memoryview], None], num_bytes: int | None = None) -> int:
+        """Fetch weights beside the stream, piece by piece. Returns their version. Refuses them where they are not of
+        `num_bytes`."""
+
+        def begin(announced: int) -> Callable[[int, memoryview], None]:
+            if num_bytes is not None and announced != num_bytes:
+                what = f"{announced} bytes of weights, this model has {num_bytes}"
+                raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
+            return write
+
+        return self._pull(pb.PullRequest(averaged=averaged), begin)
 
     def pull_to_evaluate(
         self, version: int | None, num_bytes: int, write: Callable[[int, memoryview], None]
@@ -249,9 +258,11 @@ class Client:
             response_deserializer=pb.StatusReply.FromString,
         )
         try:
-            return ask(pb.StatusRequest(), timeout=_STATUS_S, metadata=self._credentials.metadata)
+            reply = ask(pb.StatusRequest(), timeout=_STATUS_S, metadata=self._credentials.metadata)
         except grpc.RpcError as error:
             raise _translate(error) from None
+        check_header(reply)
+        return reply
 
     def beat(self, beats: Iterator[bytes]) -> Iterator[bool]:
         """Signs of life of a process that evaluates; after each whether the run is over."""
@@ -262,11 +273,14 @@ class Client:
         except (grpc.RpcError, ValueError) as error:  # the channel was closed
             raise Lost(f"{type(error).__name__}") from None
 
-    def pull_optimizer(self) -> bytes:
-        """What the server's optimizer remembers, as a safetensors file."""
+    def pull_optimizer(self, most_bytes: int) -> bytes:
+        """What the server's optimizer remembers, as a safetensors file of at most so many bytes."""
         body = bytearray()
 
         def begin(num_bytes: int) -> Callable[[int, memoryview], None]:
+            if num_bytes > most_bytes:
+                what = f"{num_bytes} bytes of an optimizer's state; of this model it has at most {most_bytes}"
+                raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
             body.extend(bytes(num_bytes))
             return lambda offset, data: body.__setitem__(slice(offset, offset + len(data)), data)
 
@@ -283,7 +297,10 @@ class Client:
             request, timeout=_PULL_S, metadata=self._credentials.metadata
         )
         first = _next_of(call, self._limit)
+        if first.kind != "snapshot":
+            raise refusal(Reason.BAD_REQUEST, f"the server sent {first.kind or 'a piece of a body'}, expected snapshot")
         snapshot = first.of(pb.Snapshot)
+        check_header(snapshot)
         announced(snapshot)
         write = begin(snapshot.body_bytes)
         _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call, self._limit))
@@ -298,6 +315,7 @@ class Client:
     def shard_addresses(self, run: str) -> list[str]:
         """Of a coordinator's shards, as in its welcome."""
         (reply,) = self._ask([pb.RowsRequest(run=run)])()
+        check_header(reply)
         return list(reply.shards)
 
     def pull_rows(

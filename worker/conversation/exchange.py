@@ -19,10 +19,11 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import UnreachableError
+from ...common.errors import Reason, UnreachableError, refusal, shown
 from ...common.registry import AUTO, CODECS
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 log = get_logger()
 
 _ATTEMPT_S = 2.0  # one attempt to connect
+_MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
 
 
 class Exchange:
@@ -147,6 +149,9 @@ class Exchange:
                 break
             except Lost as lost:
                 wait_for_server(self._retry, lost)
+        if self.progress.rank not in (None, welcome.rank):
+            what = f"the server made rank {self.progress.rank} rank {welcome.rank}"
+            raise refusal(Reason.BAD_REQUEST, what, fix="install the same version of paramserver on both")
         self.progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)
@@ -490,7 +495,8 @@ class Exchange:
                 outcome=Answer.Outcome.Name(answer.outcome),
             )
         if answer.outcome == Answer.REJECTED:
-            log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=answer.reason)
+            reason = shown(answer.reason, 2_000)
+            log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=reason)
         return answer
 
     # ---- the end ----------------------------------------------------------------------------
@@ -522,13 +528,19 @@ class Exchange:
         found: dict[str, dict[str, list[torch.Tensor]]] = {}
         for shard, share in zip(self._shards, self._shares, strict=True):
             try:
-                held = load(shard.client.pull_optimizer())
+                held = load(shard.client.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:
                 told = f"the optimizer's state cannot be had from {shard.client.address}: {lost}"
                 raise UnreachableError(told, fix="try again when the server is back") from None
+            except SafetensorError as error:
+                raise refusal(Reason.BAD_REQUEST, f"the server sends no state of an optimizer: {error}") from None
             of_part = {part.name: part.spec.name for part in share.parts}
+            shapes = {spec.name: spec.shape for spec in share.layout.specs}
             for full, tensor in held.items():
                 key, _, name = full.partition("/")
+                if name not in of_part or (tensor.dim() and tuple(tensor.shape) != shapes[name]):
+                    what = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
+                    raise refusal(Reason.BAD_REQUEST, f"the server sends {what}, which this model does not have")
                 found.setdefault(of_part[name], {}).setdefault(key, []).append(tensor)
         return {
             name: {

@@ -10,13 +10,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import ValidationError
 
+from ...common.config.conditions import every
 from ...common.config.schema import TrainConfig
-from ...common.errors import UsageError
+from ...common.errors import Reason, UsageError, refusal, shown
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
+from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, body_frames, frame
-from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_to_proto, struct
+from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto, struct
 from ...proto import parameter_server_pb2 as pb
 from ..lanes.reference import News
 from ..session import Place, Progress
@@ -274,7 +276,8 @@ def settings_from(told: bytes) -> Settings:
 
 
 def read_settings(message: pb.RunSettings) -> Settings:
-    """Raises UsageError for a run that this worker cannot take part in."""
+    """Raises UsageError for a run that this worker cannot take part in, a BAD_REQUEST refusal for what is none."""
+    check_header(message)
     if message.contribution not in _SOURCES:
         raise UsageError(
             f"mode {message.mode} wants contributions of kind {message.contribution}, which this worker does not know",
@@ -285,7 +288,13 @@ def read_settings(message: pb.RunSettings) -> Settings:
             f"policy.merge is {message.merge}, a rule that this worker does not know",
             fix="install the same version of paramserver on both",
         )
-    arguments = from_struct(message.optimizer.groups[0].hyperparameters) if message.optimizer.groups else {}
+    if message.eval_every:
+        try:
+            every(message.eval_every)
+        except ValueError as error:
+            raise refusal(Reason.BAD_REQUEST, f"RunSettings.eval_every: {error}") from None
+    optimizer = optimizer_from_proto(message.optimizer)
+    arguments = optimizer.groups[0].hyperparameters if optimizer.groups else {}
     return Settings(
         mode=message.mode,
         source=_SOURCES[message.contribution],
@@ -298,7 +307,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         seed=message.seed,
         task=message.task,
         task_args=_whole_numbers(from_struct(message.task_args)),
-        optimizer=message.optimizer.name,
+        optimizer=optimizer.name,
         optimizer_args=arguments,
         polyak=message.polyak,
         pipelined=message.pipelined,
@@ -311,9 +320,9 @@ def read_settings(message: pb.RunSettings) -> Settings:
 
 def _train_settings(told: dict[str, Any]) -> TrainConfig:
     try:
-        return TrainConfig(**told)
+        return TrainConfig.model_validate(told)
     except ValidationError as error:
-        what = "; ".join(f"train.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        what = "; ".join(f"train.{shown('.'.join(map(str, one['loc'])))}: {one['msg']}" for one in error.errors()[:5])
         raise UsageError(
             f"the server asks for training that this worker does not know ({what})",
             fix="install the same version of paramserver on both",

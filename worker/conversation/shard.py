@@ -15,12 +15,13 @@ from safetensors.torch import save
 
 from ...common.config.addresses import split_address
 from ...common.config.schema import WorkerConfig
-from ...common.errors import Reason, refusal
+from ...common.errors import Reason, refusal, shown
 from ...common.registry import CODECS, first_codec
 from ...common.reporting.log import get_logger
 from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
+from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, Frame
 from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
@@ -57,6 +58,7 @@ log = get_logger()
 
 _SAY_WAITING_AFTER_S = 5.0
 _GOODBYE_S = 5.0
+_MOST_SHOWN = 2_000  # characters of a server's sentence
 
 
 class Shard:
@@ -153,7 +155,11 @@ class Shard:
                 self.begun = read_began(received.of(Answer), bytes(state))
                 return self.take(received)
             if received.kind == "state":
-                state += received.of(State).piece
+                piece = received.of(State)
+                if piece.offset != len(state):
+                    what = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
+                    raise refusal(Reason.BAD_REQUEST, f"the server sent {what}")
+                state += piece.piece
                 continue
             self.client.send(initial_weights_frames(self.transfer.gather_all(), self.model.layout.total_bytes))
 
@@ -237,6 +243,9 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         num_bytes = announced.body_bytes
+        if memory is not None and len(memory) < num_bytes:
+            what = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
+            raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
         half = self._half_of(announced, codec, news)
         is_continued = half is not None and self.down.begin(half)
         if half is None:
@@ -279,13 +288,15 @@ class Shard:
             received = self.client.receive()
             if received.kind != "welcome":
                 self._on_reached()
+            if received.header is not None:
+                check_header(received.header)
             if received.kind in kinds:
                 return received
             if received.kind != "waiting":
                 raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
             reason = received.of(Waiting).reason
             if self.number == 0 and time.monotonic() >= said_at and reason:
-                log.info("waiting", rank=self._progress.rank, reason=reason)
+                log.info("waiting", rank=self._progress.rank, reason=shown(reason, _MOST_SHOWN))
                 said_at = time.monotonic() + 6 * _SAY_WAITING_AFTER_S
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -293,10 +304,13 @@ class Shard:
         spec, progress = self.tables[table], self._progress
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
         wait = self.client.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
-        dtype = DTYPES[spec.dtype]
+        dtype, num_rows = DTYPES[spec.dtype], int(end - first)
 
         def rows() -> torch.Tensor:
             received = bytearray(b"".join(reply.rows for reply in wait()))
+            if len(received) != num_rows * spec.row_bytes:
+                what = f"{len(received)} bytes for {num_rows} rows of table '{spec.name}'"
+                raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
             flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype)
             return flat.view(-1, spec.dim)
 
@@ -317,7 +331,7 @@ class Shard:
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write this part of the Polyak average into another instance of the part."""
         transfer = make_transfer(model)
-        self.client.pull(True, transfer.write)
+        self.client.pull(True, transfer.write, model.layout.total_bytes)
         transfer.finish_write(model.layout.total_bytes)
 
     def leave(self, goodbye: Goodbye) -> None:

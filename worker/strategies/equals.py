@@ -21,7 +21,8 @@ from zlib import crc32
 
 import torch
 
-from ...common.errors import DivergedError, UnreachableError, UsageError
+from ...common.config.addresses import split_address
+from ...common.errors import DivergedError, Reason, UnreachableError, UsageError, refusal
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
@@ -143,9 +144,10 @@ class Equals(Direct):
         if name == self._over:
             return False
         self._close_group()
-        host, _, port = told.meeting.rpartition(":")
-        epoch = Epoch(told.epoch, tuple(told.members), (host, int(port)), name)
-        assert rank is not None and rank in epoch.members, (rank, epoch)
+        if rank is None or rank not in told.members or not told.meeting:
+            what = f"rank {rank} a group of {len(told.members)} members without it, or with no Group.meeting"
+            raise refusal(Reason.BAD_REQUEST, f"the server sent {what}")
+        epoch = Epoch(told.epoch, tuple(told.members), split_address(told.meeting), name)
         self._epoch = epoch
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address, self._device))

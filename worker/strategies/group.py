@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...common.errors import UsageError
+from ...common.errors import UsageError, shown
 from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
 from .among import backends, small
@@ -212,7 +212,7 @@ class Group:
         self._wait(lambda: self._words.broadcast([text], _from(giver)).wait())
         if values is None:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
-            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in forms.items()}
+            tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (dtype, shape) in forms.items()}
         pieces: list[list[torch.Tensor]] = [[] for _ in self.epoch.members]
         pieces[giver] = [one.reshape(-1).view(torch.uint8) for one in tensors.values()]  # Gloo has not every dtype
         self.num_sent += num_bytes * (giver == self.index)
@@ -312,6 +312,16 @@ def own_address(server: str) -> str:
     with socket.socket(found[0], socket.SOCK_DGRAM) as asking:
         asking.connect(found[4])
         return str(asking.getsockname()[0])
+
+
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def _dtype(name: str) -> torch.dtype:
+    """One of torch's, by a name that another member has said. Broken."""
+    if name not in _DTYPES:
+        raise Broken(f"a member gives a tensor of dtype '{shown(str(name))}', which torch {torch.__version__} has not")
+    return _DTYPES[name]
 
 
 def _from(giver: int) -> Any:

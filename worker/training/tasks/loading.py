@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
-from ....common.errors import UsageError, did_you_mean
+from ....common.errors import UsageError, did_you_mean, shown
 from ....common.registry import TASKS
-from ....common.user_code import is_in_file, load_from_file, user_code
+from ....common.user_code import UserCodeError, is_in_file, load_from_file, user_code
 from ...tasks.base import Task
 
 # The methods of a task, called with these arguments.
 _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate": ("model",)}
 # What other loops call, and a task's does not.
 _OTHERS = ("optimizer", "optimizers", "configure_optimizers")
+
+_GIVE_IT_HERE = "give --task FILE.py:NAME, or the built-in task that is meant, to this worker"
+_MOST, _MOST_ITEMS = 2**31, 64  # of a server's arguments
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
@@ -32,6 +35,53 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
         task = make(**kwargs)
     _check_methods(name, task)
     return task
+
+
+def load_named_by_server(
+    name: str, args: dict[str, Any], own_args: dict[str, Any], *, seed: int, device: torch.device
+) -> Task:
+    """The built-in task `name` with `args`, both of which the server names; `own_args` are this worker's and win.
+
+    A server must not be able to run code or to read a file on a worker. So the name is one of the built-in tasks', and
+    an argument is a number, a switch or a list of numbers. Raises UsageError for anything else.
+    """
+    if name not in TASKS.names():
+        told = f"the server names the task {shown(name)!r}, which is no built-in task of this worker"
+        raise UsageError(f"{told}; a file or module is never taken from a server", fix=_GIVE_IT_HERE)
+    make = TASKS.load(name)
+    parameters = inspect.signature(make).parameters
+    for key, value in args.items():
+        if key not in parameters:
+            raise UsageError(
+                f"the server gives task.args.{shown(key)}, which task {name} of this worker does not have",
+                fix=did_you_mean(key, parameters),
+            )
+        if key not in own_args:
+            _check_from_server(name, parameters[key], value)
+    try:
+        return load_task(name, args | own_args, seed=seed, device=device)
+    except UserCodeError as error:
+        if not isinstance(error.original, (MemoryError, RuntimeError)):
+            raise
+        what = (str(error.original) or "no memory").splitlines()[0]
+        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {what}") from None
+
+
+def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raises UsageError unless a server may give `value`: of the default's type, and no text, which could be a path."""
+    default = parameter.default
+    if value == default and type(value) is type(default):
+        return
+    told = f"the server gives task.args.{parameter.name} of task {name} as {shown(repr(value))}"
+    if not isinstance(default, int | float | tuple):
+        here = f"ps-worker --set task.args.{parameter.name}=VALUE"
+        raise UsageError(f"{told}, and a file or a device is never taken from a server", fix=f"give it here: {here}")
+    items, like = (value, default[0]) if isinstance(default, tuple) and isinstance(value, list) else ([value], default)
+    kinds = (int, float) if type(like) is float else (type(like),)
+    is_sound = len(items) <= _MOST_ITEMS and all(type(one) in kinds and abs(one) <= _MOST for one in items)
+    if not is_sound:
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default), "a list")
+        raise UsageError(f"{told}, where {expected} of at most {_MOST:,} is expected", fix=_GIVE_IT_HERE)
 
 
 def _from_file(name: str) -> Callable[..., Any]:

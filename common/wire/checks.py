@@ -1,0 +1,284 @@
+"""What a received message may say, field by field: a value outside its range or list is a BAD_REQUEST refusal.
+
+Both sides check the other's messages here, before anything is done with them. Bodies are checked by `frames.py`;
+models, optimizers and hyperparameters where they are read (`protocol.py`); names that stand for code (a codec, an
+optimizer, a task) where they are looked up, in a list of this program's own; sentences for people where they are shown
+(`errors.shown`). An address is HOST:PORT and no other target that gRPC knows, such as a file's.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+from google.protobuf.message import Message
+
+from ...proto import parameter_server_pb2 as pb
+from ..config.addresses import split_address
+from ..errors import Reason, UsageError, refusal, shown
+
+MAX_NAME = 1_000  # characters
+MAX_COUNT = 2**62  # of steps, versions, batches: far beyond any run, and one more is a count as well
+MAX_RANK = 1 << 16
+_MAX_METRICS = 1_000
+_MAX_SECONDS = 1e9
+_LEASE_S = 0.01, 1e6
+_MAX_SHARDS = 4096
+_MAX_STATE_BYTES = 1 << 40  # a server's own limit is limits.state_bytes
+_TICKET_BYTES = 32
+
+# ---- one value --------------------------------------------------------------------------------------
+
+
+def check_text(what: str, text: str) -> None:
+    """Names are shown to people and written to logs: no control characters, no novels."""
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise refusal(
+            Reason.BAD_REQUEST,
+            f"{what} of {len(text)} characters, {text[:40]!a}: at most {MAX_NAME}, all of them printable",
+        )
+
+
+def _range(least: float, most: float) -> Callable[[str, float], None]:
+    def check(what: str, value: float) -> None:
+        if not least <= value <= most:  # NaN is not
+            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}; it is {least:g} to {most:g}")
+
+    return check
+
+
+_seconds, _count = _range(0, _MAX_SECONDS), _range(0, MAX_COUNT)
+
+
+def check_address(what: str, text: str) -> None:
+    """HOST:PORT, of a host that may be anywhere: shards and members of a group are on machines of their own."""
+    try:
+        is_reached = not text or (len(text) <= MAX_NAME and text.isprintable() and split_address(text)[1] > 0)
+    except UsageError:
+        is_reached = False
+    if not is_reached:
+        raise refusal(Reason.BAD_REQUEST, f"{what} is '{shown(text)}', which is not HOST:PORT")
+
+
+def _addresses(what: str, texts: Iterable[str]) -> None:
+    found = list(texts)
+    _range(0, _MAX_SHARDS)(f"number of {what}", len(found))
+    for text in found:
+        check_address(what, text)
+
+
+def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
+    values = frozenset(known)
+
+    def check(what: str, value: int) -> None:
+        if value not in values:
+            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}, which this program does not know")
+
+    return check
+
+
+# ---- messages of several fields that belong together --------------------------------------------------
+
+
+def _check_join(join: pb.Join) -> None:
+    if not -1 <= join.rank < MAX_RANK:
+        raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {join.rank}: -1 to {MAX_RANK - 1} are possible")
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    found = list(names)
+    if len(found) > _MAX_METRICS:
+        raise refusal(Reason.BAD_REQUEST, f"{len(found)} metrics; at most {_MAX_METRICS} are possible")
+    for name in found:
+        check_text(what, name)
+
+
+def _check_welcome(welcome: pb.Welcome) -> None:
+    direct = welcome.direct
+    if welcome.HasField("direct") and not (0 < direct.port < 65536 and len(direct.ticket) == _TICKET_BYTES):
+        what = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
+        raise refusal(Reason.BAD_REQUEST, f"{what}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
+    if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
+        told = f"Welcome.shards are {len(welcome.shards)} addresses"
+        raise refusal(Reason.BAD_REQUEST, f"{told}; of two or more only the coordinator's, the first, is empty")
+    if welcome.HasField("held"):
+        check_header(welcome.held)
+
+
+def _check_held(held: pb.Held) -> None:
+    if len(held.ranges) % 2 or any(first >= second for first, second in pairwise(held.ranges)):
+        raise refusal(Reason.BAD_REQUEST, f"Held.ranges are {len(held.ranges)} borders that do not ascend in pairs")
+
+
+def _check_answer(answer: pb.Answer) -> None:
+    if answer.worker_index >= max(1, answer.num_workers):
+        told = f"Answer.worker_index is {answer.worker_index} of {answer.num_workers} workers"
+        raise refusal(Reason.BAD_REQUEST, told)
+    if answer.HasField("began"):
+        check_header(answer.began)
+    if answer.HasField("group"):
+        check_header(answer.group)
+
+
+def _check_group(group: pb.Group) -> None:
+    members = group.members
+    if any(first >= second for first, second in pairwise(members)) or (members and members[-1] >= MAX_RANK):
+        raise refusal(Reason.BAD_REQUEST, f"Group.members are {len(members)} ranks that do not ascend to {MAX_RANK}")
+
+
+def _check_state(state: pb.State) -> None:
+    if state.offset + len(state.piece) > state.num_bytes:
+        what = f"a piece of a State of {len(state.piece)} bytes at {state.offset}"
+        raise refusal(Reason.BAD_REQUEST, f"{what}; all of it are {state.num_bytes}")
+
+
+def _check_contribution(contribution: pb.Contribution) -> None:
+    if contribution.HasField("place"):
+        check_header(contribution.place)
+    if contribution.HasField("data"):
+        check_header(contribution.data)
+
+
+def _check_beat(beat: pb.Beat) -> None:
+    if beat.HasField("figures"):
+        check_header(beat.figures)
+
+
+# ---- all of them ------------------------------------------------------------------------------------
+
+Check = Callable[[str, Any], None]
+# Whole numbers of steps, versions, bytes and the like, by message: from 0 to MAX_COUNT.
+COUNTS: dict[type[Message], tuple[str, ...]] = {
+    pb.Contribution: ("step", "base_version", "batches", "epoch", "bytes_among"),
+    pb.Data: ("num_samples", "steps"),
+    pb.Place: ("step", "batches", "epoch", "epoch_batches"),
+    pb.Figures: ("version", "step"),
+    pb.Welcome: ("step",),
+    pb.Held: ("step", "body_bytes", "version"),
+    pb.Answer: ("step", "version", "body_bytes", "training_steps", "batches", "steps", "reference"),
+    pb.Group: ("epoch",),
+    pb.Final: ("version", "body_bytes"),
+    pb.Snapshot: ("version", "body_bytes"),
+    pb.StatusReply: ("version", "step"),
+    pb.RunSettings: ("steps",),
+}
+# Whatever else is checked by itself.
+FIELDS: dict[type[Message], dict[str, Check]] = {
+    pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
+    pb.Model: {"answer_codec": check_text, "meeting": check_address},  # `codecs` are looked up where they are agreed on
+    pb.Begin: {"codec": check_text},
+    pb.Contribution: {"codec": check_text, "compute_s": _seconds, "transfer_s": _seconds},
+    pb.Finish: {"transfer_s": _seconds},
+    pb.Stop: {"reason": check_text},
+    pb.Figures: {"failure": check_text},
+    pb.Leave: {"failure": check_text},
+    pb.Beat: {"run": check_text, "process": check_text},
+    pb.Welcome: {
+        "run": check_text,
+        "rank": _range(0, MAX_RANK - 1),
+        "lease_s": _range(*_LEASE_S),
+        "shards": _addresses,
+    },
+    pb.Held: {"codec": check_text},
+    pb.Answer: {
+        "outcome": _closed(value for value in pb.Answer.Outcome.values() if value),
+        "held_s": _seconds,
+        "codec": check_text,
+        "num_workers": _range(0, MAX_RANK),
+    },
+    pb.Group: {"meeting": check_address},
+    pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
+    pb.Snapshot: {"run": check_text},
+    pb.RowsReply: {"shards": _addresses},
+    pb.StatusReply: {"run": check_text},
+    pb.RunSettings: {
+        "mode": check_text,
+        "num_workers": _range(0, MAX_RANK),
+        "batch_size": _range(1, 2**31),
+        "seed": _range(0, 2**31 - 1),
+        "task": check_text,
+        "polyak": _range(0, 1),
+        "eval_every": check_text,
+        "fragments": _range(0, MAX_RANK),
+        "outstanding": _range(0, MAX_RANK),
+        "merge": check_text,
+        "merge_alpha": _range(0, math.nextafter(1, 0)),
+    },
+}
+_WHOLE: dict[type[Message], Callable[[Any], None]] = {
+    pb.Join: _check_join,
+    pb.Contribution: _check_contribution,
+    pb.Figures: lambda figures: _check_names("a figure's name", figures.figures),
+    pb.Leave: lambda leave: _check_names("a metric's name", leave.metrics),
+    pb.Beat: _check_beat,
+    pb.Welcome: _check_welcome,
+    pb.Held: _check_held,
+    pb.Answer: _check_answer,
+    pb.Group: _check_group,
+    pb.State: _check_state,
+}
+_NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
+_COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}
+_CHECKS = {
+    kind: [(name, f"{kind.DESCRIPTOR.name}.{name}", check, name in _NEEDED) for name, check in fields.items()]
+    for kind, fields in FIELDS.items()
+}
+
+
+# A contribution and a reply are checked at each exchange. This look at all fields at once, which finds nearly all of
+# them sound, takes half the time; whatever it does not pass goes by the table.
+_OF_CONTRIBUTION = operator.attrgetter("codec", "compute_s", "transfer_s", *COUNTS[pb.Contribution])
+_OF_ANSWER = operator.attrgetter("outcome", "held_s", "num_workers", "worker_index", "codec", *COUNTS[pb.Answer])
+
+_START, _REJECTED = int(pb.Answer.START), int(pb.Answer.REJECTED)  # looked up once: it costs as much as all the rest
+
+
+def _is_sound_contribution(contribution: pb.Contribution) -> bool:
+    codec, compute_s, transfer_s, *counts = _OF_CONTRIBUTION(contribution)
+    return (
+        0 <= compute_s <= _MAX_SECONDS
+        and 0 <= transfer_s <= _MAX_SECONDS
+        and max(counts) <= MAX_COUNT
+        and len(codec) <= MAX_NAME
+        and codec.isprintable()
+        and not contribution.HasField("place")
+        and not contribution.HasField("data")
+    )
+
+
+def _is_sound_answer(answer: pb.Answer) -> bool:
+    outcome, held_s, num_workers, worker_index, codec, *counts = _OF_ANSWER(answer)
+    return (
+        _START < outcome <= _REJECTED
+        and 0 <= held_s <= _MAX_SECONDS
+        and worker_index < num_workers <= MAX_RANK
+        and max(counts) <= MAX_COUNT
+        and len(codec) <= MAX_NAME
+        and codec.isprintable()
+        and not answer.HasField("began")
+        and not answer.HasField("group")
+    )
+
+
+_IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
+    pb.Contribution: _is_sound_contribution,
+    pb.Answer: _is_sound_answer,
+}
+
+
+def check_header(header: Message) -> None:
+    """Raises a BAD_REQUEST refusal for what no program of this version says."""
+    kind = type(header)
+    if (is_sound := _IS_SOUND.get(kind)) is not None and is_sound(header):
+        return
+    if (counts := _COUNTS.get(kind)) is not None and max(counts(header)) > MAX_COUNT:
+        for field in COUNTS[kind]:
+            _count(f"{kind.__name__}.{field}", getattr(header, field))
+    for field, what, check, is_needed in _CHECKS.get(kind, ()):
+        if (value := getattr(header, field)) or is_needed:
+            check(what, value)
+    if (whole := _WHOLE.get(kind)) is not None:
+        whole(header)

@@ -1,0 +1,90 @@
+"""A name from another process is one of a closed list, or refused: nothing is imported, opened or run for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import ParamServerError
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.protocol import struct
+from paramserver.ps.shards.server import shared_config, with_shared
+from paramserver.ps.snapshots.checkpoint import write
+from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest
+
+from .lying import lying_server, run_worker, settings, welcome, welcoming
+
+
+@pytest.mark.parametrize(
+    ("task", "argument"), [(f"{subprocess.__file__}:Popen", "args"), (f"{os.__file__}:system", "command")]
+)
+def test_a_server_runs_no_command_on_a_worker(task, argument, tmp_path):
+    trace = tmp_path / "trace"
+    told = {argument: f"touch {trace}"} | ({"shell": True} if argument == "args" else {})
+    with lying_server(welcoming(welcome(settings=settings(task=task, task_args=struct(told))))) as address:
+        ended = run_worker(address, folder=tmp_path)
+    assert not trace.exists(), "the server's command has been run"
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert "--task FILE.py:NAME" in ended.stderr
+
+
+def python_file(tmp_path, trace) -> str:
+    """A file that leaves a trace when it is imported."""
+    path = tmp_path / "evil.py"
+    path.write_text(f"open({str(trace)!r}, 'w')\n\n\nclass Mode:\n    pass\n")
+    return f"{path}:Mode"
+
+
+def keep_snapshot(folder: Path, **changes) -> None:
+    """A whole one of a small model, with its hashes, whose manifest says this."""
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
+    facts = {
+        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "steps": {0: 3}, "num_joins": {0: 1},
+        "training": {}, "tensors": layout.specs, "optimizer": OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),)),
+        "hyperparameters": ({"lr": 0.1},), "seed": 0, "paramserver_version": "0",
+    }  # fmt: skip
+    write(folder, Manifest.model_construct(**(facts | changes)), {WEIGHTS: {"w": torch.ones(4)}})
+
+
+@pytest.mark.parametrize(("what", "says"), [("mode", "which this process was not given"), ("run", "damaged: run: ")])
+def test_a_snapshot_names_no_file(what, says, tmp_path):
+    trace = tmp_path / "trace"
+    named = {"mode": python_file(tmp_path, trace), "run": "../../elsewhere"}[what]
+    keep_snapshot(tmp_path / "kept", **{what: named})
+    ended = subprocess.run(
+        [sys.executable, "-m", "paramserver.ps", "--mode", "sync", "--listen", "127.0.0.1:0", "--checkpoint-dir",
+         "kept", "--set", "run.workers=1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert not trace.exists(), "the snapshot's file has been run"
+    assert ended.returncode in (2, 14), ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert says in ended.stderr
+
+
+def test_a_coordinator_configures_what_holds_for_all_shards_and_nothing_else(tmp_path):
+    """It names no file of a shard's: where that keeps, writes or reads is its own to say."""
+    own = Config(checkpoint={"dir": str(tmp_path / "own")})
+    told = json.loads(shared_config(Config(run={"mode": "async", "steps": 7})))
+    config, _ = with_shared(own, json.dumps(told))
+    assert (config.run.mode, config.run.steps, config.checkpoint.dir) == ("async", 7, str(tmp_path / "own"))
+    for more in (
+        {"checkpoint": {"dir": str(tmp_path / "theirs")}}, {"output": {"history": str(tmp_path / "trace")}},
+        {"options": 3}, {"run": []}, {"policy": {"x": 1}},
+        {"run": {**told["run"], "mode": python_file(tmp_path, tmp_path / "trace")}},
+    ):  # fmt: skip
+        with pytest.raises(ParamServerError):
+            with_shared(own, json.dumps(told | more))
+    for text in ("", "[]", "{}", "[" * 100_000):
+        with pytest.raises(ParamServerError):
+            with_shared(own, text)
+    assert not (tmp_path / "trace").exists()
