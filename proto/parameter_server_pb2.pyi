@@ -158,7 +158,7 @@ class Segment(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., label: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "shape", "aliases")
+    __slots__ = ("name", "kind", "dtype", "shape", "aliases", "averaged")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[TensorSpec.Kind]
@@ -174,12 +174,14 @@ class TensorSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
+    AVERAGED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: TensorSpec.Kind
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     aliases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[TensorSpec.Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+    averaged: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[TensorSpec.Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., aliases: _Optional[_Iterable[str]] = ..., averaged: _Optional[bool] = ...) -> None: ...
 
 class Optimizer(_message.Message):
     __slots__ = ("name", "groups", "tables")

@@ -47,7 +47,8 @@ def train(
     model.train()
     check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may be a server's
     groups = [{"params": list(model.parameters())}]
-    optimizer = session.optimizer(model, build_optimizer(settings.optimizer, groups, settings.optimizer_args))
+    inner = build_optimizer(settings.optimizer, groups, settings.optimizer_args)
+    optimizer = session.optimizer(model, inner, averaged_buffers=getattr(task, "averaged_buffers", ()))
     started = said_at = time.perf_counter()
     num_batches = 0
     if settings.steps is None and settings.epochs is None:

@@ -57,14 +57,16 @@ def _kind_named(name: object) -> Kind:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model. `aliases` are other names of the same tensor (tied weights). In JSON a kind has its
-    name."""
+    """One tensor of the model. `aliases` are other names of the same tensor (tied weights). `averaged`: a buffer is a
+    running statistic, of which a mean is made; any other buffer is that of the lowest live rank. In JSON a kind has
+    its name."""
 
     name: str
     kind: Annotated[Kind, PlainValidator(_kind_named), PlainSerializer(lambda kind: kind.name)]
     dtype: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    averaged: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -96,16 +98,22 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlatRun:
-    """Consecutive entries of one kind and dtype, as one flat tensor of `num_elements`."""
+    """Consecutive entries of one kind, dtype and rule, as one flat tensor of `num_elements`."""
 
     kind: Kind
     dtype: torch.dtype
     offset: int
     num_elements: int
+    averaged: bool = True
 
     @property
     def is_float(self) -> bool:
         return self.dtype.is_floating_point
+
+    @property
+    def is_averaged(self) -> bool:
+        """A mean of several workers' values is made of it: of integers there is none."""
+        return self.averaged and self.is_float
 
     def view(self, body: torch.Tensor) -> torch.Tensor:
         """The run of `body` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
@@ -124,16 +132,20 @@ class FlatRun:
 
 
 def joined(entries: Iterable[Entry]) -> list[FlatRun]:
-    """Of entries in the order of a body, neighbours of one kind and dtype as one run."""
+    """Of entries in the order of a body, neighbours of one kind, dtype and rule as one run."""
     runs: list[FlatRun] = []
     for spec, offset, _ in entries:
-        run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements)
+        run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements, spec.averaged)
         last = runs[-1] if runs else None
-        if last is not None and (last.kind, last.dtype, last.end) == (run.kind, run.dtype, run.offset):
+        if last is not None and last.end == run.offset and _alike(last, run):
             runs[-1] = replace(last, num_elements=last.num_elements + run.num_elements)
         else:
             runs.append(run)
     return runs
+
+
+def _alike(one: FlatRun, other: FlatRun) -> bool:
+    return (one.kind, one.dtype, one.averaged) == (other.kind, other.dtype, other.averaged)
 
 
 # As `FlatRun.view`.
@@ -208,7 +220,8 @@ class Layout:
         digest = hashlib.sha256()
         for spec in self.specs:
             shape = ",".join(map(str, spec.shape))
-            digest.update(f"{spec.kind.name} {spec.name} {spec.dtype} {shape}\n".encode())
+            rule = "" if spec.averaged else " lowest_rank"
+            digest.update(f"{spec.kind.name} {spec.name} {spec.dtype} {shape}{rule}\n".encode())
         return digest.hexdigest()
 
     @cached_property
@@ -243,9 +256,15 @@ class Layout:
             elif (expected.kind, expected.dtype, expected.shape) != (got.kind, got.dtype, got.shape):
                 kinds = f" ({expected.kind.name} and {got.kind.name})" if expected.kind != got.kind else ""
                 found.append(f"expected {expected}, got {got}{kinds}")
+            elif expected.averaged != got.averaged:
+                found.append(f"buffer {expected} is {_rule(expected)} in the run, and {_rule(got)} here")
         if not found and self.fingerprint != other.fingerprint:
             found.append("the same tensors in another order")
         return found[:limit] + ([f"and {len(found) - limit} more"] if len(found) > limit else [])
+
+
+def _rule(buffer: TensorSpec) -> str:
+    return "averaged over the workers" if buffer.averaged else "that of the lowest live rank"
 
 
 def new_body(num_bytes: int) -> torch.Tensor:

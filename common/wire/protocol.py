@@ -35,7 +35,14 @@ _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by defau
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
     kinds = {kind: pb.TensorSpec.Kind.Name(kind.value) for kind in Kind}
     return [
-        pb.TensorSpec(name=spec.name, kind=kinds[spec.kind], dtype=spec.dtype, shape=spec.shape, aliases=spec.aliases)
+        pb.TensorSpec(
+            name=spec.name,
+            kind=kinds[spec.kind],
+            dtype=spec.dtype,
+            shape=spec.shape,
+            aliases=spec.aliases,
+            averaged=spec.kind is Kind.BUFFER and spec.averaged,
+        )
         for spec in layout.specs
     ]
 
@@ -58,7 +65,10 @@ def layout_from_proto(tensors: Any) -> Layout:
             raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_NAMES} names of tensors")
         for alias in tensor.aliases:
             check_text("a tensor's name", alias)
-        spec = TensorSpec(tensor.name, Kind(tensor.kind), tensor.dtype, tuple(tensor.shape), tuple(tensor.aliases))
+        kind = Kind(tensor.kind)
+        is_averaged = tensor.averaged or kind is not Kind.BUFFER
+        shape, aliases = tuple(tensor.shape), tuple(tensor.aliases)
+        spec = TensorSpec(tensor.name, kind, tensor.dtype, shape, aliases, is_averaged)
         specs.append(spec)
     return Layout(specs)
 

@@ -3,6 +3,7 @@ codecs of their workers remember of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -180,8 +181,10 @@ class Folding:
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         num_live = 1 if self._is_brought else len(commit.members)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
+        # Where workers average among themselves, whoever brings the weights has the lowest rank's buffers.
+        lowest_live = sys.maxsize if self._is_brought else commit.members[0] if commit.members else 0
         work = partial(
-            store.commit, num_live, commit.members[0] if commit.members else 0, told,
+            store.commit, num_live, lowest_live, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
             momentum_among=commit.momentum_among,
         )  # fmt: skip

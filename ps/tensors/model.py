@@ -39,6 +39,12 @@ from .windows import Order
 
 log = get_logger()
 
+_NUM_NAMED = 8
+_NOT_AVERAGED = (
+    "they are those of the lowest live rank; running statistics of layers of your own are averaged where "
+    "session.optimizer(..., averaged_buffers=[...]), or a task's averaged_buffers, names them"
+)
+
 
 class Model:
     """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
@@ -191,12 +197,23 @@ class Model:
         self.share, self.optimizer = share, share.optimizer(optimizer)
         of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
+        if server.shard == 0:
+            self._name_buffers(whole)
         if optimizer.tables and server.shard == 0:
             rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
             log.info("tables", rows=rows)
             if self._config.checkpoint.dir is None and self._config.output.save is None:
                 meaning = "tables of rows are gone when the run has ended: --save writes them, --checkpoint-dir too"
                 log.warning("tables_not_kept", meaning=meaning)
+
+    def _name_buffers(self, whole: Layout) -> None:
+        """Those of which no mean is made: who keeps statistics in a layer of their own has to say so."""
+        if self._config.store.buffers != "average":  # then all of them are alike
+            return
+        names = [spec.name for spec in whole.specs if not spec.averaged]
+        if names:
+            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + more, meaning=_NOT_AVERAGED)
 
     def change(self, optimizer: OptimizerSpec) -> None:
         """The first worker of a run that goes on has said what its optimizer is from here on."""

@@ -119,12 +119,13 @@ class Store:
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
-        `hyperparameters`, one per group and table, are those the contribution was computed under. Buffers move by the
-        share of the `num_live` workers that was folded. The new version is made in `target`, uint8 [total_bytes], when
-        somebody still reads the old one. `progress(n)` is told that the first n bytes are done in `order` (None: the
-        buffers first). The learning rate of this step is times `lr_scale`, and the momentum what is left of it where so
-        many workers step one by one (`momentum_left`). `norm` is that of the whole mean where this is a part, which was
-        measured.
+        `hyperparameters`, one per group and table, are those the contribution was computed under. Statistics move by
+        the share of the `num_live` workers that was folded; other buffers are those of a contribution of the
+        `lowest_live` rank, or of a lower one that has left since, and stay where there is none. The new version is made
+        in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is told that the first n
+        bytes are done in `order` (None: the buffers first). The learning rate of
+        this step is times `lr_scale`, and the momentum what is left of it where so many workers step one by one
+        (`momentum_left`). `norm` is that of the whole mean where this is a part, which was measured.
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
@@ -138,7 +139,7 @@ class Store:
         if self.optimizer is not None and hyperparameters:
             self.optimizer.set_hyperparameters(hyperparameters)
         share = min(1.0, round_.num_folded / max(1, num_live))
-        takes_integers = round_.lowest_rank <= lowest_live
+        is_of_lowest = round_.lowest_rank <= lowest_live  # where no mean is made of a buffer, it is that rank's
         is_late = self.optimizer is not None and (lr_scale != 1.0 or momentum_among > 1)
         with self.optimizer.late(lr_scale, momentum_among) if is_late and self.optimizer else nullcontext():
             for index, window, num_done in (order or self.order).made:
@@ -151,7 +152,7 @@ class Store:
                         round_.complete(window)
                     elif factor < 1:
                         self.sanity.scale_window(round_.result, window, factor)
-                    self._move_window(index, round_.result, new, share, takes_integers)
+                    self._move_window(index, round_.result, new, share, is_of_lowest)
                 progress(num_done)
         self.weights = new
         self.version += 1
@@ -178,7 +179,7 @@ class Store:
         return min(1.0, factor_to(self._clip_norm, self.measure() if norm is None else norm))
 
     def _move_window(
-        self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, takes_integers: bool
+        self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, is_of_lowest: bool
     ) -> None:
         """Weights and Polyak average of one window, from its old weights and the mean."""
         if self.direction is not None:
@@ -190,9 +191,9 @@ class Store:
             is_buffer = piece.kind is Kind.BUFFER
             if is_buffer and self._buffers != "keep":
                 target, source = view(piece, weights), view(piece, mean)
-                if piece.is_float and self._buffers == "average":
+                if piece.is_averaged and self._buffers == "average":
                     target.lerp_(source, share)
-                elif takes_integers:
+                elif is_of_lowest:
                     target.copy_(source)
             elif not is_buffer and not self._steps:
                 view(piece, weights).copy_(view(piece, mean))

@@ -6,7 +6,7 @@ from) is divided too. To the server the model is whole, though it lies nowhere w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry, Layout
+from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
 from ..tensors.transfer import ModelTensors, check_still, named_tensors
@@ -32,7 +33,9 @@ log = get_logger()
 class Sharded:
     """`tensors` is this process's part of the model, `whole` what all have: its layout, without memory."""
 
-    def __init__(self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
+    ) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._group = group
         held = {id(one) for one in stepped}
@@ -46,7 +49,7 @@ class Sharded:
                 made[id(one)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
             place, key = _place_of(whole, name, isinstance(one, nn.Parameter))
             place[key] = made[id(one)]
-        self.whole = ModelTensors(whole)
+        self.whole = ModelTensors(whole, (), statistics_of(model, found, averaged_buffers))
         self.tensors = Local(model, self.whole.layout, found)
         borders = [self._borders(one, self.tensors.own[index]) for index, one in enumerate(self.whole.layout.entries)]
         self._relay = relay = Relay(group.channel("exchange"), borders)

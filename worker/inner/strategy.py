@@ -13,7 +13,7 @@ import math
 import os
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
@@ -190,12 +190,14 @@ class Grouped(Direct):
 
         return divide(model)
 
-    def tensors(self, model: nn.Module, stepped: Iterable[torch.Tensor]) -> ModelTensors:
+    def tensors(
+        self, model: nn.Module, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
+    ) -> ModelTensors:
         if not any(type(one).__name__ == "DTensor" for one in model.parameters()):
-            return super().tensors(model, stepped)
+            return super().tensors(model, stepped, averaged_buffers)
         from .sharded import Sharded
 
-        self._sharded = Sharded(model, self._group, stepped)
+        self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
         exchange = self._own._exchange if self._own is not None else None
         led = cast(Exchange, self._sharded.exchange(exchange, self.settings))
         self._own = make_strategy(led, may_send_early=False)
@@ -224,7 +226,7 @@ class Grouped(Direct):
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         self._model = model
         layout = model.layout if self._sharded is None else self._sharded.whole.layout
-        specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape}" for spec in layout.specs]
+        specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape} {spec.averaged}" for spec in layout.specs]
         self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
         if self._sharded is not None and is_parted:
             told = "session.optimizers() of models that are divided among the processes of this worker (fully_shard)"
@@ -276,8 +278,8 @@ class Grouped(Direct):
         return found
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of this step, and floating-point buffers, become the mean over all processes, weighted by the
-        samples of each."""
+        """The gradients of this step, and running statistics, become the mean over all processes, weighted by the
+        samples of each; other buffers become those of inner rank 0."""
         mine = [one.grad for one in parameters]
         mask = crc32(bytes(one is not None for one in mine))
         words = num_samples, 0.0 if math.isnan(loss) else loss, not math.isnan(loss), bool(self._stop_reason), mask
@@ -300,10 +302,12 @@ class Grouped(Direct):
             if one.grad is not None and one.grad.is_sparse:
                 one.grad = one.grad.to_dense()
         entries = zip(self._model.layout.entries, self._model.tensors, strict=True)
-        buffers = [one for entry, one in entries if entry.spec.kind is Kind.BUFFER and one.dtype.is_floating_point]
+        buffers = [(entry.spec.averaged, one.data) for entry, one in entries if entry.spec.kind is Kind.BUFFER]
+        statistics = [one for is_averaged, one in buffers if is_averaged and one.dtype.is_floating_point]
         gradients = [one.grad for one in parameters if one.grad is not None]
         with torch.no_grad():
-            self._group.average([*gradients, *(one.data for one in buffers)], shares[self._group.rank])
+            self._group.average([*gradients, *statistics], shares[self._group.rank])
+            self._group.give([one for is_averaged, one in buffers if not is_averaged])
 
     def _fill(self, parameters: Sequence[torch.Tensor]) -> None:
         """With zeros, where another process has a gradient."""

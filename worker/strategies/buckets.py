@@ -9,7 +9,7 @@ said of the step before, and where that was wrong all average once more (`group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,11 +29,12 @@ class Plan:
 
     def __init__(
         self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor],
-        device: torch.device,
+        device: torch.device, of_lowest: Container[int] = (),
     ) -> None:  # fmt: skip
         """`like`: something of the shape and dtype of each, in the order in which they leave. `memory`, flat and of
-        each dtype, on `device`, is used where it has the size, and replaced where not."""
-        self.share, self._is_lowest = share, is_lowest
+        each dtype, on `device`, is used where it has the size, and replaced where not. `of_lowest`: floats of which no
+        mean is made, as of integers."""
+        self.share, self._is_lowest, self._of_lowest = share, is_lowest, of_lowest
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
         self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
@@ -61,20 +62,22 @@ class Plan:
             self.buckets.append((bucket, flat[begun:end]))
 
     def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:
-        """A bucket with what this member has in it; zeros for what it has not, and integers of the lowest only."""
+        """A bucket with what this member has in it; zeros for what it has not, and what has no mean of the lowest
+        only."""
         indices, bucket = self.buckets[number]
         for index in indices:
             place, mine = self.places[index], tensors.get(index)
             is_float = place.dtype.is_floating_point
-            if mine is None or not (is_float or self._is_lowest):
+            is_summed = is_float and index not in self._of_lowest
+            if mine is None or not (is_summed or self._is_lowest):
                 place.zero_()
                 continue
             mine = mine.detach().to_dense() if mine.is_sparse else mine.detach()
-            if is_float and mine.device == place.device:
+            if is_summed and mine.device == place.device:
                 torch.mul(mine, self.share, out=place)
             else:
                 place.copy_(mine)
-                if is_float:
+                if is_summed:
                     place.mul_(self.share)
             if is_float:
                 self._sums.append((index, place.sum()))

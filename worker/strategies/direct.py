@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -65,9 +65,12 @@ class Direct:
                 "ps-launch --group G); or give session.optimizer() the bare model",
             )
 
-    def tensors(self, model: nn.Module, stepped: Iterable[torch.Tensor]) -> ModelTensors:
-        """Of the model, those that take part in the run; `stepped` by the optimizers."""
-        return ModelTensors(model, stepped)
+    def tensors(
+        self, model: nn.Module, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
+    ) -> ModelTensors:
+        """Of the model, those that take part in the run; `stepped` by the optimizers. `averaged_buffers`: running
+        statistics beside those of known layers; UsageError for what is none of its buffers."""
+        return ModelTensors.of(model, stepped, averaged_buffers)
 
     def agreed(self, is_due: bool) -> bool:
         """Whether an evaluation is due, which all processes of this worker take part in."""

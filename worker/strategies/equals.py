@@ -86,6 +86,8 @@ class Equals(Direct):
         self._exchange.start(model, optimizer)
         self._held_version = _NOBODY
         self._order = leaving_order(model)
+        entries = enumerate(model.layout.entries)
+        self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
         devices = {one.device for one in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
@@ -152,7 +154,7 @@ class Equals(Direct):
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address, self._device))
             group.like = [one for one in self._model.sources("weights") if one is not None]
-            group.order = self._order
+            group.order, group.of_lowest = self._order, self._of_lowest
             self._agree(group)
             self._level(group)
         except Broken as broken:
@@ -412,7 +414,7 @@ class Equals(Direct):
 
     def _apply(self, mean: Sequence[torch.Tensor | None], has_buffers: bool = True) -> None:
         """Gradients stay this worker's own: it may have to go back, and average them once more. Buffers become those of
-        the mean, where it `has_buffers`."""
+        the mean (or of the lowest rank), where it `has_buffers`."""
         model = self._model
         own = [one.grad for one in model.tensors]
         for index, one in enumerate(mean):

@@ -3,6 +3,9 @@
 Its constructor is given `task.args` of the configuration. Parameters of it that are named `seed` (int) or `device`
 (torch.device) get the run's seed and the worker's device unless `task.args` sets them.
 
+A task whose model keeps running statistics in layers of its own names them in an attribute `averaged_buffers`, as
+`session.optimizer()` takes it.
+
 The rest of this file is what the built-in tasks share: checks of their arguments, and evaluations.
 """
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from torch import nn
 
 from ...common.errors import UsageError
 from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
+from ...common.tensors.statistics import statistics_of
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -61,8 +63,11 @@ class ModelTensors:
     transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None  # of it or a part; None: by where it lies
     _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
 
-    def __init__(self, model: nn.Module, stepped: Iterable[torch.Tensor] = ()) -> None:
-        """`stepped`: what optimizers hold, so that it is trained from when it requires a gradient on."""
+    def __init__(
+        self, model: nn.Module, stepped: Iterable[torch.Tensor] = (), statistics: Collection[str] | None = None
+    ) -> None:
+        """`stepped`: what optimizers hold, so that it is trained from when it requires a gradient on. `statistics`:
+        names of the buffers that are averaged; None: those of known layers."""
         held = {id(tensor) for tensor in stepped}
         found: dict[int, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -72,11 +77,16 @@ class ModelTensors:
             for kept in (module._parameters, module._buffers)
             for key, tensor in kept.items()
         }
-        for name, value in named_tensors(model).items():
+        named = named_tensors(model)
+        if statistics is None:
+            statistics = statistics_of(model, named)
+        for name, value in named.items():
             if (known := found.get(id(value))) is not None:
-                found[id(value)] = TensorSpec(known.name, known.kind, known.dtype, known.shape, (*known.aliases, name))
+                found[id(value)] = replace(
+                    known, aliases=(*known.aliases, name), averaged=known.averaged or name in statistics
+                )
                 continue
-            found[id(value)] = _describe(name, value, id(value) in held)
+            found[id(value)] = _describe(name, value, id(value) in held, name in statistics)
             tensors[name] = value
         if not any(tensor.requires_grad for tensor in tensors.values()):
             have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
@@ -92,6 +102,14 @@ class ModelTensors:
             homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors
         ]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, stepped: Iterable[torch.Tensor] = (), averaged_buffers: Collection[str] = ()
+    ) -> ModelTensors:
+        """With the script's own `averaged_buffers` beside the statistics of known layers. UsageError for what is no
+        buffer of the model."""
+        return cls(model, stepped, statistics_of(model, named_tensors(model), averaged_buffers))
 
     def has_moved(self) -> bool:
         """Look the tensors up again: whether any lies elsewhere than when this was asked last (43 us for 300).
@@ -226,7 +244,7 @@ def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor
         )
 
 
-def _describe(name: str, tensor: torch.Tensor, is_stepped: bool = False) -> TensorSpec:
+def _describe(name: str, tensor: torch.Tensor, is_stepped: bool, is_statistic: bool) -> TensorSpec:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise UsageError(
             f"'{name}' of a lazy module has no shape yet",
@@ -239,7 +257,7 @@ def _describe(name: str, tensor: torch.Tensor, is_stepped: bool = False) -> Tens
         kind = Kind.BUFFER
     else:
         kind = Kind.PARAMETER if tensor.requires_grad or is_stepped else Kind.FROZEN
-    return TensorSpec(name, kind, dtype, tuple(tensor.shape))
+    return TensorSpec(name, kind, dtype, tuple(tensor.shape), averaged=is_statistic or kind is not Kind.BUFFER)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary, WorkerSummary
 from ...common.runstore.record import Record
 from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.statistics import statistics_of
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
 from ..conversation.interrupts import uninterrupted
@@ -69,6 +70,7 @@ class AloneSession(Session):
         self._output = config.output
         self._taken: Taken | None = None
         self._model: nn.Module | None = None
+        self._averaged_buffers: Collection[str] = ()
         self.loss = float("nan")
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # the first time, and the newest
@@ -91,16 +93,22 @@ class AloneSession(Session):
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
 
-    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return self._begin(model, [optimizer])[0]
+    def optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+    ) -> torch.optim.Optimizer:
+        return self._begin(model, [optimizer], averaged_buffers)[0]
 
-    def optimizers(self, **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
         inner = check_parts(parts, self.settings, bool(self._tables))
-        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner)
+        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
 
-    def _begin(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...]:
+    def _begin(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
+    ) -> tuple[torch.optim.Optimizer, ...]:
         if self._taken is not None:
             raise second_optimizer()
+        statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
+        self._averaged_buffers = averaged_buffers
         self.started_at = time.perf_counter()
         self._taken = Taken(lambda: self._progress, optimizers, self.length)
         turns = Turns(self._taken)
@@ -172,7 +180,9 @@ class AloneSession(Session):
     @property
     def fingerprint(self) -> str:
         """Of what is trained, as a server would know it; empty before there is a model."""
-        return ModelTensors(self._model).layout.fingerprint if self._model is not None else ""
+        if self._model is None:
+            return ""
+        return ModelTensors.of(self._model, (), self._averaged_buffers).layout.fingerprint
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's, by name."""

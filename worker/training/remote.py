@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -111,16 +111,21 @@ class RemoteSession(Session):
     def divided(self, model: nn.Module) -> nn.Module:
         return self._strategy.divided(model)
 
-    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ExchangeOptimizer:
-        return self._join(model, [optimizer])[0]
+    def optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+    ) -> ExchangeOptimizer:
+        return self._join(model, [optimizer], averaged_buffers)[0]
 
-    def optimizers(self, **parts: Part) -> tuple[ExchangeOptimizer, ...]:
+    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[ExchangeOptimizer, ...]:
         inner = check_parts(parts, self.settings, bool(self._tables))
-        found = self._join(together({name: model for name, (model, _) in parts.items()}), inner)
+        whole = together({name: model for name, (model, _) in parts.items()})
+        found = self._join(whole, inner, averaged_buffers)
         self._names = tuple(parts)
         return found
 
-    def _join(self, model: nn.Module, inner: list[torch.optim.Optimizer]) -> tuple[ExchangeOptimizer, ...]:
+    def _join(
+        self, model: nn.Module, inner: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
+    ) -> tuple[ExchangeOptimizer, ...]:
         if self._steps is not None:
             raise second_optimizer()
         if self._strategy.source == "report":
@@ -128,9 +133,8 @@ class RemoteSession(Session):
         self._strategy.wraps(model)
         if self._strategy.source in ("gradient", "report"):
             _check_forward(model)
-        tensors = self._strategy.tensors(
-            model, [one for part in inner for group in part.param_groups for one in group["params"]]
-        )
+        stepped = [one for part in inner for group in part.param_groups for one in group["params"]]
+        tensors = self._strategy.tensors(model, stepped, averaged_buffers)
         described = replace(
             describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
         )

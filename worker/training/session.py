@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,16 +99,24 @@ class Session:
         """A task's model, divided among the processes of this worker where the run's settings say so."""
         return model
 
-    def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer to step. Joins the run with this model, whose weights become the run's."""
+    def optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+    ) -> Any:
+        """The optimizer to step. Joins the run with this model, whose weights become the run's.
+
+        `averaged_buffers`: names (as in the model's state_dict) of running statistics that layers of your own keep. The
+        run averages these over its workers, as it does those of BatchNorm and InstanceNorm. Every other buffer is that
+        of the lowest live rank. UsageError for a name that no buffer has.
+        """
         raise NotImplementedError
 
-    def optimizers(self, **parts: Part) -> tuple[Any, ...]:
+    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[Any, ...]:
         """The optimizers to step, of a run that trains several models, or one with several optimizers, by turns:
 
             g_optimizer, d_optimizer = session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))
 
-        All weights become the run's; in what is saved their names begin with these. A training step is a batch,
+        All weights become the run's; in what is saved their names begin with these, and so in `averaged_buffers` (see
+        `optimizer`). A training step is a batch,
         whichever of the optimizers step on it: of a loop over `shard` the first step() after a batch was asked for
         begins one, elsewhere each step() of the optimizer that is stepped first. Each parameter has one optimizer.
 

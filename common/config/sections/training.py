@@ -12,7 +12,9 @@ from ..option import LAUNCHER, NOT_FINITE, WORKER, Flag, Panel, Section
 
 class StoreConfig(Section):
     buffers: Literal["average", "lowest_rank", "keep"] = Field(
-        "average", description="BatchNorm statistics and the like: averaged, of the lowest rank, or untouched"
+        "average",
+        description="running statistics of normalisation layers: averaged, of the lowest live rank, or untouched; all "
+        "other buffers are of the lowest live rank, or untouched",
     )
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
     on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(

@@ -22,8 +22,8 @@ Buffers = Literal["average", "lowest_rank", "keep"]
 
 
 class Kept(NamedTuple):
-    """A body that waits to be taken into the result, its share of the mean of those up to it, and whether
-    its rank is the lowest so far, whose integer buffers are taken."""
+    """A body that waits to be taken into the result, its share of the mean of those up to it, and whether its rank is
+    the lowest so far, whose buffers are taken where no mean is made of them."""
 
     body: torch.Tensor
     share: float
@@ -63,7 +63,8 @@ class Aggregator:
         """
         self.num_folded += 1
         self._weight += weight
-        is_lowest, self.lowest_rank = rank < self.lowest_rank, min(rank, self.lowest_rank)
+        # Of a rank that contributed twice the newer one counts.
+        is_lowest, self.lowest_rank = rank <= self.lowest_rank, min(rank, self.lowest_rank)
         if self.result is None:
             self.result = body
             return []
@@ -94,11 +95,11 @@ class Aggregator:
     def _blend(self, piece: FlatRun, kept: Kept) -> None:
         """One more value into a weighted mean: mean += (x - mean) w / (sum of weights so far).
 
-        One pass, and equal values give exactly themselves. Integers are of the lowest rank.
+        One pass, and equal values give exactly themselves. Where no mean is made, the value is of the lowest rank.
         """
         assert self.result is not None
         view = self._view
-        if piece.is_float and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
+        if piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
             view(piece, self.result).lerp_(view(piece, kept.body), kept.share)
         elif kept.is_lowest:
             view(piece, self.result).copy_(view(piece, kept.body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ SPECS = [
     TensorSpec("var", B, "float64", (2,)),
 ]
 LAYOUT = Layout(SPECS)
+VAR_TOO = TensorSpec("var_too", B, "float64", (3,))
 SGD = OptimizerSpec("SGD", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.5}),))
 
 
@@ -233,6 +235,17 @@ def test_float_buffers_are_averaged_integers_come_from_the_lowest_rank(optimizer
         "seen": two["seen"],
     }
     assert_same(store, expected, list(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_a_buffer_that_is_no_statistic_is_the_lowest_rank_s_beside_one_that_is() -> None:
+    """Neighbours of one dtype with different rules; of a rank that contributed twice the newer one counts."""
+    layout = Layout([replace(spec, averaged=spec.name != "var") for spec in [*SPECS, VAR_TOO]])
+    store = store_of(random_values(0, layout), layout=layout)
+    contributions = [(random_values(seed, layout), 1.0, rank) for seed, rank in ((1, 2), (2, 1), (3, 1))]
+    apply(store, contributions, layout)
+    mean = sum(values["var_too"] for values, _, _ in contributions) / 3
+    assert_same(store, {"var": random_values(3, layout)["var"]}, ["var"], rtol=0, atol=0)
+    assert_same(store, {"var_too": mean}, ["var_too"], rtol=1e-12, atol=1e-12)
 
 
 def test_lowest_rank_takes_all_buffers_from_it() -> None:

@@ -33,7 +33,8 @@ large = torch.nn.Linear(*([600, 600] if "SCALER" in os.environ else [1, 1]))  # 
 noise = torch.Generator().manual_seed(5)
 
 with paramserver.connect() as session:
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = session.optimizer(model, sgd, averaged_buffers=["epoch_loss"])
     by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5)

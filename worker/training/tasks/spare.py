@@ -4,7 +4,7 @@ a script."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch
@@ -48,7 +48,8 @@ def evaluate_for(spare: Spare, task: Task, device: torch.device, how_often: str 
         with user_code(), untouched(model):
             return {name: float(value) for name, value in task.evaluate(model).items()}
 
-    _watch(spare, ModelTensors(model), interval, epoch_steps, figures)
+    tensors = ModelTensors.of(model, (), getattr(task, "averaged_buffers", ()))
+    _watch(spare, tensors, interval, epoch_steps, figures)
 
 
 def _watch(
@@ -108,19 +109,22 @@ class SpareSession(Session):
     def is_done(self) -> bool:
         self._evaluate()
 
-    def optimizer(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return self._begin(model, [optimizer])[0]
+    def optimizer(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+    ) -> torch.optim.Optimizer:
+        return self._begin(model, [optimizer], averaged_buffers)[0]
 
-    def optimizers(self, **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
         inner = check_parts(parts, self.settings, bool(self._tables))
-        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner)
+        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
 
     def _begin(
-        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
     ) -> tuple[torch.optim.Optimizer, ...]:
         self._model, self._taken = model, Taken(Progress, optimizers, self.length)
         groups = (group for one in optimizers for group in one.param_groups)
-        self._tensors = ModelTensors(model, (parameter for group in groups for parameter in group["params"]))
+        stepped = (parameter for group in groups for parameter in group["params"])
+        self._tensors = ModelTensors.of(model, stepped, averaged_buffers)
         for one in optimizers:
             one.register_step_pre_hook(lambda *_: self._evaluate())
         return tuple(optimizers)

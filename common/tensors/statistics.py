@@ -1,0 +1,37 @@
+"""Which buffers of a model are running statistics, of which a run makes a mean over its workers.
+
+A mean of queues, of pointers into them, of codebooks or of masks is none of these any more. So only the statistics of
+layers that are known to keep such are averaged, and those that a script names; any other buffer is that of the lowest
+live rank, as in DistributedDataParallel, which broadcasts rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..errors import UsageError, did_you_mean
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def statistics_of(
+    model: nn.Module, named: Mapping[str, torch.Tensor], averaged_buffers: Collection[str] = ()
+) -> frozenset[str]:
+    """The names of running statistics among the tensors of a model, `named` as in its state_dict. `averaged_buffers`
+    are the script's own. UsageError for one that is no buffer, or of integers, which have no mean."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    known = {id(norm._buffers.get(key)) for norm in norms for key in _STATISTICS}
+    buffers = {name: one for name, one in named.items() if not isinstance(one, nn.Parameter)}
+    own = (averaged_buffers,) if isinstance(averaged_buffers, str) else averaged_buffers
+    for name in own:
+        if (one := buffers.get(name)) is None:
+            fix = did_you_mean(name, list(buffers)) if buffers else "leave averaged_buffers out: it has no buffers"
+            raise UsageError(f"averaged_buffers: the model has no buffer '{name}'", fix=fix)
+        if not one.is_floating_point() and id(one) not in known:
+            told = f"averaged_buffers: '{name}' is {str(one.dtype).removeprefix('torch.')}, and integers have no mean"
+            raise UsageError(told, fix="leave it out: it follows the lowest live rank")
+    return frozenset(own) | {name for name, one in buffers.items() if id(one) in known}
