@@ -17,7 +17,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from .errors import UsageError, did_you_mean
@@ -61,6 +61,12 @@ class Family:
         if name not in self._modules:
             raise UsageError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
         return name
+
+    def file(self, name: str) -> Path:
+        """The file of `name`, which is not imported; its packages are. UsageError for an unknown name."""
+        spec = importlib.util.find_spec(self._modules[self.check(name)])
+        assert spec is not None and spec.origin is not None  # it was found by its file
+        return Path(spec.origin)
 
     def load(self, name: str) -> Any:
         """Import the file of `name` and return the class its `ENTRY` names, or the one that `FILE.py:NAME` does."""

@@ -7,7 +7,6 @@ Nothing of it is kept, and nothing is evaluated.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from rich.table import Table
@@ -18,7 +17,6 @@ from ..common.errors import UsageError
 from ..common.reporting.report import duration, report_console, share, size
 from ..common.reporting.summary import Summary, price
 from . import run
-from .job import run_all
 from .plan.runs import Plan, Request
 
 _STEPS = 20  # or two rounds, where a contribution has several
@@ -64,7 +62,7 @@ def _ran(
     modes, resolved = run.resolve(config, flags, sets)
     plans, site = run.plan(resolved, Request(modes=modes, config_path=config, script_args=script_args))
     plan: Plan = plans[0]
-    (outcome,) = asyncio.run(run_all([plan], run.backend_of(site.config), site))
+    (outcome,) = run.start([plan], site)
     return outcome.finish.exit_code, plan.rate, outcome.summary
 
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.config.cli import Flags
 from ..common.config.conditions import condition
@@ -25,19 +25,17 @@ from ..common.registry import (
     check_pipelined,
     mode_label,
 )
-from ..common.reporting.compared import prepare_report, write_report
-from ..common.reporting.findings import findings
-from ..common.reporting.output import check_writable, write_whole
-from ..common.reporting.report import comparison_table, report_console, summary_table
 from ..common.security import WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
 from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
-from .job import Outcome, run_all
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
 from .plan.settings import SINGLE
-from .view.screen import discard_from_now_on
+
+# What runs and reports is imported when the settings have been found good.
+if TYPE_CHECKING:
+    from .job import Outcome
 
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
@@ -107,6 +105,8 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         places=places_of(config, site.hosts, config.run.workers or 1, site.folder),
     )
     plans = plan_runs(resolved, request, machine)
+    from ..common.reporting.output import check_writable
+
     for plan in plans:
         if plan.server is not None:
             options = config.policy.options(plan.mode)
@@ -139,15 +139,30 @@ def show(plans: list[Plan], site: Site) -> None:
             print(line)
 
 
+def start(plans: list[Plan], site: Site) -> list[Outcome]:
+    """Run the plans one after another. Raises ParamServerError before anything starts, where that can be seen."""
+    from .hosts.here import check_here
+
+    backend = backend_of(site.config)
+    if not backend.spans_hosts:
+        check_here(plans, site.config)
+    from .job import run_all
+
+    return asyncio.run(run_all(plans, backend, site))
+
+
 def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, then show and write what came of them; the exit code."""
+    from ..common.reporting.compared import prepare_report
+    from .view.screen import discard_from_now_on
+
     if (report := site.config.output.report) is not None:
         prepare_report(report)
     if (
         site.config.launch.web or site.config.server.web is not None
     ):  # a server that is started again keeps it, and so does the page that is open
         os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
-    outcomes = asyncio.run(run_all(plans, backend_of(site.config), site))
+    outcomes = start(plans, site)
     code = outcomes[-1].finish.exit_code
     try:
         _show_results(plans, outcomes)
@@ -160,6 +175,10 @@ def run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """One run: its table. Several: the comparison, and one file for all summaries, {"runs": [...]}."""
+    from ..common.reporting.compared import write_report
+    from ..common.reporting.findings import findings
+    from ..common.reporting.report import comparison_table, report_console, summary_table
+
     console, output = report_console(), plans[0].config.output
     report, target = output.report, condition(output.target) if output.target is not None else None
     ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
@@ -206,6 +225,8 @@ def _write(path: str | None, summary: dict[str, Any]) -> None:
     """What the launcher itself writes. Raises OutputError."""
     if path is None:
         return
+    from ..common.reporting.output import write_whole
+
     try:
         write_whole(Path(path), (json.dumps(summary, indent=2) + "\n").encode(), is_synced=False)
     except OSError as error:

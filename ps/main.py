@@ -27,6 +27,7 @@ from ..common.config.cli import (
     run_command,
 )
 from ..common.config.option import SERVER
+from ..common.config.preflight.files import check_optimizer
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.reporting.log import get_logger, setup_logging
@@ -57,6 +58,7 @@ def serve(
     """Hold the weights and the optimizer; let workers train."""
     resolved = resolve(config, flags, sets, print_config)
     resolved.check_options([resolved.config.run.mode])
+    check_optimizer(resolved.config.optimizer.name)
     setup_logging(resolved.config.log, SERVER)
     for key in resolved.unread([resolved.config.run.mode]):
         told = f"mode {resolved.config.run.mode} has no such option: it changes nothing"

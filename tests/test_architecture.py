@@ -285,15 +285,49 @@ def test_the_launcher_starts_without_torch_and_grpc() -> None:
     assert output == "[]\n"
 
 
-def test_a_server_says_its_flags_without_what_is_heavy() -> None:
-    """`ps-server --help`, as it is typed: neither torch nor the page's packages."""
-    heavy = ("torch", "numpy", "google.protobuf", "starlette", "uvicorn", "websockets", "sqlite3")
-    code = (
-        "import atexit, sys; sys.argv[1:] = ['--help']; from paramserver.ps.main import main\n"
-        f"atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]))\nmain()"
+HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "structlog", "starlette", "uvicorn", "websockets")
+HEAVY += ("sqlite3", "cryptography", "prometheus_client")
+COMMANDS = {
+    "ps-server": "paramserver.ps.main",
+    "ps-worker": "paramserver.worker.main",
+    "ps-launch": "paramserver.launch.main",
+    "ps-launch doctor": "paramserver.launch.main",
+    "ps-launch chaos": "paramserver.launch.main",
+    "ps-launch check": "paramserver.launch.main",
+    "ps-sim": "paramserver.simulate.main",
+    "ps-runs": "paramserver.catalog.main",
+    "ps-certs": "paramserver.launch.certs.main",
+    "ps-bench": "paramserver.benchmarks.main",
+}
+# Found when the configuration is read, which these commands do.
+UNKNOWN_KEY, NO_OPTIMIZER = "--set run.made_up=1", "--optimizer made-up"
+OF_THE_CONFIGURATION = [
+    *((name, UNKNOWN_KEY) for name in ("ps-server", "ps-worker", "ps-launch", "ps-sim configs/digits.yaml")),
+    *((name, NO_OPTIMIZER) for name in ("ps-server", "ps-launch")),
+    ("ps-launch doctor configs/digits.yaml", UNKNOWN_KEY),
+    ("ps-worker", "--task made_up.py:Task"),
+    ("ps-worker", "--init made-up.safetensors"),
+    ("ps-launch", "--task made_up.py:Task"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "code"),
+    [*((name, word, code) for name in COMMANDS for word, code in (("--help", 0), ("--made-up", 2)))]
+    + [(name, words, 2) for name, words in OF_THE_CONFIGURATION],
+)
+def test_a_mistake_is_answered_without_what_is_heavy(command: str, arguments: str, code: int) -> None:
+    """Each command as it is typed: a wrong flag, an unknown key and --help load neither torch nor gRPC."""
+    own = " ".join(word for word in command.split() if not word.endswith(".yaml"))
+    program = (
+        f"import atexit, sys; sys.argv = {[*command.split(), *arguments.split()]}\n"
+        f"atexit.register(lambda: print('\\n', [name for name in {HEAVY} if name in sys.modules]))\n"
+        f"from {COMMANDS[own]} import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "--mode" in done.stdout and done.stdout.endswith("\n[]\n"), done.stdout[-200:]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout.endswith("\n []\n"), done.stdout[-300:]
+    assert done.returncode == code, done.stderr
+    assert arguments.split()[-1].partition("=")[0].removeprefix("run.") in done.stdout + done.stderr
 
 
 def test_a_simulation_needs_no_torch_and_no_network() -> None:

@@ -23,6 +23,9 @@ from ..common.config.cli import (
 from ..common.config.flags import flag_name, flags_of
 from ..common.config.launchers import find_place
 from ..common.config.option import WORKER
+from ..common.config.preflight.code import check_task
+from ..common.config.preflight.files import check_weights
+from ..common.config.preflight.machine import check_device
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
@@ -69,10 +72,21 @@ def work(
             f"{', '.join(alone)}: with a server this is the server's",
             fix=f"ps-server {alone[0]} ..., or train alone with --server none",
         )
+    _check_here(resolved)
     setup_logging(resolved.config.log, WORKER)
     _say_place(resolved)
     interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
+
+
+def _check_here(resolved: Resolved) -> None:
+    """What can be seen before torch is loaded and a server is asked. Raises UsageError."""
+    config = resolved.config
+    check_device(config.worker.device)
+    if resolved.was_set("task.name"):
+        check_task(config.task.name, config.task.args if resolved.was_set("task.args") else {})
+    if config.task.init is not None:
+        check_weights(config.task.init)
 
 
 def _say_place(resolved: Resolved) -> None:

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from functools import cached_property
 from typing import Any
-
-import structlog
 
 from ..config.schema import LogConfig
 
 
 def setup_logging(config: LogConfig, program: str) -> None:
     """Configure structlog once, at a program's start. `program` is bound to every event."""
+    import logging
+
+    import structlog
+
     if config.format == "json":
         renderer: Any = structlog.processors.JSONRenderer(default=str)
         stamp = structlog.processors.TimeStamper(fmt=None)
@@ -50,6 +52,19 @@ class _Stderr:
         sys.stderr.flush()
 
 
+class _Logger:
+    """structlog's logger, loaded with its first line: a command line with a mistake in it has none."""
+
+    @cached_property
+    def _own(self) -> Any:
+        import structlog
+
+        return structlog.get_logger()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
 def get_logger() -> Any:
     """The process's event logger: `log.info("joined", rank=0)`."""
-    return structlog.get_logger()
+    return _Logger()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
-from paramserver.drills.doctor import advice, main
+from paramserver.drills.doctor import advice, results, run
 from paramserver.drills.doctor.measure import Link, Measured
 from paramserver.tests.loopback.conftest import Cluster
 from paramserver.tests.overlap.slow_link import why_not
@@ -65,13 +65,13 @@ def test_the_machine_of_the_server_is_looked_at_where_no_worker_is(tmp_path: Pat
     ]
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts: [{host: a, slots: 2, server: true}, b]")
-    assert main._server_of(str(path), 2, 1.0, []) == {}, "a worker is there, and says it"
+    assert run._server_of(str(path), 2, 1.0, []) == {}, "a worker is there, and says it"
 
 
 def test_what_is_as_it_should_be_is_shown_too() -> None:
     out = io.StringIO()
     measured = Measured(1.0, {0: HEALTHY}, clocks={0: 0.012}, security="TLS, token")
-    report_console(out).print(main._machines(measured))
+    report_console(out).print(results._machines(measured))
     for told in ("worker 0 (a)", "+0.01 s", "8.6 GB", "10.0 ms", "65,536", "TLS, token"):
         assert told in out.getvalue()
 

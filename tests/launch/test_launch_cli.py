@@ -98,12 +98,26 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--resume", "latest"], 2, ["needs checkpoint.dir"]),
         (["--max-restarts", "-1"], 2, ["flag --max-restarts", "-1"]),
         (["--cert", "server.pem"], 2, ["security.cert and security.key go together"]),
+        (["--task", "none.py:Task"], 2, ["task none.py:Task: no file", "FILE.py:NAME"]),
+        (["--task", "train.py:Task"], 2, ["train.py defines no 'Task'", "write one"]),
+        (["--task", "bad.py:Task"], 2, ["task bad.py:Task:", "bad.py:1: SyntaxError"]),
+        (["--task", "partial.py:Task"], 2, ["class Task has no train_data, loss, evaluate", "a task has the methods"]),
+        (["--task", "xor", "--set", "task.args={e: 1}"], 2, ["unknown task.args.e of task xor"]),
+        (["--script", "bad.py"], 2, ["script bad.py: bad.py:1: SyntaxError"]),
+        (["--optimizer", "adm"], 2, ["unknown optimizer 'adm'", "did you mean 'adam'"]),
+        (["--init", "none.safetensors"], 2, ["--init none.safetensors: cannot be read: there is no such file"]),
+        (["--init", "train.py"], 2, ["--init train.py: is no safetensors file"]),
+        (["--set", "server.listen=nohost.invalid:0", "--insecure"], 10, ["host 'nohost.invalid' is not known here"]),
+        (["--set", "server.listen=192.0.2.1:0", "--insecure"], 10, ["server.listen: cannot listen on 192.0.2.1:0"]),
+        (["--set", "server.metrics=192.0.2.1:0"], 10, ["server.metrics: cannot listen on 192.0.2.1:0"]),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
     (marked.folder / "typo.yaml").write_text("# a comment\npolicy:\n  stalenes: 2\n")
     (marked.folder / "value.yaml").write_text("run:\n  steps: 0\n")
     (marked.folder / "train.py").write_text("")
+    (marked.folder / "bad.py").write_text("x = (\n")
+    (marked.folder / "partial.py").write_text("class Task:\n    def model(self): ...\n")
     before = cpu_seconds()
     run = marked.run(*argv)
     assert (took_s := cpu_seconds() - before) < 1.0 or took_s < 5 * libraries_s()

@@ -62,13 +62,20 @@ def test_a_killed_worker_is_named(marked, read_until) -> None:
     assert marked.left() == []
 
 
-def test_a_port_that_is_taken_is_the_servers_exit_code(marked) -> None:
+def test_a_port_that_is_taken_is_found_before_anything_starts(marked) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         run = marked.run("-n", "2", "--port", str(taken.getsockname()[1]))
     assert run.returncode == 10
-    assert "[server] ps-server: cannot listen on 127.0.0.1" in run.stderr
+    assert "ps-launch: flag --port: cannot listen on 127.0.0.1" in run.stderr
+    assert "starting" not in run.stderr
+
+
+def test_a_port_that_is_taken_meanwhile_is_the_servers_exit_code(marked) -> None:
+    run = marked.run("-n", "2", FAKE_SERVER="exit 10")
+    assert run.returncode == 10
+    assert "server failed: exit code 10" in run.stderr
     assert "[worker" not in run.stderr
 
 

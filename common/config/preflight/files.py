@@ -1,0 +1,61 @@
+"""Files that a run reads: initial weights, and torch's list of optimizers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import struct
+
+from ...errors import UsageError, did_you_mean
+from .machine import torch_folder
+
+OUR_OPTIMIZERS = ("delayednesterov", "onebitadam")
+_MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
+
+
+def check_weights(path: str) -> None:
+    """Raise UsageError for a file of --init that is not there, or is no safetensors file by its header."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            header = file.read(length) if length <= min(size - 8, _MOST_HEADER_BYTES) else b""
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(
+            f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
+        ) from None
+    if why := _wrong_in(header, size - 8 - length):
+        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="such as --save writes")
+
+
+def _wrong_in(header: bytes, num_bytes: int) -> str:
+    """What is wrong with a header that `num_bytes` of tensors follow; empty: nothing that is seen here."""
+    try:
+        told = json.loads(header)
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in told.items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return "it does not begin with a header"
+    if (end := max(ends, default=0)) != num_bytes:
+        return f"its header speaks of {end:,} bytes of tensors, and {num_bytes:,} follow"
+    return ""
+
+
+def check_optimizer(name: str) -> None:
+    """Raise UsageError for an optimizer that torch.optim does not have."""
+    known = optimizer_names()
+    if known and name.lower() not in known:
+        raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
+
+
+def optimizer_names() -> list[str]:
+    """The optimizers that torch.optim's own file names, and ours, in lower case; empty where it cannot be read."""
+    folder = torch_folder()
+    try:
+        tree = ast.parse((folder / "optim" / "__init__.py").read_bytes()) if folder is not None else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    classes = [name.lower() for name in names if name[:1].isupper() and name != "Optimizer"]
+    return sorted({*classes, *OUR_OPTIMIZERS}) if classes and "*" not in names else []

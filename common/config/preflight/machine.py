@@ -1,0 +1,85 @@
+"""This machine: whether it has the device, and whether servers can listen where they are to."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import socket
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...errors import BindError, UsageError
+from ..addresses import split_address
+
+# The drivers of NVIDIA (also on Jetson), that of AMD, and that of WSL 2.
+_DRIVERS = ("/dev/nvidia*", "/proc/driver/nvidia/gpus/*", "/dev/nvhost*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
+# A process that was killed a moment ago may still have the port: its kernel takes a while to end it.
+_WAIT_S, _AGAIN_S = 1.0, 0.05
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError for a CUDA device that cannot be here. torch.cuda decides later, when it is loaded."""
+    if not name.startswith("cuda"):
+        return
+    why = ""
+    if _built_without_cuda():
+        why = "its torch is built without CUDA"
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        why = "CUDA_VISIBLE_DEVICES hides all"
+    elif not any(glob.glob(pattern) for pattern in _DRIVERS):
+        why = "there is no driver of a GPU"
+    if why:
+        raise UsageError(f"--device {name}: this machine has 0 CUDA devices: {why}", fix="use --device auto or cpu")
+
+
+def torch_folder() -> Path | None:
+    """Where torch is installed, without importing it; None where it is not."""
+    spec = find_spec("torch")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _built_without_cuda() -> bool:
+    """As torch/version.py says; False where it says nothing."""
+    try:
+        text = ((torch_folder() or Path()) / "version.py").read_text()
+    except OSError:
+        return False
+    told = re.findall(r"^(?:cuda|hip|rocm)\b[^=\n]*=\s*(.*)$", text, re.MULTILINE)
+    return bool(told) and all(value.strip() == "None" for value in told)
+
+
+def check_listening(address: str, key: str) -> None:
+    """Raise BindError where nobody can listen at HOST:PORT, which the setting `key` says."""
+    host, port = split_address(address)
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise BindError(
+            f"{key}: cannot listen on {address}: host {host!r} is not known here ({error.strerror})",
+            fix="name an address of this machine, such as 127.0.0.1",
+        ) from None
+    deadline = time.monotonic() + _WAIT_S
+    while (refused := _try_to_bind(family, where)) is not None:
+        if refused.errno != errno.EADDRINUSE:
+            raise BindError(
+                f"{key}: cannot listen on {address}: {refused.strerror}", fix="name an address of this machine"
+            )
+        if time.monotonic() > deadline:
+            raise BindError(
+                f"{key}: cannot listen on {address}: port {port} is in use on this machine",
+                fix="stop the other process, or choose another port (0 takes a free one)",
+            )
+        time.sleep(_AGAIN_S)
+
+
+def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind(where)
+        except OSError as error:
+            return error
+    return None

@@ -1,0 +1,93 @@
+"""What ps-launch doctor found, as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.table import Table
+
+from ...common.reporting.report import report_console, share, size
+from . import advice
+from .measure import Measured
+
+
+def as_json(
+    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
+    beside: list[tuple[advice.Foreseen, float]], compute_s: float,
+) -> str:  # fmt: skip
+    trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
+    return json.dumps({
+        "megabytes": found.megabytes, "compute_s": compute_s, "security": found.security,
+        "machines": found.machines, "server": found.server, "clocks_s": found.clocks, "round_trips": trips,
+        "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
+        "foreseen": [asdict(one) for one in foreseen], "advice": told,
+        "verified": [
+            {"mode": one.mode, "codec": one.codec, "foreseen": one.steps_per_s, "measured": rate}
+            for one, rate in beside
+        ],
+    }, indent=2)  # fmt: skip
+
+
+def show(
+    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
+    beside: list[tuple[advice.Foreseen, float]],
+) -> None:  # fmt: skip
+    console = report_console()
+    columns = ("up MB/s", "down MB/s", "exchange", "all at once", "round trip", "99 %")
+    links = Table("worker", "host", "lane", *columns, box=None)
+    for link in sorted(found.links, key=lambda one: (one.rank, one.exchange_s)):
+        trip, worst = found.round_trips[link.rank]
+        links.add_row(
+            str(link.rank), str(found.machines[link.rank]["host"]), link.lane, f"{link.up / 1e6:,.1f}",
+            f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
+            f"{link.together:.1f} times" if link.together > 1 else "", f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
+        )  # fmt: skip
+    console.print(links)
+    console.print(_machines(found))
+    for check in checks:
+        style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
+        console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
+    modes = Table("mode", "local steps", *(f"{codec} steps/s" for codec in advice.CODECS), "of ideal", box=None)
+    for mode in dict.fromkeys(one.mode for one in foreseen):
+        row = {one.codec: one for one in foreseen if one.mode == mode}
+        local = "/".join(dict.fromkeys(str(one.local_steps) for one in row.values()))
+        cells = [f"{row[codec].steps_per_s:,.1f}" if codec in row else "-" for codec in advice.CODECS]
+        modes.add_row(mode, local, *cells, " ".join(share(one.of_ideal) for one in row.values()))
+    console.print(modes)
+    if beside:
+        real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
+        for one, rate in beside:
+            error = f"{one.steps_per_s / rate - 1:+.0%}" if rate else "-"
+            real.add_row(one.mode, one.codec, f"{one.steps_per_s:,.1f}", f"{rate:,.1f}", error)
+        console.print(real)
+    for sentence in told:
+        console.print(sentence, highlight=False)
+
+
+def _machines(found: Measured) -> Table:
+    """Also what is as it should be."""
+    names = (
+        "clock",
+        "cores",
+        "load",
+        "memory free",
+        "disk free",
+        "shm free",
+        "1 MiB on disk",
+        "files",
+        "GPUs",
+        "security",
+    )
+    table = Table("machine", *names, box=None)
+    rows = [(f"worker {rank}", one, found.clocks.get(rank)) for rank, one in sorted(found.machines.items())]
+    if found.server:
+        rows.append(("server", found.server, found.server["arrived"] - found.server["time"]))
+    for name, one, behind_s in rows:
+        written = f"{one['fsync_s'] * 1e3:.1f} ms" if one["fsync_s"] >= 0 else "no"
+        table.add_row(
+            f"{name} ({one['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(one["cores"]),
+            f"{one['load']:.1f}", *(size(one[f"free_{what}"]) for what in ("memory", "disk", "shm")), written,
+            f"{one['files']:,}", str(one["cuda"]), found.security,
+        )  # fmt: skip
+    return table
