@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import struct
 
 from ...errors import UsageError, did_you_mean
+from ...wire.json_text import read_json
 from .machine import torch_folder
 
 OUR_OPTIMIZERS = ("delayednesterov", "onebitadam")
@@ -33,9 +33,9 @@ def check_weights(path: str) -> None:
 def _wrong_in(header: bytes, num_bytes: int) -> str:
     """What is wrong with a header that `num_bytes` of tensors follow; empty: nothing that is seen here."""
     try:
-        told = json.loads(header)
+        told = read_json(header)
         ends = [int(tensor["data_offsets"][1]) for name, tensor in told.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return "it does not begin with a header"
     if (end := max(ends, default=0)) != num_bytes:
         return f"its header speaks of {end:,} bytes of tensors, and {num_bytes:,} follow"
