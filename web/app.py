@@ -191,7 +191,7 @@ def _line(feed: Feed) -> Line:
         status = tick.status
         for name in ("step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes", "elapsed_s"):
             setattr(found, name, getattr(status, name))
-        found.workers = status.num_joined
+        found.workers = status.num_ranks if feed.is_over else status.num_joined
         found.figures = tick.totals.final or (status.evaluated.figures if status.evaluated else {})
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..common.errors import ParamServerError
 from ..common.reporting.status import Status, WorkerStatus
 from ..common.reporting.summary import Summary, WorkerSummary
-from ..common.reporting.watched import About, Line, Snapshot, Tick, Totals, Watched
+from ..common.reporting.watched import About, Line, Snapshot, Tick, Totals, Wait, Watched
 from ..common.runstore.happenings import happened
 from ..common.runstore.reading import RunStore, StoredRun, WorkerPoint
 
@@ -76,12 +76,13 @@ def line(run: StoredRun) -> Line:
 
 
 def of_run(store: RunStore, run: StoredRun) -> Watched:
-    """As its server's own page would show it, without what is not kept: who waits for whom, the last minute."""
+    """As its server's own page would show it, without what is not kept: for whom somebody waits, the last minute."""
+    points, summary = store.series(run), store.summary(run)
+    label = summary.label if summary is not None else run.mode
     about = About(
-        run=run.id, mode=run.mode, task=run.work, started=run.started_at, server_incarnation=run.starts,
+        run=run.id, mode=run.mode, label=label, task=run.work, started=run.started_at, server_incarnation=run.starts,
         version=str(store.code(run).get("paramserver", "")), settings=store.config(run),
     )  # fmt: skip
-    points, summary = store.series(run), store.summary(run)
     by_tick = store.shares(run)
     shares = [by_tick.get(one.tick, (None, None)) for one in points]
     watched = Watched(about=about, evaluations=list(store.evaluations(run)))
@@ -119,7 +120,8 @@ def _tick(run: StoredRun, workers: list[WorkerPoint], summary: Summary | None, s
     durable = store.checkpoints(run)
     return Tick(
         at=run.heard_at, clock_s=run.elapsed_s, status=status, totals=Totals.of(summary), staleness=summary.staleness,
-        durable_version=durable[-1].version if durable else 0, is_over=run.state != "running",
+        durable_version=durable[-1].version if durable else None, is_over=run.state != "running",
+        waits=[Wait(rank=one.rank, why=one.waiting_for) for one in workers if one.waiting_for],
     )  # fmt: skip
 
 

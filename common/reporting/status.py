@@ -81,6 +81,11 @@ class Status(BaseModel):
         """For an event of the log."""
         return self.model_dump(exclude={name for name in _OFTEN_EMPTY if not getattr(self, name)})
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have taken part in the run, those that are gone included."""
+        return len(self.workers) + self.left_out
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def loss(self) -> float | None:

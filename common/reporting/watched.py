@@ -90,7 +90,7 @@ class Tick(BaseModel):
     status: Status
     totals: Totals = Field(default_factory=Totals)
     staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind, of the whole run
-    durable_version: int = 0
+    durable_version: int | None = None  # of the newest snapshot; None before the first
     waits: list[Wait] = Field(default_factory=list)
     spans: list[Span] = Field(default_factory=list)
     events: list[Happened] = Field(default_factory=list)
@@ -104,11 +104,13 @@ class About(BaseModel):
 
     run: str
     mode: str = ""
+    label: str = ""  # the mode with its options of now: `ssp (staleness 3)`
     task: str = ""
     started: float = 0.0  # Unix seconds
     server_incarnation: int = 1
     version: str = ""  # of the program
-    settings: dict[str, Any] = Field(default_factory=dict)  # the configuration, of sections
+    settings: dict[str, Any] = Field(default_factory=dict)  # the configuration, of sections, with what was set since
+    lr_scale: float = 1.0  # what the server's learning rate is multiplied by
     controls: list[str] = Field(default_factory=list)  # what may be asked of it
 
 

@@ -177,8 +177,8 @@ class RunWriter:
             "waiting": status.waiting_reason(),
         }  # fmt: skip
         values = [told[name] for name in _OF_RUN]
-        sets = ", ".join(f"{name} = ?" for name in (*_OF_RUN, "elapsed_s", "steps", "heard_at", "model"))
-        now = [*values, status.elapsed_s, status.steps, at, self.model]
+        sets = ", ".join(f"{name} = ?" for name in (*_OF_RUN, "elapsed_s", "steps", "heard_at", "model", "mode"))
+        now = [*values, status.elapsed_s, status.steps, at, self.model, status.mode or self._beginning.mode]
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", [*now, self._key])
         if self._tick % self._stride and not is_last:
             return
@@ -214,8 +214,9 @@ class RunWriter:
 
     def _put_end(self, at: float, summary: Summary, ended_by: str, db: sqlite3.Connection) -> None:
         self._insert(db, "documents", ("name", "body"), [["summary", summary.text()]])
-        told = [at, at, ended_by, json.dumps(summary.final), summary.version, self._key]
-        sets = "ended_at = ?, heard_at = ?, ended_by = ?, figures = ?, version = ?"
+        # Of those that took part: at the end no worker is left.
+        told = [at, at, ended_by, json.dumps(summary.final), summary.version, len(summary.workers), self._key]
+        sets = "ended_at = ?, heard_at = ?, ended_by = ?, figures = ?, version = ?, num_workers = ?"
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", told)
 
     def _insert(

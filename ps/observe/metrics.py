@@ -139,7 +139,7 @@ class MetricsSink(Sink, Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         about = {
-            "run": engine.run.name, "mode": engine.config.run.mode, "program_version": PROGRAM_VERSION,
+            "run": engine.run.name, "mode": engine.run.mode, "program_version": PROGRAM_VERSION,
             "shard": str(engine.config.server.shard), "shards": str(engine.config.server.shards),
         }  # fmt: skip
         info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(about))

@@ -71,6 +71,7 @@ class PageSink(Sink):
         self._busy_s = 0.0
         self._asked: dict[int, asyncio.Future[str]] = {}  # by number
         self._num_asked = 0
+        self._has_snapshot = False
 
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
@@ -101,6 +102,7 @@ class PageSink(Sink):
                     self._page.push(self._tick(StatusTaken(reports.status(self._engine)), is_over=True))
             case RunStarted():
                 self._began_at = time.time()
+                self._has_snapshot |= fact.source is not None
                 self._started = fact  # of one process before `begin`, of several shards after it
                 self._happened(fact)
                 if self._page.address:
@@ -113,6 +115,7 @@ class PageSink(Sink):
                 self._evaluations.append(reports.with_bytes(self._engine, self._engine.run.curve.points[-1]))
             case SnapshotTaken():
                 self._happened(fact)
+                self._has_snapshot = True
                 self._snapshots.append(Snapshot(version=fact.version, at=time.time(), path=fact.path))
             case _:
                 self._happened(fact)
@@ -126,10 +129,14 @@ class PageSink(Sink):
         self._page.begin(Watched(about=about, evaluations=evaluations), self._control, fact.version)
 
     def _about(self, fact: RunStarted) -> About:
-        """With the mode of now, and what may be asked of it."""
+        """With the mode and the settings of now, and what may be asked of it."""
         config, run = self._config, self._engine.run
         settings = config.model_dump(mode="json", exclude={"security"})
+        settings["run"]["mode"] = run.mode
+        settings["policy"] |= {name: value for name, (_, value) in run.changed.items()}
+        options = type(run.policy).told(run.policy.options)
         return About(
+            label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
             run=fact.run, mode=run.mode, task=config.task.name or "", started=self._began_at, settings=settings,
             server_incarnation=fact.server_incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
         )  # fmt: skip
@@ -180,7 +187,7 @@ class PageSink(Sink):
             status=status,
             totals=reports.totals(engine, status),
             staleness=dict(engine.run.contributions.staleness),
-            durable_version=engine.durable_version,
+            durable_version=engine.durable_version if self._has_snapshot else None,
             waits=self._waits(status.workers),
             spans=[*self._streams.taken(), *self._applied(clock_s)],
             events=events,

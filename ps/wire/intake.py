@@ -342,8 +342,8 @@ class Intake:
         self._peer.sent = None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
+        self._peer.state = "waiting"  # before the run has it: it may answer at once
         self._engine.contributed(event, body, self._without, rows, brought)
-        self._peer.state = "waiting"
 
     def _event(
         self, header: pb.Contribution, judgement: Judgement, rows: list[Rows], looked_s: float

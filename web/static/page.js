@@ -16,7 +16,7 @@ function showFigures(tick) {
   const found = {
     mode: status.mode, step: status.steps ? `${whole(status.step)} / ${whole(status.steps)}` : whole(status.step),
     version: whole(status.version), 'time': duration(totals.wall_s), 'still to go': tick.is_over ? '–' : duration(status.eta_s),
-    loss: figure(status.loss), 'samples/s': whole(status.samples_per_s), samples: whole(totals.samples), workers: whole(status.num_joined),
+    loss: figure(status.loss), 'samples/s': whole(status.samples_per_s), samples: whole(totals.samples), workers: whole(tick.is_over ? Math.max(status.num_joined, status.workers.length + (status.left_out || 0)) : status.num_joined),
     waiting: share(totals.wait_share), 'stale mean': totals.staleness_mean.toFixed(2), 'stale max': whole(totals.staleness_max),
     traffic: size(totals.bytes), updates: whole(totals.updates),
   };
@@ -44,8 +44,9 @@ function showCharts() {
 
 function showRest(tick) {
   const { status } = tick;
-  const more = [['newest snapshot', tick.durable_version ? `version ${whole(tick.durable_version)}` : 'none']], kept = [...state.snapshots].reverse();
+  const more = [['newest snapshot', tick.durable_version === null ? 'none' : `version ${whole(tick.durable_version)}`]], kept = [...state.snapshots].reverse();
   if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.held_bytes[at] || 0)}`).join('; ')]);
+  if (state.about.lr_scale !== 1) more.push(['learning rate', `${figure(state.about.lr_scale)} times the worker’s`]);
   more.push(['run', state.about.run], ['start of the server', `${state.about.server_incarnation}`], ['task', state.about.task || 'a script']);
   const said = new Map(more);
   inPlace($('more'), more.map(([name]) => name), name => make('div', {}, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, said.get(name)));
@@ -71,7 +72,7 @@ function addRow(tick) {
 function gotWhole(event) {
   state = JSON.parse(event.data);
   connection('live', 'live');
-  $('title').textContent = [state.about.mode, state.about.task].filter(Boolean).join(' · ') || 'paramserver';
+  $('title').textContent = [state.about.label || state.about.mode, state.about.task].filter(Boolean).join(' · ') || 'paramserver';
   $('program').textContent = `paramserver ${state.about.version}`;
   $('settings').textContent = JSON.stringify(state.about.settings, null, 2);
   showControls(state.about, mayControl);
