@@ -94,7 +94,8 @@ class Exchange:
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
         self.meeting = ""  # where members of a group may meet, of workers that average among themselves
         self.group = Group()  # with whom, from here on;
-        self._over = 0, 0.0  # server incarnation, and the newest epoch that it says to be over
+        # By the newest heartbeat reply: whose membership it is about, server incarnation, newest epoch that is over.
+        self._over = 0, 0, 0.0
         self.brings = self.brings_optimizer = False  # whether the next report is to have the weights, and what it says
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
@@ -115,6 +116,11 @@ class Exchange:
     def is_encrypted(self) -> bool:
         """What goes to and from the server is in TLS."""
         return self._credentials.ca is not None
+
+    @property
+    def trusts_network(self) -> bool:
+        """What has no TLS may leave this machine."""
+        return self._credentials.trusts_network
 
     @property
     def told_settings(self) -> bytes:
@@ -156,19 +162,19 @@ class Exchange:
         self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)
         self._retry.rank = welcome.rank
-        self._over = 0, 0.0
         self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
         if list(welcome.shards) != self._addresses:
             self._meet(list(welcome.shards))
         return welcome
 
-    def _pulsed(self, pulse: Pulse) -> None:
-        self._over = pulse.server_incarnation, math.inf if pulse.is_gone else pulse.over_epoch
+    def _pulsed(self, membership: int, pulse: Pulse) -> None:
+        self._over = membership, pulse.server_incarnation, math.inf if pulse.is_gone else pulse.over_epoch
 
     def is_over(self, epoch: int) -> bool:
         """The server has let a member of this epoch go, or this worker itself."""
-        incarnation, over = self._over
-        return incarnation == self._welcome.server_incarnation and epoch <= over
+        membership, incarnation, over = self._over
+        is_ours = (membership, incarnation) == (self._heartbeat.membership, self._welcome.server_incarnation)
+        return is_ours and epoch <= over
 
     def _meet(self, addresses: list[str]) -> None:
         """The other shards, where there are any; they may have moved. Theirs by number, the coordinator's own is

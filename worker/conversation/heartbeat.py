@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -25,13 +26,15 @@ OPTIONS = [option for option in CLIENT_OPTIONS if not option[0].startswith(("grp
 
 
 class Heartbeat:
-    """Beats to the server at `address`, from `start` until `stop`. `told` hears what it answers, on this thread."""
+    """Beats to the server at `address`, from `start` until `stop`. `told` gets each reply, on this thread, with the
+    number of the membership whose beat it replies to: a reply may come late, when the worker has joined again."""
 
-    def __init__(self, address: str, credentials: Credentials, told: Callable[[pb.Pulse], object]) -> None:
+    def __init__(self, address: str, credentials: Credentials, told: Callable[[int, pb.Pulse], object]) -> None:
         self._address = address
         self._told = told
         self._credentials = credentials
-        self._beat: bytes = b""
+        self.membership = 0  # counts calls of `start`
+        self._beat = self.membership, b""
         self._interval_s = 1.0
         self._stop = threading.Event()
         self._channel: grpc.Channel | None = None
@@ -40,7 +43,8 @@ class Heartbeat:
 
     def start(self, beat: bytes, lease_s: float) -> None:
         """Send `beat` from now on, several times in every lease."""
-        self._beat, self._interval_s = beat, lease_s / _BEATS
+        self.membership += 1
+        self._beat, self._interval_s = (self.membership, beat), lease_s / _BEATS
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
@@ -56,16 +60,20 @@ class Heartbeat:
             if self._channel is None:
                 self._channel = open_channel(self._address, self._credentials.renewed(), OPTIONS)
             call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat", response_deserializer=pb.Pulse.FromString)
+            sent: deque[int] = deque()  # memberships of the beats without a reply; the server replies in order
             try:
-                for pulse in call(self._beats(), metadata=self._credentials.metadata):
-                    self._told(pulse)
+                for pulse in call(self._beats(sent), metadata=self._credentials.metadata):
+                    self._told(sent.popleft(), pulse)
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
                 if self._credentials.ca is not None:  # the next one may need renewed certificates
                     self._channel.close()
                     self._channel = None
             self._stop.wait(_TRY_AGAIN_S)
 
-    def _beats(self) -> Iterator[bytes]:
-        yield self._beat
-        while not self._stop.wait(self._interval_s):
-            yield self._beat
+    def _beats(self, sent: deque[int]) -> Iterator[bytes]:
+        while True:
+            membership, beat = self._beat
+            sent.append(membership)
+            yield beat
+            if self._stop.wait(self._interval_s):
+                return
