@@ -149,6 +149,7 @@ class Credentials:
     cert: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
+    trusts_network: bool = False  # `server.insecure`: what has no TLS may leave this machine
 
     @classmethod
     def read(cls, config: SecurityConfig) -> Credentials:

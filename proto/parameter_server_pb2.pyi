@@ -674,16 +674,18 @@ class LeftOut(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("epoch", "members", "meeting", "held")
+    __slots__ = ("epoch", "members", "meeting", "held", "secret")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     members: _containers.RepeatedScalarFieldContainer[int]
     meeting: str
     held: bool
-    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., meeting: _Optional[str] = ..., held: _Optional[bool] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., meeting: _Optional[str] = ..., held: _Optional[bool] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("version", "body_bytes", "evaluate", "segment")

@@ -68,7 +68,7 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     for number, size in enumerate(
         sizes
     ):  # one for each model, as in a run: what was averaged last says how the next goes
-        group = Group(Epoch(number, tuple(range(workers)), store_at), rank, meeting.address)
+        group = Group(Epoch(number, tuple(range(workers)), store_at), rank, meeting)
         model = synthetic_model(size // 4)
         fill_gradients(model)
         calls[size] = partial(group.average, [parameter.grad for parameter in model], 1)
@@ -76,6 +76,7 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     yield by_size(calls)
     for group in groups:
         group.close()
+    meeting.close()
 
 
 @contextmanager

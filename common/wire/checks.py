@@ -28,6 +28,7 @@ _MAX_SECONDS = 1e9
 _LEASE_S = 0.01, 1e6
 _MAX_SHARDS = 4096
 _MAX_STATE_BYTES = 1 << 40  # a server's own limit is limits.state_bytes
+_SECRET_BYTES = 32
 _TICKET_BYTES = 32
 
 # ---- one value --------------------------------------------------------------------------------------
@@ -68,6 +69,11 @@ def _addresses(what: str, texts: Iterable[str]) -> None:
     _range(0, _MAX_SHARDS)(f"number of {what}", len(found))
     for text in found:
         check_address(what, text)
+
+
+def _check_secret(what: str, value: bytes) -> None:
+    if len(value) != _SECRET_BYTES:
+        raise refusal(Reason.BAD_REQUEST, f"{what} has {len(value)} bytes; {_SECRET_BYTES} are right")
 
 
 def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
@@ -189,7 +195,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "codec": check_text,
         "num_workers": _range(0, MAX_RANK),
     },
-    pb.Group: {"meeting": check_address},
+    pb.Group: {"meeting": check_address, "secret": _check_secret},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
     pb.Snapshot: {"run": check_text},
     pb.RowsReply: {"shards": _addresses},

@@ -106,7 +106,7 @@ class Rig(Job):
 
     def work(self, rank: int, pause_s: float = 0.0, padding: int = 0, **env: str) -> Process:
         self._prefix = self.net.at(rank)
-        return super().work(rank, pause_s, padding, **env)
+        return super().work(rank, pause_s, padding, **{"PS_SERVER__INSECURE": "true"} | env)
 
 
 @pytest.fixture

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 
 import pytest
 import torch
+
+from .network import address_of
 
 PAUSE_S = 0.03
 MODES = ["sync", "async", "ssp", "allreduce"]
@@ -151,3 +154,19 @@ def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, figure,
     assert "to average with" in workers[goes].output and "Traceback" not in workers[goes].output
     assert [one.wait() for one in (*left, server)] == [0] * num, "".join(one.output for one in left)
     rig.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rig", [1], indirect=True)
+def test_who_averages_in_the_clear_where_others_can_reach_it_is_asked_first(rig) -> None:
+    """As a server is that listens so; and it listens on no other address."""
+    server = rig.serve("allreduce", 1, 1_000_000)
+    refused = rig.work(0, PS_SERVER__INSECURE="false")
+    assert refused.wait() == 11, refused.output
+    assert f"would exchange tensors on {address_of(0)}, which other machines can reach, in the clear" in refused.output
+    assert "fix: on a network you trust" in refused.output and "add --insecure; or take --mode sync" in refused.output
+    worker = rig.work(0, PAUSE_S)
+    worker.event("group")
+    found = subprocess.run([*rig.net.at(0), "ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[3].rpartition(":")[0] for line in found.splitlines()} == {address_of(0)}
+    server.signal(9)

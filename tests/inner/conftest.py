@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, forks: Zygotes, folder: Path) -> None:
         self._forks, self.folder = forks, folder
-        self.address = ""
+        self.address, self.port = "", 0  # of the server; of the newest group
         self.processes: list[Forked] = []
 
     def serve(self, *flags: str) -> Forked:
@@ -38,14 +38,17 @@ class Run:
         return server
 
     def group(
-        self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, of: str = MEMBER, **env: str
-    ) -> list[Forked]:
-        """The processes of one worker, as torchrun would start them."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, of: str = MEMBER,
+        is_rest: bool = False, **env: str,
+    ) -> list[Forked]:  # fmt: skip
+        """The processes of one worker, as torchrun would start them; `is_rest`: of the one that was started last."""
+        if not is_rest:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                self.port = listener.getsockname()[1]
         place = {
-            "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PS_SERVER": self.address,
-            "PS_WORKER__GROUP": "true", "PS_WORKER__RANK": str(rank),
+            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port), "PS_SERVER": self.address, "PS_WORKER__GROUP": "true",
+            "PS_WORKER__RANK": str(rank),
         }  # fmt: skip
         found = []
         for inner in range(size):

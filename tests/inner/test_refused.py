@@ -14,7 +14,8 @@ from paramserver.common.config.launchers import find_place
 from paramserver.common.errors import MismatchError, UsageError
 from paramserver.launch.plan.placement import place
 from paramserver.tests.inner.conftest import Run
-from paramserver.worker.inner.group import _compare, find_member
+from paramserver.worker.inner.group import _compare
+from paramserver.worker.inner.rendezvous import find_member
 from paramserver.worker.inner.start import held_port
 from paramserver.worker.inner.strategy import Grouped
 from paramserver.worker.strategies.direct import Direct

@@ -107,3 +107,30 @@ def test_a_share_that_nobody_has_ends_the_run_which_goes_on_from_its_snapshot(cl
     workers = [worker(rank, **settings) for rank in range(2)]
     assert [one.wait() for one in (*workers, server)] == [0, 0, 0], workers[0].output
     assert "optimizer_state_anew" not in "".join(one.output for one in workers)
+
+
+SPARSE = """
+import sys, torch, paramserver
+with paramserver.connect() as session:
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 3, sparse=True))
+    optimizer = session.optimizer(model, getattr(torch.optim, sys.argv[1])(model.parameters(), lr=0.01))
+    while not session.is_done:
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2 + session.step])).sum().backward()
+        session.record(num_samples=1, loss=0.0)
+        optimizer.step()
+    session.finish()
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "code"), [("SparseAdam", 2), ("SGD", 0)])
+def test_an_optimizer_of_sparse_gradients_alone_is_refused_before_the_first_step(cluster, optimizer, code):
+    (cluster.folder / "sparse.py").write_text(SPARSE)
+    server = cluster.server("--mode", "allreduce", "--workers", "1", "--steps", "3")
+    worker = cluster.script(0, cluster.folder / "sparse.py", optimizer)
+    assert worker.wait() == code, worker.output
+    assert "Traceback" not in worker.output
+    told = "SparseAdam steps along sparse gradients only, and workers of mode allreduce average"
+    assert (told in worker.output) == bool(code)
+    assert ("fix: take torch.optim.Adam; or --mode localsgd" in worker.output) == bool(code)
+    server.signal(15)

@@ -102,7 +102,7 @@ def main(rank, folder, optimizer, steps, kill_at, members):
 
     def group(number, ranks):
         port = int(wait_for(folder / f"port.{ranks[0]}"))
-        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, meeting.address, timeout_s=20)
+        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, meeting, timeout_s=20)
         made.like = list(net.parameters())
         made.order = range(len(made.like) - 1, -1, -1)
         return made

@@ -1,11 +1,13 @@
 """Averaging among equals, in real processes: equal to one process with the union batch, also when one is killed in
 the middle of a reduction."""
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -18,11 +20,20 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.worker.strategies.among import backends
+from paramserver.worker.strategies.among import backends, small
 from paramserver.worker.strategies.among.cut import listening
-from paramserver.worker.strategies.among.rendezvous import ELSEWHERE, UNKNOWN, Broken, OutOfReach, who_goes
+from paramserver.worker.strategies.among.rendezvous import (
+    ELSEWHERE,
+    UNKNOWN,
+    Broken,
+    Epoch,
+    Meeting,
+    OutOfReach,
+    store_of,
+    who_goes,
+)
 from paramserver.worker.strategies.equals import Equals
-from paramserver.worker.strategies.group import Epoch, Group, Meeting
+from paramserver.worker.strategies.group import Group
 
 from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 
@@ -101,7 +112,7 @@ def pair(meeting):
     """Both members of an epoch, each made by a thread of its own."""
     epoch = Epoch(1, (0, 1), meeting.address)
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda rank: Group(epoch, rank, meeting.address), epoch.members))
+        return list(threads.map(lambda rank: Group(epoch, rank, meeting), epoch.members))
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
@@ -164,15 +175,15 @@ def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
 def test_a_store_that_cannot_be_reached_is_named():
     meeting = Meeting("127.0.0.1")
     host, port = meeting.address
-    del meeting
+    meeting.close()
     with pytest.raises(OutOfReach, match=f"rank 1 cannot reach rank 0 at {host}:{port}, to average with it"):
-        Group(Epoch(1, (0, 1), (host, port)), 1, (host, port), meet_s=0.2)
+        Group(Epoch(1, (0, 1), (host, port)), 1, Meeting("127.0.0.1"), meet_s=0.2)
 
 
 def test_a_member_that_does_not_come_is_named():
     meeting = Meeting("127.0.0.1")
     with pytest.raises(Broken, match="rank 1, 2 did not come"):
-        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meeting.address, meet_s=0.2)
+        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meeting, meet_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +201,13 @@ def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_wi
     address = "{}:{}".format(*other.getsockname())
     if not is_there:
         other.close()
-    here = dist.PrefixStore("epoch/1", dist.TCPStore(*meeting.address, is_master=False))
+    epoch = Epoch(1, (0, 1), meeting.address)
+    meeting.admit(epoch)
+    here = store_of(epoch, 1, 5)
     here.set("here/1", f"h/cpu {address} {address}")  # and no more
     here.set("lost/1", lost)
     with pytest.raises(expected, match=told.format(address=address)) as raised:
-        Group(Epoch(1, (0, 1), meeting.address), 0, meeting.address, meet_s=0.2)
+        Group(epoch, 0, meeting, meet_s=0.2)
     assert raised.value.attempts == attempts
     other.close()
 
@@ -243,3 +256,92 @@ def test_looking_for_the_port_of_a_device_leaves_nothing_open(tmp_path):
         assert port == made.getsockname()[1]
         made.close()
         assert len(os.listdir("/dev/fd")) == before
+
+
+def test_another_listener_that_opens_meanwhile_is_not_taken_for_the_devices():
+    """As another thread may open one at any moment: with no port known, a member that stands still held the others up
+    for the whole timeout of a collective."""
+    with contextlib.ExitStack() as stack:
+        others = []
+
+        def make():
+            if len(others) < 3:
+                others.append(stack.enter_context(socket.create_server(("127.0.0.1", 0))))
+            return stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        made, port = listening(make)
+        assert port == made.getsockname()[1]
+        assert len(others) == 3
+
+
+def test_devices_that_are_made_at_the_same_time_are_told_apart():
+    """Each knows its own port, and nobody else's."""
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: listening(lambda: socket.create_server(("127.0.0.1", 0))), range(40)))
+    for one, port in made:
+        assert port == one.getsockname()[1]
+        one.close()
+
+
+@pytest.mark.parametrize("bug", [AttributeError("'NoneType' has no attribute 'x'"), IndexError("5"), KeyError("x")])
+def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
+    """It took nine groups, and then a sentence about the network."""
+    meeting = Meeting("127.0.0.1")
+    groups = pair(meeting)
+
+    def is_small(*_):
+        raise bug
+
+    monkeypatch.setattr(small, "is_small", is_small)
+    with pytest.raises(type(bug)):
+        groups[0].average([torch.zeros(3)], 1)
+    monkeypatch.undo()
+    for one in groups:
+        one.close()
+    meeting.close()
+
+
+@pytest.mark.parametrize("way", ["average", "told"])
+def test_a_group_that_another_thread_closed_is_broken(way):
+    meeting = Meeting("127.0.0.1")
+    groups = pair(meeting)
+    for one in groups:
+        one.close()
+        with pytest.raises(Broken, match="epoch 1: it was closed meanwhile"):
+            one.average([torch.zeros(3)], 1) if way == "average" else one.told(1)
+    meeting.close()
+
+
+_changes: list[tuple[str, str]] = []  # thread and variable
+
+
+def test_no_helper_thread_changes_the_environment(monkeypatch):
+    """It belongs to the whole process: another thread would start a process, or a group of its own, with it."""
+    if not _changes:
+        sys.addaudithook(
+            lambda name, told: (
+                _changes.append((threading.current_thread().name, os.fsdecode(told[0])))
+                if name in ("os.putenv", "os.unsetenv")
+                else None
+            )
+        )
+        os.environ["NOTHING"] = "1"
+        assert _changes.pop() == (threading.current_thread().name, "NOTHING")
+    nccl = SimpleNamespace(eager_connect_single_device=lambda _: None)
+    fake = type("Fake", (), {"Options": SimpleNamespace, "__new__": lambda *_: nccl})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+    with ThreadPoolExecutor(1, thread_name_prefix="helper") as threads:
+        made = threads.submit(backends.nccl, dist.HashStore(), 0, 1, torch.device("cpu"), 1.0)
+        assert made.result() is nccl
+    assert [one for one in _changes if one[0].startswith("helper")] == []
+
+
+def test_groups_of_nccl_are_made_without_torchs_watchdog(monkeypatch):
+    for before in (None, "3"):
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        undo = backends.without_watchdog()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        undo()
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -33,7 +34,18 @@ def worker_credentials(config: Config) -> Credentials:
             f"the token would go to {address} in the clear, where others may read it",
             fix="speak TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
         )
-    return credentials
+    return replace(credentials, trusts_network=config.server.insecure)
+
+
+def check_plaintext(host: str, who: str, trusts_network: bool, fix: str) -> None:
+    """AuthError where others can reach `host`, on which `who` would listen for torch's own connections."""
+    if trusts_network or is_loopback(host):
+        return
+    raise AuthError(
+        f"{who} would exchange tensors on {host}, which other machines can reach, in the clear: torch's Gloo and NCCL "
+        "have neither TLS nor a check of who connects",
+        fix=f"on a network you trust (their own, or a tunnel such as WireGuard) add --insecure; {fix}",
+    )
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:

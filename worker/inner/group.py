@@ -1,18 +1,21 @@
 """The processes of a worker among themselves, by torch.distributed: NCCL where each has a GPU of its own, else Gloo.
 
-The groups are our own, made of the store that the environment names (MASTER_ADDR, MASTER_PORT, as torchrun says them),
-so a script's `init_process_group()` is left alone, and may come before or after.
+The groups are our own, made of a store of our own (`rendezvous.py`): a script's `init_process_group()` is left alone,
+and may come before or after.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +23,13 @@ import torch.distributed as dist
 from ...common.errors import MismatchError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
 from ...common.wire.json_text import read_json
+from ..conversation.security import check_plaintext
 from ..strategies.among import backends
-from ..strategies.group import own_address
+from ..strategies.among.cut import Address
+from ..strategies.among.handshake import Kind, connect
+from ..strategies.among.store import Store, StoreServer
 from .channel import Channel, first_line
+from .rendezvous import Member, Place, interface_of
 from .watch import Watch
 
 log = get_logger()
@@ -30,98 +37,74 @@ log = get_logger()
 _BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 # For one collective: nobody waits so long for one that is dead, which the watch says.
 _TIMEOUT_S = 6 * 3600.0
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Member(NamedTuple):
-    """Who this process is in its worker."""
-
-    rank: int  # 0: has the session with the server
-    size: int
-    store: tuple[str, int]
-    attempt: str  # of torchrun
-    is_host: bool  # of the store
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
-
-def find_member(environ: Mapping[str, str]) -> Member:
-    """As torchrun says it. UsageError where it says nothing, or nonsense."""
-    missing = [name for name in _VARIABLES if not environ.get(name)]
-    fix = "torchrun --nproc-per-node G -m paramserver.worker --group, or ps-launch --group G"
-    if missing:
-        raise UsageError(f"worker.group, and {', '.join(missing)} not in the environment: nobody says which of a "
-                         "worker's processes this is", fix=fix)  # fmt: skip
-    try:
-        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError:
-        told = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
-        raise UsageError(f"worker.group: {told} say no place in a group", fix=fix) from None
-    if not 0 <= rank < size <= _MOST:
-        raise UsageError(f"worker.group: RANK is {rank} and WORLD_SIZE {size}; 0..{_MOST} processes, from 0", fix=fix)
-    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Member(rank, size, (environ["MASTER_ADDR"], port), attempt, rank == 0 and not is_agents)
-
-
-_MOST = 254
 
 
 class Group(Channel):
     """This process's side of it, used by the training thread alone. Blocking; UnreachableError when it is over."""
 
-    def __init__(self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float) -> None:
-        """Returns when all are here. `device` is this process's; `settings`, dotted, must be the same in all. Raises
-        UnreachableError (who is missing), MismatchError."""
+    def __init__(
+        self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float,
+        token: str | None = None, trusts_network: bool = False,
+    ) -> None:  # fmt: skip
+        """Returns when all are here. `device` is this process's; `settings`, dotted, must be the same in all; `token`
+        is the run's. Raises UnreachableError (who is missing), MismatchError, AuthError."""
         if not (dist.is_available() and dist.is_gloo_available()):
             raise UsageError(f"worker.group: torch {torch.__version__} is without Gloo", fix="install one that has it")
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}
         self.rank, self.size = member.rank, member.size
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
-        store = self._store(member, wait_s)
-        host = own_address("{}:{}".format(*member.store))
-        listener, address = self._watch.listen(host) if member.is_leader else (None, "")
-        told = {"device": backends.device_name(torch.device(device)), "watch": address, "settings": settings}
-        found = self._all(store, json.dumps(told, default=str), until, wait_s)
-        _compare([one["settings"] for one in found], self.rank)
-        left_s = max(1.0, until - time.monotonic())
+        place = Place(member, token)
+        self._host = host = place.host
+        check_plaintext(host, "the processes of this worker", trusts_network, "or keep them on one host")
+        self._server = server = StoreServer(host) if member.is_leader else None
         try:
-            if listener is not None:
-                self._watch.accept(listener, left_s)
+            self._store = self._store_of(member, place, server, wait_s)
+            told = {"device": backends.device_name(torch.device(device)), "settings": settings}
+            found = self._all(self._store, json.dumps(told, default=str), until, wait_s)
+            _compare([one["settings"] for one in found], self.rank)
+            left_s = max(1.0, until - time.monotonic())
+            if server is not None:
+                self._watch.accept(server.peers, left_s)
             else:
-                self._watch.connect(found[0]["watch"], left_s)
-        except OSError as error:
+                find = partial(place.look_up, left_s)
+                self._watch.begin({0: connect(find, Kind.PEER, self.rank, member.name, left_s)})
+        except (OSError, queue.Empty) as error:
             raise UnreachableError(f"inner rank {self.rank}: no connection with inner rank 0: {error}") from None
+        finally:
+            place.leave()
         self.backend = backends.backend_of([one["device"] for one in found])
         self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
         at = dist.ProcessGroupGloo.create_device(hostname=host)
-        self._open = lambda name: backends.gloo(dist.PrefixStore(name, store), self.rank, self.size, at, _TIMEOUT_S)
+        self._open = lambda name: backends.gloo(self.apart(name), self.rank, self.size, at, _TIMEOUT_S)
         super().__init__(self._open("words"), self.rank, self.size)
         self._data = self._words
         if self.backend == "nccl":
-            apart = dist.PrefixStore("data", store)
-            self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
+            apart = self.apart("data")
+            undo = backends.without_watchdog()
+            try:
+                self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
+            finally:
+                undo()
         log.info("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
-    def _store(self, member: Member, wait_s: float) -> dist.Store:
-        host, port = member.store
+    def _store_of(self, member: Member, place: Place, server: StoreServer | None, wait_s: float) -> Store:
+        """Of group rank 0. UnreachableError."""
+        find: Callable[[], tuple[Address, bytes]] = partial(place.look_up, wait_s)
         try:
-            store = dist.TCPStore(
-                host, port, is_master=member.is_host, timeout=timedelta(seconds=wait_s), wait_for_workers=False,
-                multi_tenant=True,
-            )  # fmt: skip
-        except RuntimeError as error:
+            if server is not None:
+                found = server.address, place.publish(server.address)
+                server.admit(member.name, found[1])
+                find = lambda: found  # noqa: E731
+            return Store(find, member.name, member.rank, wait_s)
+        except (OSError, RuntimeError) as error:
             raise UnreachableError(
-                f"inner rank {member.rank}: inner rank 0 did not come: nobody at {host}:{port} "
-                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}",
+                f"inner rank {member.rank}: inner rank 0 did not come: nobody at {{}}:{{}} "
+                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}".format(*member.store),
                 fix="let all processes of the worker be started, inner rank 0 among them",
             ) from None
-        return dist.PrefixStore(f"paramserver/{member.attempt}", store)
 
-    def _all(self, store: dist.Store, told: str, until: float, wait_s: float) -> list[dict[str, Any]]:
+    def _all(self, store: Store, told: str, until: float, wait_s: float) -> list[dict[str, Any]]:
         """What each said."""
         missing = list(range(self.size))
         try:
@@ -182,6 +165,24 @@ class Group(Channel):
     def channel(self, name: str) -> Channel:
         """Another one, for another thread. All processes ask for it."""
         return Channel(self._open(name), self.rank, self.size)
+
+    def apart(self, name: str) -> dist.Store:
+        """Keys that no other group of torch's uses."""
+        return dist.PrefixStore(name, self._store)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Groups that torch makes meanwhile listen on this group's address; without it, on that of the host's name.
+        On the main thread."""
+        name = "GLOO_SOCKET_IFNAME"
+        found = None if name in os.environ else interface_of(self._host)
+        if found is not None:
+            os.environ[name] = found
+        try:
+            yield
+        finally:
+            if found is not None:
+                del os.environ[name]
 
     def expect(self, lease_s: float) -> None:
         """Inner rank 0's: nobody may be silent for longer from here on."""

@@ -162,11 +162,13 @@ def sharded_names(model: nn.Module) -> Iterator[str]:
     return (name for name, one in named_tensors(model).items() if isinstance(one, DTensor))
 
 
-def divide(model: nn.Module) -> nn.Module:
-    """The model of a task, divided among the processes that the environment names: layers of a list one by one, what
-    is left at once. A layer that shares a parameter with another is left."""
+def divide(model: nn.Module, group: Group) -> nn.Module:
+    """The model of a task, divided among the processes of this group: layers of a list one by one, what is left at
+    once. A layer that shares a parameter with another is left."""
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with group.listening():
+            dist.init_process_group(backend, store=group.apart("model"), rank=group.rank, world_size=group.size)
     device = next(model.parameters()).device
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     users: dict[int, int] = {}

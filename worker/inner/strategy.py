@@ -24,16 +24,18 @@ from torch.utils._pytree import tree_leaves
 
 from ...common.config.schema import Config
 from ...common.errors import MismatchError, ParamServerError, UsageError
+from ...common.security import read_token
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Settings, Work, settings_from
 from ..session import Place, Progress
 from ..strategies.choice import make_strategy
-from ..strategies.direct import Direct
+from ..strategies.direct import Direct, check_takes_dense
 from ..tensors.transfer import ModelTensors
-from .group import Group, find_member
+from .group import Group
 from .led import begun_of, no_optimizer_here, progress_of, told_begun
+from .rendezvous import find_member
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -67,7 +69,8 @@ def join(config: Config) -> Group:
         for key, value in body.items()
         if not f"{section}.{key}".startswith(_OWN)
     }
-    return Group(member, found, settings, config.worker.give_up_s)
+    token, trusts_network = read_token(config.security), config.server.insecure
+    return Group(member, found, settings, config.worker.give_up_s, token, trusts_network)
 
 
 def check_sharded(name: str, settings: Settings) -> None:
@@ -188,7 +191,7 @@ class Grouped(Direct):
             return model
         from .sharded import divide
 
-        return divide(model)
+        return divide(model, self._group)
 
     def tensors(
         self, model: nn.Module, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
@@ -247,6 +250,7 @@ class Grouped(Direct):
                 "part of each tensor (fully_shard)",
                 fix="an elementwise optimizer such as AdamW; or DistributedDataParallel or the bare model in the group",
             )
+        check_takes_dense(own, "the processes of a worker", "or a worker of one process and --mode localsgd")
         if self._own is not None:
             with self._told():
                 self._own.ready(own, step)

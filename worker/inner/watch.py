@@ -7,6 +7,7 @@ again as a whole. Who has come to the end says so, and may go.
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import socket
 import struct
@@ -26,8 +27,8 @@ _IDLE_S = 1.0  # between two looks where there is no lease yet
 
 
 class Watch:
-    """Inner rank 0 `listen`s and `accept`s, the others `connect`. `give_up` is called with the error when one is gone,
-    on the thread that looks."""
+    """Inner rank 0 `accept`s the others, which `begin` with one connection. `give_up` is called with the error when one
+    is gone, on the thread that looks."""
 
     def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:
         self._rank, self._size = rank, size
@@ -38,40 +39,27 @@ class Watch:
         self._is_over = False
         self._lock = threading.Lock()
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
-        """Inner rank 0's: the others connect to HOST:PORT."""
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        return listener, f"{host}:{listener.getsockname()[1]}"
+    def accept(self, peers: queue.SimpleQueue[tuple[int, socket.socket]], timeout_s: float) -> None:
+        """Take the connections of all others, who have proved that they are of this worker. queue.Empty when one does
+        not come."""
+        until = time.monotonic() + timeout_s
+        found: dict[int, socket.socket] = {}
+        while len(found) < self._size - 1:
+            rank, one = peers.get(timeout=max(0.0, until - time.monotonic()))
+            if 0 < rank < self._size:
+                found[rank] = one
+        self.begin(found)
 
-    def accept(self, listener: socket.socket, timeout_s: float) -> None:
-        """All others connect. OSError when one does not."""
-        listener.settimeout(timeout_s)
-        with listener:
-            while len(self._sockets) < self._size - 1:
-                one, _ = listener.accept()
-                one.settimeout(timeout_s)
-                rank = one.recv(1)
-                if rank:
-                    self._sockets[rank[0]] = one
-        self._begin()
-
-    def connect(self, address: str, timeout_s: float) -> None:
-        host, _, port = address.rpartition(":")
-        one = socket.create_connection((host, int(port)), timeout_s)
-        one.sendall(bytes([self._rank]))
-        self._sockets[0] = one
-        self._begin()
+    def begin(self, connections: dict[int, socket.socket]) -> None:
+        """Look at these from now on, by inner rank."""
+        self._sockets = connections
+        if connections:
+            threading.Thread(target=self._look, daemon=True, name="inner-watch").start()
 
     def expect(self, lease_s: float) -> None:
         """Inner rank 0's: from here on nobody may be silent for longer. The others hear it with its signs of life."""
         self._lease_s = lease_s
         self._say(_LIVES, lease_s)  # at once: else who stands still before the first look is missed by nobody
-
-    def _begin(self) -> None:
-        for one in self._sockets.values():
-            one.settimeout(None)
-        if self._sockets:
-            threading.Thread(target=self._look, daemon=True, name="inner-watch").start()
 
     def _look(self) -> None:
         heard = dict.fromkeys(self._sockets, 0.0)  # when, of whom there is still something to hear

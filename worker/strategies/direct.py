@@ -265,3 +265,13 @@ class Direct:
         self._late.abide()
         self._exchange.drop()
         self._late.end()
+
+
+def check_takes_dense(own: torch.optim.Optimizer, who: str, fix: str) -> None:
+    """UsageError for an optimizer that steps along sparse gradients only. A mean is dense: it does not say which rows
+    had a gradient, and SparseAdam changes the moments of those alone."""
+    if isinstance(own, torch.optim.SparseAdam):
+        raise UsageError(
+            f"SparseAdam steps along sparse gradients only, and {who} average gradients as dense tensors",
+            fix=f"take torch.optim.Adam; {fix}; or --mode sync and session.rows, a table on the server (sparse_adam)",
+        )

@@ -29,16 +29,17 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.crew import Helper
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Work
+from ..conversation.security import check_plaintext
 from ..lanes.up import COUNTED
 from ..session import Place, Progress
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
-from .among.backends import computed
-from .among.rendezvous import Broken, OutOfReach
+from .among.backends import computed, without_watchdog
+from .among.rendezvous import Broken, Epoch, Meeting, OutOfReach
 from .buckets import Leaving, leaving_order
-from .direct import Direct
+from .direct import Direct, check_takes_dense
 from .early import MIN_MODEL_BYTES
-from .group import Epoch, Group, Meeting, Unsound, own_address
+from .group import Group, Unsound, own_address
 
 log = get_logger()
 Found = TypeVar("Found")
@@ -66,7 +67,12 @@ class Equals(Direct):
         super().__init__(exchange, may_send_early=False)
         self._may_leave_early = may_leave_early
         self._leaving: Leaving | None = None
-        self._meeting = Meeting(own_address(exchange.server))
+        host = own_address(exchange.server)
+        check_plaintext(
+            host, f"rank {exchange.progress.rank} and those it averages with", exchange.trusts_network,
+            "or take --mode sync, in which workers speak to the server only",
+        )  # fmt: skip
+        self._meeting = Meeting(host)
         exchange.meeting = "{}:{}".format(*self._meeting.address)
         self._group: Group | None = None
         self._held_version = _NOBODY  # that the model here is at,
@@ -90,6 +96,8 @@ class Equals(Direct):
         self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
         devices = {one.device for one in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        if self._device.type == "cuda":  # groups are made on other threads, again and again
+            without_watchdog()
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._leaving = Leaving(model, self._leave_early)
 
@@ -101,6 +109,9 @@ class Equals(Direct):
                 "average them before it",
                 fix="take an optimizer that steps along gradients that are there, such as AdamW; or --mode localsgd",
             )
+        check_takes_dense(
+            own, f"workers of mode {self.settings.mode}", "or --mode localsgd, where each worker steps by itself"
+        )
         self.own = own, step
         self._weights, self._initial = Watch(self._model), copy.deepcopy(own.state_dict()["state"])
         self._enter()
@@ -149,10 +160,10 @@ class Equals(Direct):
         if rank is None or rank not in told.members or not told.meeting:
             what = f"rank {rank} a group of {len(told.members)} members without it, or with no Group.meeting"
             raise refusal(Reason.BAD_REQUEST, f"the server sent {what}")
-        epoch = Epoch(told.epoch, tuple(told.members), split_address(told.meeting), name)
+        epoch = Epoch(told.epoch, tuple(told.members), split_address(told.meeting), name, told.secret)
         self._epoch = epoch
         try:
-            group = self._group = self._here(lambda: Group(epoch, rank, self._meeting.address, self._device))
+            group = self._group = self._here(lambda: Group(epoch, rank, self._meeting, self._device))
             group.like = [one for one in self._model.sources("weights") if one is not None]
             group.order, group.of_lowest = self._order, self._of_lowest
             self._agree(group)
@@ -465,6 +476,7 @@ class Equals(Direct):
         self._end_helpers()
 
     def _end_helpers(self) -> None:
+        self._meeting.close()
         self._helper.end()
         for one in self._forming:
             one.end(_FORMING_S)

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...common.errors import UsageError, shown
+from ...common.errors import shown
 from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
 from .among import backends, small
 from .among.cut import Address, cut, listening
-from .among.rendezvous import Broken, Epoch, Here, come_together, first_line, store_of
+from .among.rendezvous import Broken, Epoch, Here, Meeting, come_together, first_line, store_of
 from .buckets import Plan
 
 _MEET_S = 10.0  # for all members of an epoch to come together
@@ -50,6 +50,10 @@ class Unsound(Exception):
         self.index = index
 
 
+class _Closed(Exception):
+    """The group was closed, or cut, by another thread."""
+
+
 class Said(NamedTuple):
     """By all members of what they average."""
 
@@ -57,26 +61,14 @@ class Said(NamedTuple):
     held: tuple[int, ...]  # tensors that somebody has
 
 
-class Meeting:
-    """A place where members of an epoch find each other; every worker has one, the lowest rank's is used."""
-
-    def __init__(self, host: str) -> None:
-        """UsageError without the backend."""
-        if not (dist.is_available() and dist.is_gloo_available()):
-            told = f"this worker cannot average with the others: its torch {torch.__version__} is without Gloo"
-            raise UsageError(told, fix="install a torch with distributed support, or --mode sync")
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = (host, self._store.port)
-
-
 class Group:
     """The members of one epoch, as one of them sees it. Used by one thread; `average` blocks."""
 
     def __init__(
-        self, epoch: Epoch, rank: int, own: tuple[str, int], device: torch.device = _HOST,
+        self, epoch: Epoch, rank: int, own: Meeting, device: torch.device = _HOST,
         timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S,
     ) -> None:  # fmt: skip
-        """`own`: of this member's `Meeting`; other members reach the host. `device`: of its model. Blocks until all
+        """`own`: this member's; other members reach its host. `device`: of its model. Blocks until all
         members are there. Broken when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when
         one cannot be reached."""
         self.epoch, self.index = epoch, epoch.members.index(rank)
@@ -90,10 +82,16 @@ class Group:
         self._reason = ""  # why the group is over
         self._timeout_s = timeout_s
         self._ends: set[Address] = set()  # where members' devices listen
-        store = store_of(epoch, rank, meet_s)
-        gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=own[0]))
-        here = Here(backends.device_name(device), own, (own[0], port))
-        members = come_together(store, epoch, rank, here, meet_s)
+        own.admit(epoch)
+        store = self._store = store_of(epoch, rank, meet_s)  # torch's groups keep none
+        host = own.address[0]
+        try:
+            gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=host))
+            here = Here(backends.device_name(device), own.address, (host, port))
+            members = come_together(store, epoch, rank, here, meet_s)
+        except Broken:
+            store.close()
+            raise
         self._ends.update(one.listens for one in members)
         self.backend = backends.backend_of([one.device for one in members])
         self._device = device if self.backend == "nccl" else _HOST  # of what is averaged
@@ -211,7 +209,7 @@ class Group:
             if values is not None
             else torch.empty(num_bytes, dtype=torch.uint8)
         )
-        self._wait(lambda: self._words.broadcast([text], _from(giver)).wait())
+        self._wait(lambda: self._torch("_words").broadcast([text], _from(giver)).wait())
         if values is None:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
             tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (dtype, shape) in forms.items()}
@@ -245,17 +243,17 @@ class Group:
 
     def _begin_giving(self, tensor: torch.Tensor, giver: int) -> None:
         self.num_sent += tensor.nbytes * (giver == self.index)
-        self._begin(lambda: self._words.broadcast([tensor], _from(giver)))
+        self._begin(lambda: self._torch("_words").broadcast([tensor], _from(giver)))
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
         self._begin(lambda: self._sum_of(tensor, "_data"))
 
     def _sum_of(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin it over the group of torch's that has this name here."""
-        size, over = len(self.epoch.members), getattr(self, name)
-        if over is self._words and small.is_small(tensor.nbytes, size):
+        size, over = len(self.epoch.members), self._torch(name)
+        if over is self._torch("_words") and small.is_small(tensor.nbytes, size):
             self.num_sent += tensor.nbytes * (1 if self.index else size - 1)
-            return small.Small(lambda: getattr(self, name), tensor, self.index, size, self._timeout_s)
+            return small.Small(lambda: self._torch(name), tensor, self.index, size, self._timeout_s)
         self.num_sent += 2 * tensor.nbytes * (size - 1) / size
         return over.allreduce([tensor])
 
@@ -265,15 +263,29 @@ class Group:
     def _end_sums(self) -> None:
         """Words too: where a member is gone it is they that say so, and NCCL's sums are queued until then."""
         while self._under_way:
-            self._wait(lambda: self._under_way.pop(0).wait())
+            self._wait(lambda: self._oldest().wait())
         backends.computed(self._device)
-        self._wait(lambda: self._data)  # those that were aborted have ended as well
+        self._wait(lambda: self._torch("_data"))  # those that were aborted have ended as well
+
+    def _oldest(self) -> Any:
+        try:
+            return self._under_way.pop(0)
+        except IndexError:
+            raise _Closed from None
+
+    def _torch(self, name: str) -> Any:
+        """The group of torch's that has this name here. _Closed."""
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise _Closed from None
 
     def _wait(self, collective: Callable[[], Any]) -> None:
+        """Broken where torch or another thread has ended the group. Any other error is a bug, and stays what it is."""
         try:
             collective()
-        except (RuntimeError, AttributeError, IndexError) as error:
-            told = first_line(error) if isinstance(error, RuntimeError) else "it was closed meanwhile"
+        except (RuntimeError, _Closed) as error:
+            told = "it was closed meanwhile" if isinstance(error, _Closed) else first_line(error)
             self._reason = self._reason or told
             self.close()
             raise Broken(f"epoch {self.epoch.number}: {self._reason}") from None
@@ -293,6 +305,7 @@ class Group:
         groups = [self.__dict__.pop(name) for name in ("_data", "_words") if name in self.__dict__]
         groups = list({id(one): one for one in groups}.values())  # over Gloo alone they are one
         if not groups:
+            self._store.close()
             return
         cut(self._ends)
         # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only. So
@@ -300,6 +313,7 @@ class Group:
         ending = threading.Thread(target=_end_all, args=(groups,), name="end of a group", daemon=True)
         ending.start()
         ending.join(_END_S)
+        self._store.close()
 
 
 def _end_all(groups: list[Any]) -> None:

@@ -25,7 +25,7 @@ class ServerConfig(Section):
     listen: Annotated[Listening, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one"
     )
-    insecure: Annotated[bool, Flag(Panel.SECURITY)] = Field(
+    insecure: Annotated[bool, Flag(Panel.SECURITY, EVERY)] = Field(
         False, description="allow an address other machines can reach, in the clear"
     )
     shards: Annotated[int, Flag(Panel.HOSTS, metavar="S")] = Field(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from collections.abc import Awaitable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ....common.codecs.base import Codec, body_bytes
@@ -27,6 +29,8 @@ from ..stream import Stream, StreamLost
 from .grpc import Header, Lane
 
 log = get_logger()
+
+_KEY = secrets.token_bytes(32)  # of this process; never sent
 
 
 _OUTCOMES: dict[str, Any] = {name: pb.Answer.Outcome.Value(name) for name in pb.Answer.Outcome.keys()}  # noqa: SIM118
@@ -60,7 +64,14 @@ def answer_message(
         answer.bring, answer.bring_optimizer = said.brings, said.brings_optimizer
         answer.group.epoch, answer.group.meeting, answer.group.held = said.epoch, said.meeting, said.is_held
         answer.group.members.extend(said.group)
+        answer.group.secret = _secret_of(said.epoch, said.group, said.meeting)
     return message
+
+
+@lru_cache(maxsize=16)
+def _secret_of(*group: object) -> bytes:
+    """What only members of this group know. Made here, and not by the run: history and snapshots have none of it."""
+    return hmac.digest(_KEY, repr(group).encode(), "sha256")
 
 
 class Delivery:

@@ -8,7 +8,7 @@ where a connection is closed, or from the server, aborts the group, and they end
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,19 +41,27 @@ def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> 
 
 
 def nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """As `gloo`. Torch's own watchdog would end the process for a peer that is gone; who makes the group aborts it."""
+    """As `gloo`, after `without_watchdog`; who makes the group aborts it."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    before = os.environ.get(_ERRORS)
-    os.environ[_ERRORS] = "0"  # read once, by the constructor
-    try:
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        del os.environ[_ERRORS]
-        if before is not None:
-            os.environ[_ERRORS] = before
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
     group.eager_connect_single_device(device)
     return group
+
+
+def without_watchdog() -> Callable[[], None]:
+    """torch's own watchdog would end the process for a peer that is gone: not for groups of NCCL that are made from now
+    on, until the returned function is called. Both on the main thread, before others may read the environment."""
+    before = os.environ.get(_ERRORS)
+    os.environ[_ERRORS] = "0"  # the constructor of a group reads it
+
+    def undo() -> None:
+        if before is None:
+            os.environ.pop(_ERRORS, None)
+        else:
+            os.environ[_ERRORS] = before
+
+    return undo
 
 
 def computed(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,15 +18,24 @@ from typing import Any, TypeVar
 Made = TypeVar("Made")
 Address = tuple[str, int]
 
+_one_at_a_time = threading.Lock()
+_ATTEMPTS = 100
 _OPEN = "/dev/fd"  # on Linux and macOS: what this process has open
 
 
 def listening(make: Callable[[], Made]) -> tuple[Made, int]:
-    """What is made, and the port on which it listens from then on; 0 where that cannot be told."""
-    before = set(_listeners())
-    made = make()
-    found = set(_listeners()) - before
-    return made, found.pop() if len(found) == 1 else 0
+    """What is made, and the port on which it listens from then on; 0 where that cannot be told.
+
+    What is made listens on exactly one socket that was not there before. Where another thread has opened one meanwhile
+    nobody can tell which is which, and it is made again."""
+    with _one_at_a_time:
+        for _ in range(_ATTEMPTS):
+            before = set(_listeners())
+            made = make()
+            found = {number: port for number, port in _listeners().items() if number not in before}
+            if len(found) <= 1:
+                break
+    return made, next(iter(found.values())) if len(found) == 1 else 0
 
 
 def cut(ends: set[Address]) -> None:
@@ -41,11 +51,14 @@ def _plain(address: Any) -> Address:
     return host.removeprefix("::ffff:"), port
 
 
-def _listeners() -> Iterator[int]:
+def _listeners() -> dict[int, int]:
+    """Port of each socket of this process that listens, by the number that the system gives to no other socket."""
+    found: dict[int, int] = {}
     for one in _sockets():
         with one, suppress(OSError):
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield one.getsockname()[1]
+                found[os.fstat(one.fileno()).st_ino] = one.getsockname()[1]
+    return found
 
 
 def _sockets() -> Iterator[socket.socket]:

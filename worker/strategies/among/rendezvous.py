@@ -17,9 +17,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from ....common.errors import UsageError
 from .cut import Address
+from .store import Store, StoreServer
 
 # Attempts in a row with the same members before this one ends: where the reason is here, is elsewhere, is not known.
 HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
@@ -34,6 +37,30 @@ class Epoch(NamedTuple):
     members: tuple[int, ...]  # ranks, ascending
     store: Address  # of the lowest's `Meeting`
     name: str = ""  # that no other epoch has, of all that have met there
+    secret: bytes = b""  # given to its members alone
+
+    @property
+    def full_name(self) -> str:
+        return f"epoch/{self.name or self.number}"
+
+
+class Meeting:
+    """A place where members of an epoch find each other; every worker has one, the lowest rank's is used."""
+
+    def __init__(self, host: str) -> None:
+        """UsageError without the backend."""
+        if not (dist.is_available() and dist.is_gloo_available()):
+            told = f"this worker cannot average with the others: its torch {torch.__version__} is without Gloo"
+            raise UsageError(told, fix="install a torch with distributed support, or --mode sync")
+        self._server = StoreServer(host)
+        self.address = self._server.address
+
+    def admit(self, epoch: Epoch) -> None:
+        """Its members may come from now on."""
+        self._server.admit(epoch.full_name, epoch.secret)
+
+    def close(self) -> None:
+        self._server.close()
 
 
 class Here(NamedTuple):
@@ -57,15 +84,16 @@ class OutOfReach(Broken):
     """One does not answer at its address: it is gone, or its address is not for this host."""
 
 
-def store_of(epoch: Epoch, rank: int, timeout_s: float) -> dist.Store:
+def store_of(epoch: Epoch, rank: int, timeout_s: float) -> Store:
     """OutOfReach, Broken."""
     # Of two the one that does not reach the other goes; of more the lowest does, where nobody comes to its store.
     reach(rank, epoch.members[0], epoch.store, HERE if len(epoch.members) == 2 else ELSEWHERE)
     try:
-        client = dist.TCPStore(*epoch.store, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+        return Store(lambda: (epoch.store, epoch.secret), epoch.full_name, rank, timeout_s)
+    except TimeoutError:  # it is there, and has not heard of this epoch
+        raise _missing([epoch.members[0]], rank, epoch, timeout_s) from None
+    except OSError as error:
         raise Broken(f"epoch {epoch.number}: its store is gone: {first_line(error)}") from None
-    return dist.PrefixStore(f"epoch/{epoch.name or epoch.number}", client)
 
 
 def come_together(store: dist.Store, epoch: Epoch, rank: int, here: Here, timeout_s: float) -> list[Here]:
@@ -101,17 +129,18 @@ def _all(store: dist.Store, what: str, epoch: Epoch, rank: int, timeout_s: float
             store.wait([f"{what}/{one}" for one in missing], timedelta(seconds=left_s))
         missing = [one for one in missing if not store.check([f"{what}/{one}"])]
     if missing:
-        named = ", ".join(map(str, missing))
-        told = f"epoch {epoch.number}: rank {named} did not come to {shown(epoch.store)} in {timeout_s:g} s"
-        raise Broken(told, _without(missing, rank, epoch.members))
+        raise _missing(missing, rank, epoch, timeout_s)
     return [store.get(f"{what}/{one}").decode() for one in epoch.members]
 
 
-def _without(missing: Sequence[int], rank: int, members: Sequence[int]) -> int:
-    """Attempts where these did not come to the store."""
-    if len(members) == 2:
-        return ELSEWHERE
-    return HERE if rank == members[0] and len(missing) == len(members) - 1 else UNKNOWN
+def _missing(missing: Sequence[int], rank: int, epoch: Epoch, timeout_s: float) -> Broken:
+    """These did not come to the store."""
+    named = ", ".join(map(str, missing))
+    told = f"epoch {epoch.number}: rank {named} did not come to {shown(epoch.store)} in {timeout_s:g} s"
+    if len(epoch.members) == 2:
+        return Broken(told, ELSEWHERE)
+    is_alone = rank == epoch.members[0] and len(missing) == len(epoch.members) - 1
+    return Broken(told, HERE if is_alone else UNKNOWN)
 
 
 def _failed(rank: int, other: int, there: Here) -> OutOfReach | None:

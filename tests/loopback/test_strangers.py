@@ -1,0 +1,32 @@
+"""Workers that average among themselves, in a TLS job on one machine: what a stranger finds at their ports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..certificates import certs, flags
+from ..strangers import listens, num_keys, on_other_addresses, silent
+
+TASK = ("--task", "xor", "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.01")
+
+
+def test_strangers_find_no_key_and_delay_nobody(cluster: Any, tmp_path: Path) -> None:
+    """They come before the second worker does, and stay."""
+    lab = tmp_path / "lab"
+    certs("init", lab)
+    server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "100000", *flags(lab, "server"))
+    workers = [cluster.worker(0, *TASK, *flags(lab, "worker"))]
+    server.until(lambda: bool(server.events("admitted")), "the first worker")
+    first = workers[0].popen.pid
+    workers[0].until(lambda: bool(listens([first])), "its store")
+    with silent(listens([first])):
+        workers.append(cluster.worker(1, *TASK, *flags(lab, "worker")))
+        for one in workers:
+            one.event("group")
+        found = listens([one.popen.pid for one in [server, *workers]])
+        assert on_other_addresses(found) == []
+        at_workers = listens([one.popen.pid for one in workers])
+        assert at_workers
+        assert {place: num_keys(place) for place in at_workers} == dict.fromkeys(at_workers, 0)
+    assert not any(one.events("group_broken") for one in workers)

@@ -1,0 +1,170 @@
+"""The rendezvous store of peers: open to those who know the secret of their generation, and to nobody else."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paramserver.common.errors import UsageError
+from paramserver.tests.strangers import num_keys, silent
+from paramserver.worker.strategies.among import store as stores
+from paramserver.worker.strategies.among.handshake import Kind, Refused, connect
+from paramserver.worker.strategies.among.store import Store, StoreServer
+from paramserver.worker.strategies.direct import check_takes_dense
+
+GARBAGE = [b"[]", b"{}", b'{"op": "get", "keys": [], "timeout_s": 0}', b"[" * 1000, b'"\\ud800"']
+SECRET, NAME = b"s" * 32, "run/1/7"
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1")
+    server.admit(NAME, SECRET)
+    yield server
+    server.close()
+
+
+def client(server: StoreServer, secret: bytes = SECRET, name: str = NAME, timeout_s: float = 5.0) -> Store:
+    return Store(lambda: (server.address, secret), name, 1, timeout_s)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_it_is_a_store_of_torchs(server: StoreServer) -> None:
+    mine, theirs = client(server), client(server)
+    mine.set("a", bytes(range(256)))
+    mine.set("text", "naïve")
+    assert theirs.get("a") == bytes(range(256)) and theirs.get("text").decode() == "naïve"
+    assert [mine.add("count", 2), theirs.add("count", 3)] == [2, 5]
+    assert theirs.check(["a", "text"]) and not theirs.check(["a", "other"])
+    assert mine.num_keys() == 3 and mine.delete_key("a") and not mine.delete_key("a")
+    with pytest.raises(dist.DistStoreError, match=r"'?other'? did not come in 0\.01 s"):
+        theirs.wait(["other"], timedelta(seconds=0.01))
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(theirs.get, "late")
+        mine.set("late", b"1")
+        assert waits.result(timeout=10) == b"1"
+
+
+def test_a_process_without_the_secret_is_told_nothing_and_changes_nothing(server: StoreServer) -> None:
+    mine = client(server)
+    mine.set("a", b"1")
+    assert num_keys(server.address) == 0
+    with pytest.raises(Refused, match="does not know the secret"):
+        client(server, secret=b"t" * 32, timeout_s=0.2)
+    with pytest.raises(OSError):
+        client(server, name="run/1/8", timeout_s=0.2)  # nobody was admitted to it
+    assert mine.num_keys() == 1 and mine.get("a") == b"1"
+
+
+def test_a_server_without_the_secret_is_told_nothing() -> None:
+    """A stranger at the address of a peer that is gone."""
+    with StoreServerOf(b"t" * 32) as other, pytest.raises(Refused, match="does not know the secret"):
+        client(other, timeout_s=0.2)
+
+
+class StoreServerOf:
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def __enter__(self) -> StoreServer:
+        self._server = StoreServer("127.0.0.1")
+        self._server.admit(NAME, self._secret)
+        return self._server
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+
+def test_generations_have_keys_of_their_own(server: StoreServer) -> None:
+    server.admit("run/1/8", b"u" * 32)
+    older, newer = client(server), client(server, b"u" * 32, "run/1/8")
+    older.set("a", b"1")
+    assert not newer.check(["a"])
+
+
+def test_a_member_may_hear_of_a_generation_before_its_lowest_does(server: StoreServer) -> None:
+    with ThreadPoolExecutor() as threads:
+        comes = threads.submit(client, server, b"u" * 32, "run/1/8", 20.0)
+        until(lambda: bool(server._unproven))
+        server.admit("run/1/8", b"u" * 32)
+        comes.result(timeout=20).set("a", b"1")
+
+
+def test_silent_connections_keep_nobody_out_and_are_bounded(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_MAX_UNPROVEN", 50)
+    before = len(os.listdir("/dev/fd"))
+    with silent([server.address], each=200):
+        client(server).set("a", b"1")
+        until(lambda: len(server._unproven) <= 50)
+        connection = connect(lambda: (server.address, SECRET), Kind.PEER, 3, NAME, 5)
+        rank, here = server.peers.get(timeout=10)
+        connection.sendall(b"x")
+        assert (rank, here.recv(1)) == (3, b"x")
+        connection.close()
+        here.close()
+    until(lambda: len(os.listdir("/dev/fd")) <= before + 2)  # the client's, on both sides
+
+
+def test_silent_connections_are_closed_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_HANDSHAKE_S", 0.05)
+    with socket.create_connection(server.address, 5) as connection:
+        connection.settimeout(10)
+        assert connection.recv(1) == b""
+
+
+def test_garbage_ends_no_server(server: StoreServer) -> None:
+    """Also of a process that knows the secret."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for number in range(200):
+        if number % 2:
+            one = socket.create_connection(server.address, 5)
+        else:
+            one = connect(lambda: (server.address, SECRET), Kind.STORE, 1, NAME, 5)
+        with one:
+            body = chance.randbytes(chance.randrange(200))
+            length = chance.choice([len(body), 2**32 - 1, 0, 5])
+            if number % 4 == 0:
+                body = chance.choice(GARBAGE)
+                length = len(body)
+            one.sendall(length.to_bytes(4, "big") + body)
+    client(server).set("a", b"1")
+
+
+def test_groups_of_torchs_are_made_of_it(server: StoreServer) -> None:
+    def member(rank: int) -> torch.Tensor:
+        own = client(server, timeout_s=20)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(dist.PrefixStore("x", own), rank, 3, options)
+        found = torch.full((2,), float(rank))
+        group.allreduce([found]).wait()
+        return found
+
+    with ThreadPoolExecutor() as threads:
+        assert [one.tolist() for one in threads.map(member, range(3))] == [[3.0, 3.0]] * 3
+
+
+def test_an_optimizer_of_sparse_gradients_alone_is_refused() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3, 2))]
+    check_takes_dense(torch.optim.Adam(weights), "workers of mode allreduce", "")
+    with pytest.raises(UsageError, match="SparseAdam steps along sparse gradients only, and workers of mode allreduce"):
+        check_takes_dense(torch.optim.SparseAdam(weights), "workers of mode allreduce", "or --mode localsgd")
