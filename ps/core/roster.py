@@ -28,7 +28,8 @@ from .events import Joined
 
 # More joins of one rank than this between two snapshots are not believed.
 _MAX_UNKNOWN_JOINS = 10_000
-# Leases are looked at five times a second; a longer pause than this means that this process stood still.
+# How often leases are looked at; a longer pause than _STANDSTILL_S means that this process stood still.
+_LOOK_S = 0.2
 _STANDSTILL_S = 1.0
 
 
@@ -206,13 +207,16 @@ class Roster:
             self._heard.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
-        """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every fraction of
-        a second. The time in which this process was frozen itself does not count: nobody could be heard then."""
-        stood_still = self._looked_at is not None and now - self._looked_at > _STANDSTILL_S
+        """Workers whose lease has ended, by rank, with the seconds since they were heard in which this process ran; to be
+        asked every `_LOOK_S`. Time in which it was frozen itself does not count: nobody could be heard then."""
+        gap_s = now - self._looked_at if self._looked_at is not None else 0.0
         self._looked_at = now
-        if stood_still:
+        if gap_s > _STANDSTILL_S:
+            # Not all of the silence before: a process that stands still again and again would never miss anybody.
             for rank in self._heard:
-                self.workers[rank].heard_at = now
+                worker = self.workers[rank]
+                assert worker.heard_at is not None
+                worker.heard_at = min(now, worker.heard_at + gap_s - _LOOK_S)
         found = []
         for rank in self._heard:
             worker = self.workers[rank]

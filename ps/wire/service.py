@@ -178,6 +178,8 @@ class ParameterServerService:
         """Rows of a table, after all that was decided before."""
         engine = self._engine
         try:
+            if why := engine.why_not_ready():  # a new coordinator, say, which learns from its shards which run it is
+                raise refusal(Reason.NOT_READY, f"{why}: there are no rows yet", fix="ask again in a moment")
             if request.run != engine.run.name:
                 reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH  # not yet told of it
                 raise refusal(reason, f"this server runs {engine.run.name}, not {request.run[:40]!a}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ def test_nobody_is_let_go_by_a_server_that_was_frozen_itself(cluster):
     assert server.wait() == 0
     assert torch.allclose(applied(cluster.folder / "w.safetensors", 2), torch.full((2, STEPS), 0.5))
     assert {line["how"] for line in history(cluster.folder / "history.jsonl") if line["op"] == "leave"} == {"goodbye"}
+
+
+@pytest.mark.slow
+def test_a_server_that_stalls_again_and_again_lets_go_of_the_silent_and_of_nobody_else(cluster):
+    """Each stall is as long as nearly the lease, and by itself enough for the leases to be looked at anew."""
+    lease_s, stall_s, between_s = 1.5, 1.3, 0.5
+    server = start(cluster, "async", 2, "--set", f"server.lease_s={lease_s}", "--set", "server.absent_s=30")
+    first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
+    frozen = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
+    for script in (first, frozen):
+        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    frozen.signal(signal.SIGSTOP)
+    ran_s, since = 0.0, time.monotonic()
+    while not server.events("left") and ran_s < 4 * lease_s:
+        ran_s += time.monotonic() - since
+        server.signal(signal.SIGSTOP)
+        time.sleep(stall_s)
+        server.signal(signal.SIGCONT)
+        since = time.monotonic()
+        time.sleep(between_s)
+    assert [event["rank"] for event in server.events("left")] == [1], f"the server ran {ran_s} s"
+    frozen.signal(signal.SIGCONT)
+    (cluster.folder / "go").touch()
+    assert [first.wait(), frozen.wait(), server.wait()] == [0, 0, 0]
+    left = [line for line in history(cluster.folder / "history.jsonl") if line["op"] == "leave"]
+    assert [line["rank"] for line in left if line["how"] != "goodbye"] == [1]
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
 
 
 def _train(cluster, name: str, *flags: str):

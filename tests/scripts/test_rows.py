@@ -11,10 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.tests.loopback.conftest import Cluster, Process
 
 SCRIPT = Path(__file__).parent / "rows" / "lookup.py"
@@ -188,3 +191,35 @@ def test_the_example_learns_and_sends_what_it_uses(cluster: Cluster):
     said = "".join(one.output for one in scripts)
     sent = float(re.search(r"a step sent ([0-9.]+) MB", said)[1])
     assert 0 < sent < 0.08 and re.search("log loss 0.6[0-9]+ in the first batch, 0.[345]", said), said
+
+
+@pytest.mark.slow
+def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
+    """The coordinator is killed, and its shard stands still: the next coordinator has no run to give rows of yet."""
+    flags = ("--mode", "sync", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
+    server, shard = cluster.server(*flags), cluster.shard(1, 2, *SNAPSHOTS)
+    scripts = [cluster.script(rank, COUNTED, "20", str(cluster.folder / "go"), "12") for rank in range(2)]
+    for one in scripts:
+        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    server.signal(signal.SIGKILL)
+    server.wait()
+    shard.signal(signal.SIGSTOP)
+    second = cluster.server("--listen", cluster.address, *flags)
+    (cluster.folder / "go").touch()  # each asks for rows next
+    assert refusal_of_rows(cluster, server.event("listening")["run"]) == "NOT_READY"
+    shard.signal(signal.SIGCONT)
+    assert [one.wait() for one in (*scripts, second, shard)] == [0] * 4, scripts[0].output + second.output
+    assert second.event("resumed")["version"] > 0
+    counted(cluster, 20, 0.5)
+
+
+def refusal_of_rows(cluster: Cluster, run: str) -> str:
+    with grpc.insecure_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        pb_grpc.ParameterServerStub(channel).PullRows(pb.RowsRequest(run=run, ids=b"\0" * 8), timeout=30)
+    return dict(refused.value.trailing_metadata())["ps-reason"]
+
+
+def test_a_coordinator_without_its_shards_does_not_say_that_the_run_is_another(cluster: Cluster):
+    cluster.server("--mode", "sync", "--workers", "1", "--steps", "1", "--shards", "2")
+    assert refusal_of_rows(cluster, "a run before") == "NOT_READY"

@@ -69,8 +69,32 @@ def test_the_time_this_process_stood_still_does_not_count() -> None:
     beat(roster, 0, 0.0)
     silent(roster, 0.2)
     assert silent(roster, 60.0) == [], "nobody could be heard"
-    assert looked(roster, 60.2, 64.8) == []
-    assert looked(roster, 65.2, 66.0) == [0]
+    assert looked(roster, 60.2, 64.4) == [], "5 s of silence, of which 0.4 s passed before this look"
+    assert looked(roster, 64.8, 65.2) == [0], "the silence before the standstill counts"
+
+
+@given(st.floats(1.1, 100.0), st.floats(0.2, 3.0), st.floats(1.0, 10.0))
+def test_a_process_that_stands_still_again_and_again_misses_who_is_dead(
+    stall_s: float, between_s: float, lease_s: float
+) -> None:
+    """Rank 0 is dead, rank 1 beats whenever this process runs. Between two stalls it looks every tick."""
+    roster, now, ran_s = roster_of(0, 1, lease_s=lease_s), 0.0, 0.0
+    beat(roster, 0, now)
+    beat(roster, 1, now)
+    silent(roster, now)
+    found: list[int] = []
+    while not found and ran_s < lease_s + between_s + 2 * TICK_S:
+        now += stall_s + TICK_S  # this tick comes late
+        ran_s += TICK_S
+        found = silent(roster, now)
+        for _ in range(round((between_s - TICK_S) / TICK_S)):
+            beat(roster, 1, now)
+            now += TICK_S
+            ran_s += TICK_S
+            found = found or silent(roster, now)
+        beat(roster, 1, now)
+    assert found == [0], f"after {ran_s} s, of which this process ran, with a lease of {lease_s} s"
+    assert ran_s > lease_s - 1e-6
 
 
 @given(lease_s=st.floats(1.0, 10.0), parts=st.lists(st.floats(0.05, 0.9), min_size=1, max_size=20))
