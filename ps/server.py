@@ -14,6 +14,7 @@ from ..common.errors import EXIT_BUG, OutputError, ParamServerError, Unreachable
 from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
 from ..common.tensors.optimizers import check_arguments
+from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
 from .engine.clock import Clock
@@ -82,6 +83,7 @@ class Server:
         )
         if old is not None:
             self.engine.run.roster.restore(old.roster.num_joins)
+        self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
@@ -161,8 +163,10 @@ class Server:
             return
         self._begin()
         run = self.engine.run
+        keep_out(run, self._evicted)
         num_joins = {} if name is not None else dict(run.roster.num_joins)
-        self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared_config(self._config), num_joins))
+        shared = shared_config(self._config)
+        self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared, num_joins, self._evicted))
 
     def _lost(self, shard: int) -> None:
         """What it held beyond its newest snapshot is lost, so all go back; without snapshots that is the end."""

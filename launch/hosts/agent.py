@@ -91,7 +91,7 @@ class Agent:
             popen.terminate()
 
     def _do(self, message: dict[str, Any]) -> None:
-        what, number = message.get("do"), message.get("id")
+        what, number = message.get("do"), message.get("id", 0)
         if what == "start":
             self._start(message)
         elif what == "write":
@@ -103,11 +103,11 @@ class Agent:
                 self._taking.notify_all()
         elif what == "sweep":
             sweep(message["pid"], message["since"])
-        elif number in self._popens:
+        elif (popen := self._popens.get(number)) is not None:  # another thread takes it out when it has ended
             if what == "end":
-                self._popens[number].terminate()
+                popen.terminate()
             elif what == "kill":
-                kill_group(self._popens[number].pid)
+                kill_group(popen.pid)
 
     def _say(self, message: dict[str, Any], data: bytes = b"") -> None:
         self._to_say.put(json.dumps(message).encode() + b"\n" + data)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -204,6 +204,14 @@ def _has_rate(run: Run) -> bool:
     return run.policy.contribution in ("gradient", "delta")
 
 
+def keep_out(run: Run, ranks: Iterable[int]) -> None:
+    """These ranks were evicted, and the run goes back in its process: nobody lets them in or waits for them. (A server
+    that is started again does: somebody has decided anew.)"""
+    for rank in ranks:
+        run.roster.evicted.add(rank)
+        run.policy.finished(rank, 0.0)
+
+
 # ---- in snapshots -----------------------------------------------------------------------------------
 
 
@@ -221,7 +229,6 @@ def restore(run: Run, kept: Any) -> None:
     scale, changed = kept.get(LR_SCALE), kept.get("changed")
     if isinstance(scale, int | float) and 0 <= scale <= _MOST_LR_SCALE:
         run.contributions.lr_scale = float(scale)
-    run.roster.evicted = set()  # who is started with the server again may come
     for name, pair in changed.items() if isinstance(changed, dict) else ():
         if isinstance(pair, list) and len(pair) == 2:
             run.changed[name] = pair[0], pair[1]

@@ -207,8 +207,8 @@ class Roster:
             self._heard.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
-        """Workers whose lease has ended, by rank, with the seconds since they were heard in which this process ran; to be
-        asked every `_LOOK_S`. Time in which it was frozen itself does not count: nobody could be heard then."""
+        """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every `_LOOK_S`.
+        The time in which this process was frozen itself does not count: nobody could be heard then."""
         gap_s = now - self._looked_at if self._looked_at is not None else 0.0
         self._looked_at = now
         if gap_s > _STANDSTILL_S:

@@ -81,7 +81,7 @@ class Best:
 
     async def _write(self, version: int, body: torch.Tensor, before: asyncio.Future[None] | None) -> None:
         if before is not None:
-            await before
+            await asyncio.wait([before])
         path, views = self._config.output.best, self._model.store.layout.views(body)
         if path is None or self._best is None or self._best[0] != version:
             return  # there is a better one by now
@@ -89,11 +89,12 @@ class Best:
         try:
             if self.gather is not None:
                 tensors = await self.gather(version, tensors)
+            metadata = {"mode": self._config.run.mode, "version": str(version)}
+            await asyncio.to_thread(write_best, path, tensors, metadata)
         except OutputError as error:
             log.error("best_not_saved", path=path, reason=error.message)
-            return
-        metadata = {"mode": self._config.run.mode, "version": str(version)}
-        await asyncio.to_thread(write_best, path, tensors, metadata)
+        except Exception as error:  # nobody else looks at it, and the next one is to be written all the same
+            log.error("best_not_saved", path=path, version=version, reason=f"{type(error).__name__}: {error}")
 
     async def written(self, is_cut_short: bool = False) -> None:
         """What was the best is in the file, or never will be: a shard that was lost may not even refuse its part."""

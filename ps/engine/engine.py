@@ -63,7 +63,7 @@ class Engine:
         self.publish = publish
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.tensors = TensorThread(lambda error: self._break("tensors", error))
+        self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(
             config,
             self.tensors,
@@ -125,16 +125,17 @@ class Engine:
                     self.publish(event.at, effect)
             self.sequencer.applied(found)
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self._break("event", error, at_event=events.LINES.write(event), where=f"{where.filename}:{where.lineno}")
+            self.broke("event", error, at_event=events.LINES.write(event))
             return
         if isinstance(event, events.Failed) and self.snapshots is not None:
             self.snapshots.drop()
         if self.model.has_weights:
             self.model.staging.look_again()  # who left may have been folded before others
 
-    def _break(self, what: str, error: BaseException, **fields: str) -> None:
+    def broke(self, what: str, error: BaseException, **fields: object) -> None:
         """A mistake of ours, with the run or the weights half changed: the run ends, and nothing of it is kept."""
+        if frames := traceback.extract_tb(error.__traceback__):
+            fields["where"] = f"{frames[-1].filename}:{frames[-1].lineno}"
         self.is_broken = True
         text = f"{type(error).__name__}: {error}"
         log.error(f"{what}_failed", error=text, meaning="no snapshot is taken of this", **fields)

@@ -18,10 +18,11 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from itertools import islice
+from operator import sub
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -41,7 +42,6 @@ from ...common.security import is_loopback
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine
-from ..engine.peers import Traffic
 from .bus import Sink
 from .reports import state_of
 
@@ -71,6 +71,28 @@ _OF_EACH_RANK = (
     ("sent_bytes", "To this worker over the network", "num_received"),
 )
 _ACTIVITIES = ("compute", "transfer", "wait")
+_AT_A_TIME = 250  # ranks that are read in one turn of the event loop: less than a millisecond
+
+
+class _Sums(NamedTuple):
+    """What is counted of one rank in its exchanges with this process."""
+
+    contributions: float = 0
+    samples: float = 0
+    num_sent: float = 0
+    num_received: float = 0
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class _RankRead(NamedTuple):
+    """One rank at the moment when it was read."""
+
+    rank: int
+    sums: _Sums
+    loss: float
+    state: str
 
 
 class MetricsSink(Sink, Collector):
@@ -99,14 +121,14 @@ class MetricsSink(Sink, Collector):
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had."""
         self._engine = engine
-        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}
+        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}  # not changed later
         if engine.config.checkpoint.dir is not None:
             self._snapshot_at = time.time()
             with suppress(OSError):
                 self._snapshot_at = os.stat(engine.model.source).st_mtime
         self.registry.register(self)
         shown = CollectorRegistry()
-        shown.register(_OnLoop(self.registry, asyncio.get_running_loop()))
+        shown.register(_OnLoop(self, asyncio.get_running_loop()))
         ProcessCollector(registry=shown)
         self.server = _listen(self._address, shown)
 
@@ -147,18 +169,12 @@ class MetricsSink(Sink, Collector):
         yield info
         for name, what, value in (*self._progress(), *self._members(), *self._memory()):
             yield GaugeMetricFamily(f"paramserver_{name}", what, value=value)
-        states = Tally(state_of(engine, rank) for rank in engine.run.roster.workers)
-        workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
-        for state in {**dict.fromkeys(STATES), **states}:
-            workers.add_metric([state], states[state])
-        yield workers
         if engine.model.has_weights and (distances := engine.model.references.distances):
             what = "Of the weights to the reference of encoded answers, relative to their norm; every 64th is looked at"
             relative = GaugeMetricFamily("paramserver_reference_distance", what, labels=["codec"])
             for codec, distance in distances.items():
                 relative.add_metric([codec], distance)
             yield relative
-        yield from self._ranks()
 
     def _progress(self) -> Iterator[tuple[str, str, float]]:
         engine, run = self._engine, self._engine.run
@@ -187,23 +203,44 @@ class MetricsSink(Sink, Collector):
         yield "waiting_uploads", "Uploads that wait for memory", staging.num_waiting if staging else 0
         yield "model_bytes", "Size of the model", model.layout.total_bytes if model.layout else 0
 
-    def _ranks(self) -> Iterator[Metric]:
-        stats = sorted(self._engine.run.roster.stats.items())
-        grown = {str(rank): _sums(self._engine, rank) - self._at_start.get(rank, Tally()) for rank, _ in stats}
+    async def read_ranks(self) -> list[_RankRead]:
+        """All ranks, some in each turn of the event loop: the run goes on in between, however many there are."""
+        engine = self._engine
+        found: list[_RankRead] = []
+        ranks = iter(list(engine.run.roster.stats))
+        while some := list(islice(ranks, _AT_A_TIME)):
+            for rank in some:
+                loss = engine.run.roster.stats[rank].loss
+                found.append(_RankRead(rank, _sums(engine, rank), loss, state_of(engine, rank)))
+            await asyncio.sleep(0)
+        return found
+
+    def ranks(self, read: list[_RankRead]) -> Iterator[Metric]:
+        """What was read of them, on any thread: of 10,000 it takes a second to write down."""
+        states = Tally(one.state for one in read if one.state != "gone")
+        workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
+        for state in {**dict.fromkeys(STATES), **states}:
+            workers.add_metric([state], states[state])
+        yield workers
+        read = sorted(read, key=lambda one: one.rank)
+        names = [str(one.rank) for one in read]
+        none = _Sums()
+        begun = [self._at_start.get(one.rank, none) for one in read]
+        grown = [_Sums(*map(sub, one.sums, at)) for one, at in zip(read, begun, strict=True)]
         for name, what, key in _OF_EACH_RANK:
             family = CounterMetricFamily(f"paramserver_{name}", what, labels=["rank"])
-            for rank, sums in grown.items():
-                family.add_metric([rank], sums[key])
+            for rank, sums in zip(names, grown, strict=True):
+                family.add_metric([rank], getattr(sums, key))
             yield family
         what = "What the worker's time went to"
         seconds = CounterMetricFamily("paramserver_worker_seconds", what, labels=["rank", "activity"])
-        for rank, sums in grown.items():
+        for rank, sums in zip(names, grown, strict=True):
             for activity in _ACTIVITIES:
-                seconds.add_metric([rank, activity], sums[f"{activity}_s"])
+                seconds.add_metric([rank, activity], getattr(sums, f"{activity}_s"))
         yield seconds
         loss = GaugeMetricFamily("paramserver_worker_loss", "Mean training loss it said last", labels=["rank"])
-        for number, one in stats:
-            loss.add_metric([str(number)], one.loss)
+        for rank, one in zip(names, read, strict=True):
+            loss.add_metric([rank], one.loss)
         yield loss
 
 
@@ -218,35 +255,40 @@ def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple
     return Histogram(f"paramserver_{name}", what, buckets=buckets, registry=registry)
 
 
-def _sums(engine: Engine, rank: int) -> Tally[str]:
-    """What is counted of one rank in its exchanges with this process."""
-    values = asdict(engine.run.roster.stats[rank]) | asdict(engine.traffic.get(rank, Traffic()))
-    return Tally({key: value for key, value in values.items() if type(value) in (int, float)})
+def _sums(engine: Engine, rank: int) -> _Sums:
+    stats, traffic = engine.run.roster.stats[rank], engine.traffic.get(rank)
+    sent, received = (traffic.num_sent, traffic.num_received) if traffic is not None else (0, 0)
+    return _Sums(stats.contributions, stats.samples, sent, received, stats.compute_s, stats.transfer_s, stats.wait_s)
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 
 class _OnLoop(Collector):
-    """All of `registry`, read in one moment between two events of the run, for threads that ask."""
+    """All that a sink has, for threads that ask: read on the event loop, a few ranks in each turn, and the rest in one
+    moment between two events of the run."""
 
-    def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
-        self._registry = registry
+    def __init__(self, sink: MetricsSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._sink = sink
         self._loop = loop
         self._lock = Lock()
-        self._families: list[Metric] = []
+        self._newest: tuple[list[Metric], list[_RankRead]] = [], []
         self._read_at = -_FRESH_S
 
-    def collect(self) -> list[Metric]:
-        """TimeoutError when the event loop stands still; RuntimeError when it has ended."""
+    def collect(self) -> Iterator[Metric]:
+        """TimeoutError when the event loop stands still; RuntimeError when it has ended. Of ranks one metric is made
+        after another: all at once would be so many objects that Python's garbage collector stops the run for them."""
         with self._lock:
             if time.monotonic() - self._read_at >= _FRESH_S:
-                self._families = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
+                self._newest = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
                 self._read_at = time.monotonic()
-            return self._families
+            families, read = self._newest
+        yield from families
+        yield from self._sink.ranks(read)
 
-    async def _read(self) -> list[Metric]:
-        return list(self._registry.collect())
+    async def _read(self) -> tuple[list[Metric], list[_RankRead]]:
+        read = await self._sink.read_ranks()
+        return list(self._sink.registry.collect()), read
 
 
 class _HttpServer(ThreadingTCPServer):

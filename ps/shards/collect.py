@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import grpc.aio
@@ -18,7 +19,8 @@ from ...proto import parameter_server_pb2 as pb
 from ..snapshots.resharding import put_together
 from .link import open_channel
 
-_TIMEOUT_S = 300.0
+# Until the first message, which may wait for others' pulls, and between two of 1 MiB: of a whole model no total is one.
+_FIRST_S, _PROGRESS_S = 300.0, 60.0
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 
 
@@ -64,6 +66,8 @@ async def _pull(
     reader = BodyReader(layout.total_bytes, write)
     async with open_channel(address, credentials, _OPTIONS) as channel:
         pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
-        async for raw in pull(request, timeout=_TIMEOUT_S, metadata=credentials.metadata):
-            reader.feed(parse(pb.ServerMessage, raw))
+        async with asyncio.timeout(_FIRST_S) as deadline:
+            async for raw in pull(request, metadata=credentials.metadata):
+                deadline.reschedule(asyncio.get_running_loop().time() + _PROGRESS_S)
+                reader.feed(parse(pb.ServerMessage, raw))
     return {spec.name: tensor for spec, tensor in layout.views(body)}

@@ -47,13 +47,15 @@ class ShardFailed:
 @dataclass(frozen=True)
 class BeginRun:
     """The first order: what run this is, and which snapshot it goes on from. `config` is JSON, of the sections that
-    hold for all shards; `num_joins` by rank, which a run that goes back to no snapshot knows of before."""
+    hold for all shards; `num_joins` by rank, which a run that goes back to no snapshot knows of before; `evicted` ranks
+    of a run that goes back."""
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
     server_incarnation: int
     snapshot: SnapshotName | None
     config: str
     num_joins: dict[int, int] = field(default_factory=dict)
+    evicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...common.errors import ParamServerError, UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
+from ..core.controls import keep_out
 from ..core.replication import Follower
 from ..core.run import Options
 from ..engine.clock import Clock
@@ -175,6 +176,7 @@ class ShardServer:
         engine.run.name, engine.run.incarnation = begin.run, begin.server_incarnation
         if begin.num_joins:
             engine.run.roster.restore(begin.num_joins)
+        keep_out(engine.run, begin.evicted)
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
         self._link.carry(follower)

@@ -79,6 +79,11 @@ class Connection:
             threading.Lock() if is_tls else contextlib.nullcontext()
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """By this process, or because the call is over."""
+        return self._is_closed
+
     # ---- in ---------------------------------------------------------------------------------
 
     async def read(self) -> bytes | None:

@@ -34,7 +34,7 @@ from .intake import figures_told
 from .joining import Joining, settings_of
 from .limits import FirstMessages, Watch
 from .port import Port
-from .stream import Stream, StreamLost
+from .stream import Stream, StreamBroken, StreamLost
 
 log = get_logger()
 
@@ -93,7 +93,7 @@ class ParameterServerService:
         stream = self._stream(context)
         conversation = Conversation(self._engine, self._config, stream)
         try:
-            await _carry(stream, conversation.hold(self._joining, context))
+            await self._carry(stream, conversation.hold(self._joining, context))
         finally:
             conversation.over(_loggable(stream.refused.message) if stream.refused is not None else "")
 
@@ -132,7 +132,7 @@ class ParameterServerService:
         """The weights of one version, or their Polyak average, or what the optimizer remembers, whole. A few at once:
         each is a copy."""
         stream = self._stream(context)
-        await _carry(stream, self._send_snapshot(stream, request))
+        await self._carry(stream, self._send_snapshot(stream, request))
 
     async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:
         run, model = self._engine.run, self._engine.model
@@ -199,6 +199,35 @@ class ParameterServerService:
             )
         return pb.RowsReply(rows=rows)
 
+    async def _carry(self, stream: Stream, work: Awaitable[None]) -> None:
+        """One call from beginning to end. `stream.refused` is then what it was refused with."""
+        try:
+            await work
+            await stream.flush()
+        except StreamLost:
+            pass
+        except ParamServerError as error:
+            stream.refused = error
+            traceback.clear_frames(error.__traceback__)
+            await refuse(stream, error, rank=stream.rank)
+        except asyncio.CancelledError as cancelled:
+            # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
+            traceback.clear_frames(cancelled.__traceback__)
+            if stream.refused is None:  # the connection is gone
+                raise
+            await refuse(stream, stream.refused, rank=stream.rank)
+        except StreamBroken as broken:
+            self._engine.broke("stream", broken.__cause__ or broken, rank=stream.rank)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)  # the end of the run ends this call too
+            traceback.clear_frames(broken.__traceback__)
+            await refuse(stream, stream.refused or refusal(Reason.INTERNAL, "the server failed"), rank=stream.rank)
+        except Exception as error:
+            stream.refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
+            await _fail(stream, error)
+        finally:
+            stream.close()
+
     async def _not_the_coordinator(self, _: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
         server = self._config.server
         what = "one process" if server.shards == 1 else f"shard {server.shard}, not the coordinator"
@@ -223,30 +252,6 @@ def _message(kind: type[Reply], values: BaseModel, **others: object) -> Reply:
 
 
 # ---- how a call ends: well, with a refusal that its caller can act on, or with a mistake of ours -------------------
-
-
-async def _carry(stream: Stream, work: Awaitable[None]) -> None:
-    """One call from beginning to end. `stream.refused` is then what it was refused with."""
-    try:
-        await work
-        await stream.flush()
-    except StreamLost:
-        pass
-    except ParamServerError as error:
-        stream.refused = error
-        traceback.clear_frames(error.__traceback__)
-        await refuse(stream, error, rank=stream.rank)
-    except asyncio.CancelledError as cancelled:
-        # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
-        traceback.clear_frames(cancelled.__traceback__)
-        if stream.refused is None:  # the connection is gone
-            raise
-        await refuse(stream, stream.refused, rank=stream.rank)
-    except Exception as error:
-        stream.refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
-        await _fail(stream, error)
-    finally:
-        stream.close()
 
 
 async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerError, **whom: int | None) -> None:

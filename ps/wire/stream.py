@@ -39,6 +39,14 @@ class StreamLost(Exception):
     """The worker's end of the stream is gone."""
 
 
+class StreamBroken(Exception):
+    """Reading or writing failed, and no connection did: a mistake of ours, which another connection would meet too."""
+
+
+# What gRPC and sockets raise when the peer is gone.
+_GONE = (OSError, grpc.RpcError, grpc.aio.BaseError)
+
+
 class Stream:
     """One worker's stream, used by one task, which `end` cancels.
 
@@ -86,8 +94,8 @@ class Stream:
             raw = await (self._direct or self._context).read()
         except ParamServerError:
             raise
-        except Exception as error:  # gRPC raises several kinds, all meaning that the peer is gone
-            raise StreamLost from error
+        except Exception as error:
+            raise self._meaning_of(error) from error
         if raw is grpc.aio.EOF or raw is None:
             self._owed, self._reading_since = 0, None
             return None
@@ -127,13 +135,18 @@ class Stream:
             try:
                 num_bytes = await self._direct.receive_some(target[done:end])
             except Exception as error:
-                raise StreamLost from error
+                raise self._meaning_of(error) from error
             if not num_bytes:
                 raise StreamLost
             if self._pace is not None:
                 self._pace.came(num_bytes)
             self._take_piece(num_bytes)
             done += num_bytes
+
+    def _meaning_of(self, error: Exception) -> StreamLost | StreamBroken:
+        """Of what reading or writing raised."""
+        is_gone = isinstance(error, _GONE) or (self._direct is not None and self._direct.is_closed)
+        return StreamLost() if is_gone else StreamBroken()
 
     async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
         """The next message of a worker that has not been let in yet, or that others wait for."""
@@ -274,8 +287,8 @@ class Stream:
         if self._writing is not None:
             try:
                 await self._writing
-            except Exception as error:  # as in `read`
-                raise StreamLost from error
+            except Exception as error:
+                raise self._meaning_of(error) from error
             self._writing = None
 
     # ---- the end --------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
     """At any time, before or after the others contributed: a version depends only on the contributions in it."""
     num_workers = data.draw(st.integers(2, 5))
     options = data.draw(st.sampled_from([{}, {"min_workers": num_workers}]))
-    options |= data.draw(st.sampled_from([{}, {"max_staged": 1}, {"max_staged": 3}]))
+    options |= data.draw(st.sampled_from([{}, {"max_staged": num_workers}]))
     policy = make_policy(mode, num_workers=num_workers, **options)
     folded: list[int] = []
     ready: set[int] = set()
@@ -200,3 +200,15 @@ def test_a_place_is_kept_free_only_while_nobody_needs_the_memory(mode: str) -> N
     assert [policy.upload_position(rank) for rank in (1, 2, 3)] == [1, 2, 3]
     assert policy.contributed(1, Contribution(1, 0), 0.0) == [Fold(1, 1.0)]
     assert [policy.upload_position(rank) for rank in (2, 3)] == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ROUND_MODES)
+def test_a_process_that_replaces_a_live_one_starts_at_once_however_little_memory_there_is(mode: str) -> None:
+    """An upload of rank 1 may have all of it: then neither waits for the other."""
+    policy = make_policy(mode, num_workers=2, max_staged=1)
+    for rank in range(2):
+        policy.joined(rank, 0.0)
+    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
+    assert [policy.upload_position(rank) for rank in range(2)] == [0, 0]
+    assert policy.contributed(1, Contribution(1, 0), 0.0) == [Fold(1, 1.0)]
+    assert policy.contributed(0, Contribution(1, 0), 0.0)[0] == Fold(0, 1.0)

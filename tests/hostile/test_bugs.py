@@ -10,12 +10,14 @@ import grpc.aio
 import pytest
 
 from paramserver.common.config.schema import Config
+from paramserver.common.errors import EXIT_BUG, ParamServerError
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.listening import Listening
 from paramserver.ps.wire.service import ParameterServerService
+from paramserver.tests.ps.streams import Aborted, Server, Stream, served
 
 
 def _bug(*_: Any) -> None:
@@ -77,3 +79,55 @@ def test_a_model_that_no_memory_holds(start_server, wire):
     assert peer.ended()[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
     assert server.popen.poll() is None
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(("call", "end"), [("exchange", "read"), ("exchange", "write"), ("pull", "write")])
+def test_a_bug_in_a_stream_is_no_lost_connection(call: str, end: str, capfd):
+    """A worker would come back and meet it again, and again. So the run ends, and says where it failed."""
+
+    @served(workers=1)
+    async def play(server: Server) -> None:
+        (worker,) = await server.workers(1)
+        stream = worker.stream
+        if call == "pull":
+            stream = Stream()
+            stream.write = _bug_later  # type: ignore[method-assign]
+            called = asyncio.ensure_future(server.service.pull(pb.PullRequest(), stream))
+        else:
+            called = worker.task
+            setattr(stream, end, _bug_later)
+            worker.contribute(1)
+            worker.contribute(2)
+        await server.settle()
+        error = server.engine.finished.exception()
+        assert isinstance(error, ParamServerError) and error.exit_code == EXIT_BUG
+        assert "KeyError" in error.message
+        with pytest.raises(Aborted):
+            await called
+        server.calls.remove(worker.task)
+
+    play()
+    printed = "".join(capfd.readouterr())
+    assert printed.count("stream_failed") == 1 and "test_bugs.py:" in printed
+
+
+async def _bug_later(*_: Any) -> None:
+    _bug()
+
+
+def test_a_connection_that_is_gone_is_lost_and_the_run_goes_on() -> None:
+    @served(workers=2)
+    async def play(server: Server) -> None:
+        first, second = await server.workers(2)
+
+        async def gone(*_: Any) -> None:
+            raise grpc.aio.UsageError("RPC already finished")
+
+        first.stream.write = gone  # type: ignore[method-assign]
+        first.contribute(1)
+        second.contribute(1)
+        await server.settle()
+        assert not server.engine.finished.done()
+        assert second.outcomes == ["START", "APPLIED"]
+
+    play()

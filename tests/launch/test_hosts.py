@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
+from paramserver.launch.hosts.agent import Agent
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts
 from paramserver.launch.plan.placement import Place, place
@@ -284,3 +286,25 @@ def test_a_mistake_stops_before_anything_starts(argv: tuple[str, ...], code: int
     for word in words:
         assert word in run.stderr
     assert "[server" not in run.stderr + run.stdout
+
+
+class _Racing(dict[int, Any]):
+    """Between a look at it and the next one, another thread has taken the process out, which has ended."""
+
+    def __contains__(self, number: object) -> bool:
+        is_there = super().__contains__(number)
+        self.pop(number, None)  # type: ignore[arg-type]
+        return is_there
+
+    def get(self, number: int, default: Any = None) -> Any:
+        return self.pop(number, default)
+
+
+@pytest.mark.parametrize("what", ["end", "kill"])
+def test_an_order_for_a_process_that_ends_just_then_does_not_end_the_agent(what: str) -> None:
+    """With it all processes of the host would end."""
+    agent = object.__new__(Agent)
+    with subprocess.Popen(["true"], start_new_session=True) as ended:
+        ended.wait()
+    agent._popens = _Racing({1: ended})
+    agent._do({"do": what, "id": 1})

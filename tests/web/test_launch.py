@@ -139,3 +139,28 @@ def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path:
     stricter = said.replace(b'"mode":"ssp","staleness":1', b'"mode":"ssp","staleness":-1')
     assert stricter != said
     assert "at most -1 are allowed" in check({"history": stricter.splitlines(keepends=True)}).problems[0].message
+
+
+@pytest.mark.slow
+def test_who_was_evicted_stays_out_when_the_servers_go_back(cluster: Cluster) -> None:
+    """A shard is killed after the eviction, and all go back to a snapshot from before it."""
+    flags = ("--mode", "async", "--checkpoint-dir", "snapshots", "--set", "server.lease_s=5")
+    server = cluster.server(
+        *flags, "--shards", "2", "--workers", "2", "--steps", "100000", "--web", "127.0.0.1:0",
+        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret",
+    )  # fmt: skip
+    shard = cluster.shard(1, 2, *flags)
+    workers = [cluster.worker(rank, "--task", "digits", "--set", "slowdown.base_s=0.01") for rank in range(2)]
+    address = server.event("page")["address"]
+    until_beyond(server, address, 20)
+    assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
+    assert workers[1].wait() == 13
+    shard.popen.kill()
+    shard.wait()
+    server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+    shard = cluster.shard(1, 2, *flags)
+    server.until(lambda: bool(server.events("resumed")), "return to the snapshot")
+    assert cluster.worker(1, "--task", "digits").wait() == 13
+    until_beyond(server, address, 20)  # nobody waits for rank 1
+    ask(address, "/api/runs/live/controls", {"do": "drain"})
+    assert [one.wait() for one in (workers[0], server, shard)] == [0, 0, 0], server.output

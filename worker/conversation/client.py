@@ -55,7 +55,9 @@ OPTIONS = (
 _LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
 _UNANSWERED = ("ping timeout", "timed out")  # as gRPC says it, and the kernel, for which gRPC sets the same limit
 
+# Of a whole model no total is a limit: 1 GB at 25 Mbit/s takes 320 s. Its first message waits for the pulls of others.
 _PULL_S = 300.0
+_PULL_PROGRESS_S = 60.0  # between two messages of 1 MiB: 140 kbit/s
 _STATUS_S = 2.0  # within which a stream says why it has ended
 
 # Refusals after which the same process may simply join again.
@@ -294,16 +296,18 @@ class Client:
         announced: Callable[[pb.Snapshot], object] = lambda _: None,
     ) -> int:
         call = self._channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)(
-            request, timeout=_PULL_S, metadata=self._credentials.metadata
+            request, metadata=self._credentials.metadata
         )
-        first = _next_of(call, self._limit)
-        if first.kind != "snapshot":
-            raise refusal(Reason.BAD_REQUEST, f"the server sent {first.kind or 'a piece of a body'}, expected snapshot")
-        snapshot = first.of(pb.Snapshot)
-        check_header(snapshot)
-        announced(snapshot)
-        write = begin(snapshot.body_bytes)
-        _collect(BodyReader(snapshot.body_bytes, write), first, lambda: _next_of(call, self._limit))
+        with _Progress(call, _PULL_S, _PULL_PROGRESS_S) as progress:
+            first = progress.next_of(self._limit)
+            if first.kind != "snapshot":
+                got = first.kind or "a piece of a body"
+                raise refusal(Reason.BAD_REQUEST, f"the server sent {got}, expected snapshot")
+            snapshot = first.of(pb.Snapshot)
+            check_header(snapshot)
+            announced(snapshot)
+            write = begin(snapshot.body_bytes)
+            _collect(BodyReader(snapshot.body_bytes, write), first, lambda: progress.next_of(self._limit))
         return snapshot.version
 
     def move(self, address: str) -> None:
@@ -396,6 +400,42 @@ def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None], limit: Limit) ->
         for raw in frames:
             yield raw
             limit.sent(len(raw))
+
+
+class _Progress:
+    """Ends a call that brings nothing for so long: before its first message, and between any two after it."""
+
+    def __init__(self, call: Any, first_s: float, between_s: float) -> None:
+        self._call = call
+        self._between_s = between_s
+        self._until = time.monotonic() + first_s
+        self._is_over = threading.Event()
+        self._is_late = False
+
+    def __enter__(self) -> _Progress:
+        threading.Thread(target=self._watch, name="pull", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def next_of(self, limit: Limit) -> Frame:
+        """As `_next_of`. Raises Lost too where nothing came in time."""
+        try:
+            received = _next_of(self._call, limit)
+        except Lost:
+            if self._is_late:
+                raise Lost(f"no more of the weights came for {self._between_s:g} s") from None
+            raise
+        self._until = time.monotonic() + self._between_s
+        return received
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(max(0.0, self._until - time.monotonic())):
+            if time.monotonic() >= self._until:
+                self._is_late = True
+                self._call.cancel()
+                return
 
 
 def _next_of(call: Any, limit: Limit = NO_LIMIT) -> Frame:

@@ -11,9 +11,11 @@ it starts with the next.
 
 A worker that leaves before it contributed keeps its place in the order: it may come back in time. Contributions
 of higher ranks are folded behind that place when the round closes, or when it is passed because other live workers
-need the memory that they hold. A worker whose place has been passed starts with the next round. So a version depends
-only on the contributions in it. One case is left, with `min_workers`: a round that loses workers until too few are
-left without those who came late takes these in, and folds them last.
+need the memory that they hold. A worker whose place has been passed by a fold starts with the next round. So a version
+depends only on the contributions in it. Two cases are left, in which workers are folded as they come:
+
+    memory           a worker comes to a place that is not passed, and uploads behind it may hold all memory
+    `min_workers`    the round has lost so many that those who were to start with the next are needed in it
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class RoundPolicy(Policy):
         self._vacant: set[int] = set()  # of those: left in this round without a contribution, and may come back
         self._num_folded = 0  # of a fixed set, in that order
         self._late: set[int] = set()  # live ranks that came back when their place was passed: not in this round
+        self._as_they_come: set[int] = set()  # ranks of this round that are folded in no order
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
@@ -106,7 +109,7 @@ class RoundPolicy(Policy):
         self._is_missing_no_more(member.rank)
         if self._opened_at is None:
             self._opened_at = now
-        if self.has_fixed_set and bisect_left(self._order, member.rank) >= self._num_folded:
+        if self.has_fixed_set and member.rank not in self._as_they_come:
             return self._fold_next()
         return [Fold(member.rank, self._weights[member.rank])]
 
@@ -115,11 +118,13 @@ class RoundPolicy(Policy):
             return []
         if rank in self._vacant:
             self._vacant.remove(rank)
-        elif self.has_fixed_set and not self._has_room(bisect_left(self._order, rank)):
+        elif not self.has_fixed_set or self._has_room(place := bisect_left(self._order, rank)):
+            insort(self._order, rank)
+        elif place < self._num_folded:
             self._late.add(rank)
             return []
         else:
-            insort(self._order, rank)
+            self._as_they_come.add(rank)
         insort(self._missing, rank)
         return self._fold_next() if self.has_fixed_set else []
 
@@ -131,7 +136,9 @@ class RoundPolicy(Policy):
             self._late.remove(rank)
             return []
         self._is_missing_no_more(rank)
-        if self.has_fixed_set and rank not in self.out:
+        if rank in self._as_they_come:
+            self._as_they_come.remove(rank)
+        elif self.has_fixed_set and rank not in self.out:
             self._vacant.add(rank)
         else:
             place = bisect_left(self._order, rank)
@@ -178,17 +185,16 @@ class RoundPolicy(Policy):
         rest = self._order[self._num_folded :] if self.has_fixed_set else []
         return [Fold(rank, self._weights[rank]) for rank in rest if rank in self._weights]
 
-    def _admit_late(self) -> list[Decision]:
-        """Too few are left for a round (`min_workers`) without those who came late: they are in it, and folded as
-        they come, behind all others that are in it."""
-        decisions = self._fold_rest()
-        self._order = sorted((*self._weights, *self._late))
+    def _admit_late(self) -> None:
+        """Too few are left for a round (`min_workers`) without those who came late: they are in it after all."""
         self._missing = sorted(self._late)
-        self._num_folded = len(self._order) if self._weights else 0
-        self._vacant.clear()
+        if self._weights:
+            self._as_they_come |= self._late
+        else:
+            self._order, self._num_folded = list(self._missing), 0
+            self._vacant.clear()
         self._late.clear()
         self._waiting.ask_all()
-        return decisions
 
     def _why_close(self, now: float) -> str | None:
         """Why the open round closes now; None while it stays open."""
@@ -215,7 +221,7 @@ class RoundPolicy(Policy):
 
     def _advance(self, now: float) -> list[Decision]:
         if self._late and not self._missing and len(self._weights) < self._needed:
-            return self._admit_late()
+            self._admit_late()
         reason = self._why_close(now)
         if reason is None:
             return []
@@ -224,13 +230,14 @@ class RoundPolicy(Policy):
             self.committed_by = tuple(rank for rank in self._ranks if rank not in self._late)
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
             self.committed_by = None  # of a round that some were late for
-        commit = self._commit(tuple(rank for rank in self._order if rank in self._weights), reason)
+        commit = self._commit(tuple(sorted(self._weights)), reason)
         if self._part:
             self._stepped_part(ROUNDS, self._continues)
         self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_folded = 0
         self._vacant.clear()
         self._late.clear()
+        self._as_they_come.clear()
         if self._deadline is not None:
             self._deadline.begins(self._weights, len(self.members), now)
         self._weights, self._opened_at = {}, None
@@ -249,5 +256,6 @@ class RoundPolicy(Policy):
         return self.version
 
     def upload_position(self, rank: int) -> int:
-        may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
+        may_wait = self.has_fixed_set and rank not in self._as_they_come
+        may_wait &= rank in self.members or rank in self._weights
         return max(0, bisect_left(self._order, rank) - self._num_folded) if may_wait else 0

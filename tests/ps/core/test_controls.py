@@ -9,11 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paramserver.ps.core import controls, effects, events
+from paramserver.ps.core.controls import keep_out
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
 
 
-def run_of(mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, **told: object) -> Run:
+def run_of(
+    mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **told: object
+) -> Run:
     settings = {"num_workers": num_workers, "local_steps": 4, **told}
     options = Options(
         mode=mode,
@@ -22,10 +25,11 @@ def run_of(mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = Fals
         policy_of=lambda mode: policy_of(mode, settings),
     )
     run = Run(options, policy_of(mode, settings), "r")
-    for rank in range(num_workers):
+    for rank in range(num_workers if has_begun else 0):
         run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
         run.apply(events.Offered(rank, 1, "model", "sgd"))
-    run.apply(events.Brought(0, 1))
+    if has_begun:
+        run.apply(events.Brought(0, 1))
     return run
 
 
@@ -388,3 +392,18 @@ def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
     anew = restored(run, staleness=2)  # the configuration says something new
     ask(anew, "set", name="mode", value="ssp")
     assert anew.mode == "ssp" or anew.policy.staleness_bound == 2
+
+
+def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:
+    """A shard was lost, and the snapshot is older than the eviction: nobody waits for the rank, or lets it in."""
+    before = run_of("sync")
+    saved = before.saved(0.0)
+    ask(before, "evict", 1)
+    run = run_of("sync", has_begun=False)
+    run.restore(0, ("", ""), saved)
+    keep_out(run, before.roster.evicted)
+    (answer,) = run.apply(events.Joined(9, 1, process="another"))
+    assert isinstance(answer, effects.NotSeated) and "was evicted" in answer.error.message
+    assert run.policy.out == {1}
+    run.apply(events.Joined(10, 0, process="w0"))
+    assert answered(run.apply(events.Offered(0, 2, "", ""))) == [0], "nobody waits for rank 1"

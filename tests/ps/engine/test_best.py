@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
@@ -122,3 +123,24 @@ async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(
         await asyncio.sleep(0)
     await asyncio.wait_for(best.written(is_cut_short=True), 5)
     assert begun == [1]
+
+
+@on_a_loop
+async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tmp_path: Path) -> None:
+    """Whatever it was: it must not stand in the way of those after it for good."""
+    best, model = best_of(tmp_path)
+
+    async def gather(version: int, here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if version == 1:
+            raise MemoryError("no memory for the parts of the others")
+        return here
+
+    best.gather = gather
+    with capture_logs() as lines:
+        for version in (1, 2):
+            model.store.version = version
+            best.keep(version)
+            best.evaluated(version, is_best=True)
+            await best.written()
+    assert [(line["event"], line.get("version")) for line in lines] == [("best_not_saved", 1), ("saved_best", 2)]
+    assert load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2]

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -205,8 +205,18 @@ async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> Async
         engine.close()
 
 
-def read(sink: MetricsSink) -> Samples:
-    return samples_of(generate_latest(sink.registry).decode())
+async def read(sink: MetricsSink) -> Samples:
+    ranks = CollectorRegistry(auto_describe=False)
+    ranks.register(_Found(list(sink.ranks(await sink.read_ranks()))))
+    return samples_of((generate_latest(sink.registry) + generate_latest(ranks)).decode())
+
+
+class _Found(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> ContributionTaken:
@@ -219,7 +229,7 @@ def test_outcomes_staleness_and_times_are_counted() -> None:
             for outcome in OUTCOMES:
                 bus.publish(0.0, taken(outcome, stale=3))
             bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
-            now = read(sink)
+            now = await read(sink)
             for outcome in OUTCOMES:
                 assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
             assert now["paramserver_staleness_versions_count"] == 2
@@ -247,7 +257,7 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
         async with metrics_of(stats) as (_, sink):
             stats.accepted(0, 32, 0, 1.0)
             stats.wait_s += 0.5
-            now = read(sink)
+            now = await read(sink)
             assert now['paramserver_worker_steps_total{rank="3"}'] == 1
             assert now['paramserver_worker_samples_total{rank="3"}'] == 32
             assert now['paramserver_received_bytes_total{rank="3"}'] == 0
@@ -257,20 +267,47 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
 
 
 def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:
-    """The loop stands still meanwhile. Counted are calls and returns: a busy machine makes no more of them."""
+    """Counted are calls and returns: a busy machine makes no more of them."""
 
     async def calls_of(num_workers: int) -> int:
         calls = []
         async with metrics_of(*(WorkerStats(rank, contributions=rank) for rank in range(num_workers))) as (_, sink):
             sys.setprofile(lambda _, event, __: calls.append(event))
             try:
-                families = list(sink.registry.collect())
+                families = [*sink.registry.collect(), *sink.ranks(await sink.read_ranks())]
             finally:
                 sys.setprofile(None)
             assert sum(len(family.samples) for family in families) > 8 * num_workers
         return len(calls)
 
     assert asyncio.run(calls_of(1000)) < 10.5 * asyncio.run(calls_of(100)) < 10.5 * 100 * 2000
+
+
+def test_the_event_loop_does_no_more_in_one_turn_however_many_workers_there_are() -> None:
+    """Counted are calls and returns between two turns of another coroutine, during a scrape over HTTP."""
+
+    async def most_of(num_workers: int) -> int:
+        turns, count = [0], 0
+        async with metrics_of(*(WorkerStats(rank, contributions=rank) for rank in range(num_workers))) as (_, sink):
+
+            def counted(_: object, __: str, ___: object) -> None:
+                turns[-1] += 1
+
+            asked = asyncio.ensure_future(
+                asyncio.to_thread(urllib.request.urlopen, f"http://{':'.join(map(str, where(sink)))}")
+            )
+            sys.setprofile(counted)
+            try:
+                while not asked.done():
+                    await asyncio.sleep(0)
+                    turns.append(0)
+            finally:
+                sys.setprofile(None)
+            count = len(asked.result().read().splitlines())
+            assert count > 8 * num_workers
+        return max(turns)
+
+    assert asyncio.run(most_of(4000)) < 1.5 * asyncio.run(most_of(1000)) + 100
 
 
 # ---- bad callers ---------------------------------------------------------------------------------
