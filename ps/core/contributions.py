@@ -28,6 +28,9 @@ from .roster import Roster, Worker
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
+_ASKED_FOR = 2  # answers
+
+
 @dataclass(slots=True)
 class Held:
     """A contribution that counts and is not in a version yet; it gets its weight when it is folded."""
@@ -285,6 +288,9 @@ class Contributions:
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
         has_weights = is_start or (policy.contribution != "report" and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
+        is_asked = not index and not self._roster.spares
+        # What it was asked for with one answer may come when it has been given newer ones: its exchanges overlap.
+        worker.num_asked = policy.outstanding + _ASKED_FOR if is_asked else max(0, worker.num_asked - 1)
         steps_done = policy.steps_done(rank)
         # In rounds a gradient of an older version is none of the next round's; what is evaluated has to be the newest.
         is_continued = name == "REPEATED" and 0 <= worker.held < policy.version and not worker.evaluates

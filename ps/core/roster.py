@@ -51,6 +51,7 @@ class Worker:
     staleness: int = 0  # of its contribution that is not answered yet
     wants_weights: bool = True  # with the answer to it
     evaluates: bool = False  # that answer's weights
+    num_asked: int = 0  # so many of its next answers long it may say what it evaluated, as an answer asked it to
     held: int = -1  # the version that it has some of, and can have the rest of
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
@@ -64,7 +65,7 @@ class Worker:
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
         self.meeting = old.meeting
-        self.evaluates = old.evaluates
+        self.evaluates, self.num_asked = old.evaluates, old.num_asked
         self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
 
 

@@ -121,9 +121,13 @@ class Run:
         return follows(worker, event)
 
     def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
-        self.final |= event.figures
-        if self.is_done and event.figures:
-            yield from self._evaluated(self.policy.min_steps_done, event.figures, event.at)
+        figures = event.figures
+        if figures and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
+            figures = {}
+            yield _ignored(worker.rank, "the final weights are evaluated by one worker, and it is another")
+        self.final |= figures
+        if self.is_done and figures:
+            yield from self._evaluated(self.policy.min_steps_done, figures, event.at)
         yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
 
     def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
@@ -425,7 +429,9 @@ class Run:
         """An evaluation during the run: its figures may be enough, and one that fails is the end."""
         if self.is_closed or self.is_done or event.version > self.policy.version:
             return  # too late, or of a run that went back
-        if event.failure:
+        if event.rank is not None and not self._is_asked(event.rank):
+            yield _ignored(event.rank, "it was not asked to evaluate: the lowest rank is, where no spare evaluator is")
+        elif event.failure:
             yield from self._evaluation_failed(event)
         elif all(point.version != event.version for point in self.curve.points):
             yield from self._evaluated(event.step, event.figures, event.at, event.version)
@@ -433,6 +439,10 @@ class Run:
             if why and not self.policy.is_stopping:
                 yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
                 yield from self.stop(f"stopped: {why}", event.at)
+
+    def _is_asked(self, rank: int) -> bool:
+        worker = self.roster.workers.get(rank)
+        return worker is not None and worker.num_asked > 0
 
     def _evaluated(
         self, step: int, figures: dict[str, float], at: float, version: int | None = None
@@ -576,6 +586,10 @@ class Run:
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
 _LOOKED_AT = frozenset((effects.Commit, effects.Answer, effects.End))  # of what was decided: by `_after`
+
+
+def _ignored(rank: int, why: str) -> Log:
+    return Log("warning", "figures_ignored", {"rank": rank, "reason": why})
 
 
 def _stopping() -> ParamServerError:

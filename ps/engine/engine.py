@@ -252,12 +252,13 @@ class Engine:
         without: frozenset[str],
         rows: Sequence[Rows] = (),
         brought: OptimizerState | None = None,
+        slot: torch.Tensor | None = None,
     ) -> None:
         """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
         parameters `without` a gradient are zeros in it. None: it is a report without one. `brought`:
-        what its worker's optimizer remembers."""
+        what its worker's optimizer remembers. `slot`: memory of the staging pool that it was counted with so far."""
         if body is not None:
-            self.folding.stage(event.identity, body, without, rows, event.base_version, brought)
+            self.folding.stage(event.identity, body, without, rows, event.base_version, brought, slot)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

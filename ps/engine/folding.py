@@ -34,6 +34,7 @@ class _Staged(NamedTuple):
     rows: Sequence[Rows]
     base_version: int  # of the weights that it was computed on
     brought: OptimizerState | None  # what its worker's optimizer remembers, where it steps itself
+    slot: torch.Tensor | None  # of the staging pool, for rows or `brought` beside a body in the worker's own memory
 
 
 # Encoded bodies that are kept idle: as many as are staged by default, whatever the number of workers.
@@ -108,12 +109,13 @@ class Folding:
         rows: Sequence[Rows] = (),
         base_version: int = 0,
         brought: OptimizerState | None = None,
+        slot: torch.Tensor | None = None,
     ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
-            self._model.staging.give_back(body)  # it has been let go, or said this before
+            self._return(body, slot)  # it has been let go, or said this before
         else:
-            self._staged[identity] = _Staged(body, without, rows, base_version, brought)
+            self._staged[identity] = _Staged(body, without, rows, base_version, brought, slot)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
@@ -125,7 +127,12 @@ class Folding:
 
     def _give_back(self, identity: Identity) -> None:
         if (staged := self._staged.pop(identity, None)) is not None:
-            self._model.staging.give_back(staged.body)
+            self._return(staged.body, staged.slot)
+
+    def _return(self, *bodies: torch.Tensor | None) -> None:
+        for body in bodies:
+            if body is not None:
+                self._model.staging.give_back(body)
 
     def forget(self, rank: int) -> None:
         """Another process has this rank, or none."""
@@ -143,7 +150,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without, rows, base_version, brought = self._kept.pop(fold.identity)
+        body, without, rows, base_version, brought, slot = self._kept.pop(fold.identity)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
@@ -165,8 +172,7 @@ class Folding:
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):
                 staging.donate(body)
-            for one in reusable:
-                staging.give_back(one)
+            self._return(*reusable, slot)
 
         self._tensors.submit(work, folded)
 

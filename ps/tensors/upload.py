@@ -175,6 +175,9 @@ class Halves:
         kept, upload = self._of_rank.get(rank, (0, None))
         return upload if kept == number else None
 
+    def has(self, rank: int) -> bool:
+        return rank in self._of_rank
+
     def take(self, rank: int) -> Upload:
         """It is the caller's."""
         return self._of_rank.pop(rank)[1]

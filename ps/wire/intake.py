@@ -63,6 +63,7 @@ class Intake:
         self._rows: list[Rows] = []  # of it
         self._optimizer: tuple[int, bytearray] = (0, bytearray())  # as `_state`
         self._brought: OptimizerState | None = None
+        self._slot: Body | None = None  # of the staging pool: rows or an optimizer's state have come ahead of the body
         self._halves = engine.folding.halves
         self._position = partial(engine.run.policy.upload_position, peer.rank)
 
@@ -87,10 +88,10 @@ class Intake:
                     self._take_state(received.of(pb.State))
                     continue
                 if received.kind == "optimizer":
-                    await self._take_optimizer(received.of(pb.State))
+                    await self._take_optimizer(received.of(pb.State), upload)
                     continue
                 if received.kind == "rows":
-                    self._take_rows(received)
+                    await self._take_rows(received, upload)
                     continue
                 if received.kind == "figures":
                     self._engine.offer(figures_told(self._peer.rank, received.of(pb.Figures)))
@@ -130,6 +131,8 @@ class Intake:
         finally:
             if upload is not None and not (is_lost and facts is not None and self._keep_half(facts, upload)):
                 upload.close()
+            if (slot := self._taken_slot()) is not None:
+                self._engine.model.staging.give_back(slot)
 
     def _keep_half(self, facts: Frame, upload: Upload) -> bool:
         """Whether what has come of a body is kept for the next stream of this process."""
@@ -181,7 +184,7 @@ class Intake:
             )
         self._state = _joined(self._state, piece)
 
-    async def _take_optimizer(self, piece: pb.State) -> None:
+    async def _take_optimizer(self, piece: pb.State, upload: Upload | None) -> None:
         model, rank = self._engine.model, self._peer.rank
         if (
             not model.has_weights
@@ -189,6 +192,7 @@ class Intake:
             or piece.num_bytes > _MAX_KEYS * model.layout.parameter_bytes + _MORE_BYTES
         ):
             raise refusal(Reason.BAD_REQUEST, f"rank {rank}: {piece.num_bytes:,} bytes of an optimizer of this model")
+        await self._reserve(upload)
         self._optimizer = num_bytes, come = _joined(self._optimizer, piece)
         if len(come) == num_bytes:
             self._optimizer = (0, bytearray())
@@ -206,11 +210,22 @@ class Intake:
             raise refusal(Reason.BAD_REQUEST, f"a Contribution after {len(come)} of {num_bytes} bytes of a State")
         return bytes(come) if come else None
 
-    def _take_rows(self, received: Frame) -> None:
+    async def _take_rows(self, received: Frame, upload: Upload | None) -> None:
         header, model = received.of(pb.Rows), self._engine.model
         if not model.has_weights or model.store.tables is None:
             raise refusal(Reason.BAD_REQUEST, "rows of a run that has no tables yet, or none at all")
+        await self._reserve(upload)
         self._rows.append(model.store.tables.read(header.table, header.count, received.data, self._rows))
+
+    async def _reserve(self, upload: Upload | None) -> None:
+        """Memory for the body of the contribution to come, before anything of it is kept: whatever is staged for a
+        contribution counts as one upload of `server.max_staged`. What is here of a body has that memory already."""
+        if upload is None and self._slot is None and not self._halves.has(self._peer.rank):
+            self._slot = await self._borrow()
+
+    def _taken_slot(self) -> Body | None:
+        slot, self._slot = self._slot, None
+        return slot
 
     async def _take_whole(self, received: Frame) -> None:
         """A small contribution, whose body came with it."""
@@ -342,8 +357,9 @@ class Intake:
         self._peer.sent = None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
+        slot = self._taken_slot() if body is not None else None  # the body lies in the worker's own memory
         self._peer.state = "waiting"  # before the run has it: it may answer at once
-        self._engine.contributed(event, body, self._without, rows, brought)
+        self._engine.contributed(event, body, self._without, rows, brought, slot)
 
     def _event(
         self, header: pb.Contribution, judgement: Judgement, rows: list[Rows], looked_s: float
@@ -385,6 +401,8 @@ class Intake:
     async def _borrow(self) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
         staging, position = self._engine.model.staging, self._position
+        if (slot := self._taken_slot()) is not None:
+            return slot
         self._halves.drop(self._peer.rank)
         body = staging.try_borrow(position)
         if body is not None:

@@ -109,8 +109,12 @@ class ParameterServerService:
                 if not process and beat.process:
                     process = beat.process
                     engine.offer(events.HeartBegan(process, beat.evaluates))
-                if beat.HasField("figures"):
+                if beat.HasField("figures") and process in engine.run.roster.spares:
                     engine.offer(figures_told(None, beat.figures))
+                elif beat.HasField("figures"):
+                    log.warning(
+                        "figures_ignored", process=process, reason="its first beat did not say that it evaluates"
+                    )
                 is_member = beat.run == engine.run.name and engine.run.roster.is_member(beat.rank, beat.process)
                 if is_member:
                     engine.offer(events.Heard(beat.rank, beat.process))

@@ -16,7 +16,7 @@ import torch
 
 from paramserver.common.config.schema import Config
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec
 from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import (
     layout_to_proto,
@@ -90,10 +90,11 @@ class Worker:
         codecs: Sequence[str] = (),
         optimizer: str = "SGD",
         contribution: int = 0,
+        tables: Sequence[TableSpec] = (),
         **more: Any,
     ) -> None:
         names = tuple(spec.name for spec in self.layout.specs)
-        spec = OptimizerSpec(optimizer, (GroupSpec(names, {"lr": 0.5, **more}),))
+        spec = OptimizerSpec(optimizer, (GroupSpec(names, {"lr": 0.5, **more}),), tuple(tables))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
             fingerprint=self.layout.fingerprint,

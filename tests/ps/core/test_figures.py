@@ -151,3 +151,32 @@ def test_all_shards_keep_the_version_that_is_newest_when_a_spare_asks_for_it() -
     started(run)
     contribute(run, 1)
     assert run.apply(events.CopyAsked()) == [effects.KeepWeights(2)]
+
+
+def test_figures_of_a_worker_that_was_not_asked_change_nothing() -> None:
+    """Neither the curve, nor the end of the run, nor its final figures; the warning names who sent them."""
+    run = started(run_of(stop_when="loss < 1", best="loss"))
+    contribute(run, 1)
+    for more in ({}, {"failure": "ValueError: no", "exit_code": 3}):
+        found = figures(run, 1, 0.5, 1, **more)
+        assert [fields["rank"] for fields in logged(found, "figures_ignored")] == [1]
+    assert run.curve.points == [] and run.failure is None
+    assert answers(contribute(run, 2)) == [1, 1]
+    run.apply(events.HeartBegan("spare", evaluates=True))
+    for number in range(3, 6):
+        contribute(run, number)
+    assert logged(figures(run, 5, 0.5, 0), "figures_ignored"), "the spare is asked, and no worker"
+    figures(run, 5, 2.0, None)
+    assert [point.figures for point in run.curve.points] == [{"loss": 2.0}]
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_final_figures_are_those_of_one_worker(is_done: bool) -> None:
+    run = started(run_of())
+    contribute(run, 1)
+    for rank in range(2 if is_done else 0):
+        run.apply(events.Finished(rank, 1, can_evaluate=True))
+    found = run.apply(events.Left(1, 1, "goodbye", figures={"accuracy": 1.0}))
+    assert [fields["rank"] for fields in logged(found, "figures_ignored")] == [1]
+    run.apply(events.Left(0, 1, "goodbye", figures={"accuracy": 0.5}))
+    assert run.final == {"accuracy": 0.5}

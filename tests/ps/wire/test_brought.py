@@ -63,3 +63,31 @@ def test_what_is_none_of_this_model_is_refused(body, told):
         assert await worker.end() == "BAD_REQUEST"
 
     refuse()
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_it_waits_for_memory_as_a_body_does(goes: bool):
+    """With room for one upload another worker's is not taken before the first has contributed, or gone."""
+
+    @served(workers=2, layout=SMALL, max_staged=1, mode="localsgd")
+    async def wait(server: Server) -> None:
+        workers = await server.workers(2)
+        body = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
+        for worker in workers:
+            tell(worker, body, 1 << 18)
+            await server.settle()
+        staging = server.engine.model.staging
+        assert (staging.num_lent, staging.num_waiting) == (1, 1)
+        if goes:
+            workers[0].stream.close()
+            await server.settle()
+            assert (staging.num_lent, staging.num_waiting) == (1, 0)
+        else:
+            workers[0].contribute(1)
+            await server.settle()
+        workers[1].contribute(1)
+        await server.settle()
+        assert workers[1].outcomes == ["START", "APPLIED"]
+        server.check_no_memory_is_kept()
+
+    wait()
