@@ -28,7 +28,7 @@ NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable"
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 # A learning rate beyond this is none; in float32 its products would not stay finite.
-_MAX_NUMBER = 1e9
+MAX_NUMBER = 1e9
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparamete
         if is_changed or (key in accepted and expected is not None and _kind_of(expected) != _kind_of(value)):
             raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {key} is {value!r}, it was {expected!r}")
         items = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(item, (int, float)) and abs(item) > _MAX_NUMBER for item in items):
-            message = f"optimizer {name}: {key} is {value!r}; at most {_MAX_NUMBER:g} is possible"
+        if any(isinstance(item, (int, float)) and not abs(item) <= MAX_NUMBER for item in items):  # NaN is not
+            message = f"optimizer {name}: {key} is {value!r}; at most {MAX_NUMBER:g} is possible"
             raise refusal(Reason.BAD_REQUEST, message)
     # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
     arguments = inspect.signature(cls).parameters

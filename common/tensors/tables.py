@@ -18,7 +18,7 @@ import torch
 
 from ..errors import UsageError, did_you_mean
 from .layout import DTYPES
-from .optimizers import Hyperparameters, TableSpec, current_hyperparameters, known_optimizers, plain_step
+from .optimizers import MAX_NUMBER, Hyperparameters, TableSpec, current_hyperparameters, known_optimizers, plain_step
 
 WEIGHT = "weight"  # beside the keys of optimizer state
 _DTYPES = ("float32", "float64")
@@ -60,6 +60,9 @@ def make_spec(
         raise UsageError(f"table '{name}' of {what}: 1 to {_MAX_ROWS} rows of {' or '.join(_DTYPES)} are possible")
     if dim * DTYPES[dtype].itemsize > MAX_ROW_BYTES:
         raise UsageError(f"table '{name}': a row of {dim} numbers has more than {MAX_ROW_BYTES} bytes")
+    for key, value in hyperparameters.items():
+        if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+            raise UsageError(f"table '{name}': {key} is {value!r}; at most {MAX_NUMBER:g} is possible")
     if not 0 <= init_std < float("inf"):
         raise UsageError(f"table '{name}': init_std is {init_std}; it is 0 or more")
     cls = _rows_optimizer(optimizer, hyperparameters)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 LR_SCALE, MODE = "lr_scale", "mode"
-_MOST_LR_SCALE = 1e6
+MOST_LR_SCALE = 1e6
 _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 
 
@@ -109,8 +109,8 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
     if isinstance(value, int) and abs(value) > _MOST_WHOLE:
         raise CannotError(f"'{name[:40]}' must be at most 2^53, got a whole number of {value.bit_length()} bits")
     if name == LR_SCALE and _has_rate(run):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_LR_SCALE:
-            raise CannotError(f"lr_scale must be a number from 0 to {_MOST_LR_SCALE:,.0f}, got {value!r:.40}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MOST_LR_SCALE:
+            raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
         run.contributions.lr_scale = float(value)
     elif name == MODE and _kin(run):
@@ -227,7 +227,7 @@ def restore(run: Run, kept: Any) -> None:
     if not isinstance(kept, dict):
         return
     scale, changed = kept.get(LR_SCALE), kept.get("changed")
-    if isinstance(scale, int | float) and 0 <= scale <= _MOST_LR_SCALE:
+    if isinstance(scale, int | float) and 0 <= scale <= MOST_LR_SCALE:
         run.contributions.lr_scale = float(scale)
     for name, pair in changed.items() if isinstance(changed, dict) else ():
         if isinstance(pair, list) and len(pair) == 2:

@@ -35,6 +35,7 @@ from .manifest import (
     Files,
     Manifest,
     Tensors,
+    check_finite,
     check_tensors,
     layout_of,
     read_manifest,
@@ -77,9 +78,15 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     """Write one snapshot, with what the scripts of ranks remember; when this returns it is on the disk, and a crash at
     any moment before leaves none.
 
-    Raises CheckpointError when there is no space, no permission, or another process writes there;
+    Raises CheckpointError when there is no space, no permission, or another process writes there, and for numbers that
+    are not finite;
     older snapshots stay as they were.
     """
+    try:
+        check_finite(layout_of(manifest.tensors, None), files)
+    except CheckpointError as error:
+        told = f"no snapshot of version {manifest.version} is written, which no run could go on from: {error.message}"
+        raise CheckpointError(told, fix="a lower learning rate; older snapshots are as they were") from None
     final = directory / f"snapshot-{manifest.version:012d}-{manifest.server_incarnation}"
     with writing_to(directory):
         try:

@@ -6,6 +6,7 @@ a snapshot may come from anywhere, and whatever is wrong with it is one sentence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from datetime import UTC, datetime
 from typing import Final, Literal
@@ -21,7 +22,10 @@ from ...common.tensors.optimizers import (
     JointOptimizer,
     OptimizerSpec,
     apply_hyperparameters,
+    check_hyperparameters,
 )
+from ...common.tensors.tables import make_spec
+from ..core.controls import MOST_LR_SCALE
 from .common import RUN_NAME
 
 WEIGHTS: Final = "weights.safetensors"
@@ -29,6 +33,7 @@ AVERAGED: Final = "averaged.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 TABLES: Final = "tables.safetensors"
 FileName = Literal["weights.safetensors", "averaged.safetensors", "optimizer.safetensors", "tables.safetensors"]
+_FIX = "go on from an older snapshot (--resume PATH), or begin anew with --resume never"
 Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
 
@@ -131,8 +136,41 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
         check_state(layout, optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
+        _check_numbers(optimizer, hyperparameters)
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
+    controls = manifest.training.get("controls")
+    scale = controls.get("lr_scale", 1.0) if isinstance(controls, dict) else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= MOST_LR_SCALE:
+        raise CheckpointError(f"its lr_scale is {scale!r:.40}; it is 0 to {MOST_LR_SCALE:g}", fix=_FIX)
+    check_finite(layout, files)
+
+
+def check_finite(layout: Layout, files: Files) -> None:
+    """Raises CheckpointError that names the first tensor with NaN or infinity: no run can go on from it. Frozen tensors
+    may hold such: nothing changes them, and a mask has -inf."""
+    trained = {name for spec in layout.specs if spec.kind is not Kind.FROZEN for name in (spec.name, *spec.aliases)}
+    for file, tensors in files.items():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel() and (name in trained or file not in (WEIGHTS, AVERAGED)):
+                least, most = tensor.aminmax()  # of a tensor with NaN both are: one pass, and no memory
+                if not (math.isfinite(least) and math.isfinite(most)):
+                    wrong = tensor[~torch.isfinite(tensor)]
+                    what = f"{wrong.numel()} of {tensor.numel()} numbers, the first is {wrong[0].item()}"
+                    raise CheckpointError(f"{file}: tensor '{name}' is not finite: {what}", fix=_FIX)
+
+
+def _check_numbers(optimizer: OptimizerSpec, hyperparameters: tuple[Hyperparameters, ...]) -> None:
+    """As when a worker says them: what torch's class would not begin with, and numbers that nobody means."""
+    try:
+        for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
+            check_hyperparameters(name, group.hyperparameters)
+            check_hyperparameters(name, now)
+        for table in optimizer.tables:
+            whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
+            make_spec(*whole, table.optimizer, table.hyperparameters)
+    except ParamServerError as error:
+        raise CheckpointError(error.message, fix=_FIX) from None
 
 
 def check_state(

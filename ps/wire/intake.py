@@ -286,6 +286,9 @@ class Intake:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
         if not 1 <= header.num_samples <= _MAX_SAMPLES:
             raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 1 to {_MAX_SAMPLES}")
+        if header.base_version > (version := self._engine.run.policy.version):
+            what = f"a contribution of rank {self._peer.rank} on version {header.base_version}"
+            raise refusal(Reason.BAD_REQUEST, f"{what}, which nobody was given: the newest is {version}")
         self._told = hyperparameters_from_proto(header.hyperparameters)
         self._engine.model.check_hyperparameters(self._told)
         self._without = self._engine.model.names_here(header.without_gradient)

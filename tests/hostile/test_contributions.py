@@ -60,6 +60,17 @@ def test_a_step_that_is_not_the_next_one(server, wire, ahead):
 
 
 @both_lanes
+@pytest.mark.parametrize("ahead", [1, 2**40, 2**63])
+def test_a_version_that_nobody_was_given(server, wire, ahead):
+    """It would make the contribution look computed in the future, in the staleness and in the history."""
+    peer = server.peer(26)
+    peer.join()
+    peer.send(*wire.contribution(peer.step + 1, peer.version + ahead))
+    assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    assert version(server) == peer.version
+
+
+@both_lanes
 def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
     body = bytes(wire.LAYOUT.exchange_bytes)
     pieces = list(body_frames([memoryview(body)], chunk_bytes=1 << 16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from safetensors.torch import save_file
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import CheckpointError
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.ps.snapshots.available import Available
-from paramserver.ps.snapshots.checkpoint import load
+from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.files import candidates, prepare
 from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS
-from paramserver.tests.ps.snapshots.making import files_of, load_newest, snapshot
+from paramserver.tests.ps.snapshots.making import LAYOUT, files_of, load_newest, manifest_of, snapshot
 
 
 def truncate(path: Path) -> None:
@@ -147,6 +149,16 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "group without b": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w"]), "does not know"),
     "step for each element": (lambda m: m.update(scalars=[]), "step/w"),
     "Adagrad's": (lambda m: m["optimizer"].update(name="Adagrad"), "cannot go on from it"),
+    "rate of 1e308": (group(lr=1e308), "Adam: lr is 1e\\+308; at most 1e\\+09"),
+    "rate of infinity": (group(lr=math.inf), "Adam: lr is inf"),
+    "betas of 1e308": (group(betas=[1e308, 0.9]), "1e\\+308"),
+    "current rate of 1e308": (lambda m: m["hyperparameters"][0].update(lr=1e308), "lr is 1e\\+308; at most"),
+    "current rate below 0": (lambda m: m["hyperparameters"][0].update(lr=-1.0), "Invalid learning rate"),
+    "current rate of NaN": (lambda m: m["hyperparameters"][0].update(lr=math.nan), "lr is nan; at most"),
+    "current betas of 1e308": (lambda m: m["hyperparameters"][0].update(betas=[0.9, 1e308]), "betas is .* at most"),
+    "lr_scale of 1e308": (lambda m: m["training"].update(controls={"lr_scale": 1e308}), "lr_scale is 1e\\+308"),
+    "lr_scale of NaN": (lambda m: m["training"].update(controls={"lr_scale": math.nan}), "lr_scale is nan"),
+    "lr_scale of text": (lambda m: m["training"].update(controls={"lr_scale": "1"}), "lr_scale is '1'"),
     "scalar exp_avg": (lambda m: m.update(scalars=["step", "exp_avg"]), "exp_avg/w"),
 }
 
@@ -175,6 +187,9 @@ def header(**tensors: Any) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(64)
 
 
+NOT_FINITE = "weights.safetensors: tensor 'b' is not finite: 2 of 4 numbers, the first is nan"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
@@ -190,6 +205,10 @@ def header(**tensors: Any) -> bytes:
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/x": torch.tensor(9.0)}, "'exp_avg/x' that the manifest"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/b": torch.zeros(5)}, "'exp_avg/b' is"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "no slash": torch.zeros(5)}, "'no slash'"),
+        (WEIGHTS, {**files_of(1)[WEIGHTS], "b": torch.tensor([1.0, math.nan, 3.0, -math.inf])}, NOT_FINITE),
+        (WEIGHTS, {**files_of(1)[WEIGHTS], "tied": torch.full((3, 2), math.inf)}, "'tied' is not finite: 6 of 6"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/b": torch.full((4,), math.inf)}, "'exp_avg/b' is not finite"),
+        (OPTIMIZER, {**files_of(1)[OPTIMIZER], "step/w": torch.tensor(math.nan)}, "'step/w' is not finite"),
     ],
 )
 def test_forged_tensors_are_refused(tmp_path: Path, file: str, content: Any, why: str) -> None:
@@ -197,3 +216,38 @@ def test_forged_tensors_are_refused(tmp_path: Path, file: str, content: Any, why
     forge_file(path, file, content)
     with pytest.raises(CheckpointError, match=why):
         load(path)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER])
+def test_numbers_that_are_not_finite_are_damage_like_any_other(tmp_path: Path, file: str) -> None:
+    """The snapshot before is used; where there is none, exit 14 with what is wrong and what to do."""
+    snapshot(tmp_path, 1)
+    path = snapshot(tmp_path, 2)
+    tensors = files_of(2)[file]
+    name = "b" if file == WEIGHTS else "exp_avg_sq/b"
+    forge_file(path, file, {**tensors, name: torch.full((4,), math.nan)})
+    available = Available(Config(checkpoint={"dir": str(tmp_path)}))
+    assert available.load(available.newest()).manifest.version == 1 and available.skipped == [path]
+    with pytest.raises(CheckpointError) as caught:
+        load_newest(path)
+    assert caught.value.exit_code == 14 and "begin anew" in caught.value.fix
+    assert f"tensor '{name}' is not finite: 4 of 4 numbers, the first is nan" in caught.value.message
+
+
+def test_none_is_written_that_could_not_be_loaded(tmp_path: Path) -> None:
+    snapshot(tmp_path, 1)
+    files = files_of(2)
+    files[OPTIMIZER]["exp_avg_sq/w"][0, 0] = math.inf
+    with pytest.raises(
+        CheckpointError, match=r"no snapshot of version 2 is written.*'exp_avg_sq/w' is not finite: 1 of 6"
+    ):
+        write(tmp_path, manifest_of(2), files)
+    assert load_newest(tmp_path).manifest.version == 1
+
+
+def test_a_frozen_mask_may_hold_infinity(tmp_path: Path) -> None:
+    layout = Layout([*LAYOUT.specs, TensorSpec("mask", Kind.FROZEN, "float32", (2,))])
+    files = files_of(1)
+    files[WEIGHTS]["mask"] = torch.tensor([0.0, -math.inf])
+    path = write(tmp_path, manifest_of(1, tensors=layout.specs), files).path
+    assert load(path).files[WEIGHTS]["mask"][1] == -math.inf
