@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config.schema import SecurityConfig
-from .errors import AuthError
+from .errors import AuthError, shown
 from .reporting.log import get_logger
 
 # cryptography is imported where certificates are read: most runs have none.
@@ -90,6 +90,9 @@ def shows_token(value: str | bytes, token: str) -> bool:
     return hmac.compare_digest(rest, token.encode()) and scheme.lower() == b"bearer"
 
 
+_MOST_SHOWN = 200  # characters of a name in somebody's certificate
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a person needs to know of one certificate."""
@@ -120,9 +123,9 @@ def facts_of(pem: bytes) -> Facts:
     certificate = x509.load_pem_x509_certificates(pem)[0]
     return Facts(
         name=_common_name(certificate.subject),
-        issuer=_common_name(certificate.issuer) or certificate.issuer.rfc4514_string(),
+        issuer=_common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
         names=tuple(
-            str(name.value)
+            shown(str(name.value), _MOST_SHOWN)
             for extension in certificate.extensions
             if isinstance(extension.value, x509.SubjectAlternativeName)
             for name in extension.value
@@ -136,7 +139,8 @@ def facts_of(pem: bytes) -> Facts:
 def _common_name(name: x509.Name) -> str:
     from cryptography.x509.oid import NameOID
 
-    return next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
+    found = next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
+    return shown(found, _MOST_SHOWN)
 
 
 @dataclass(frozen=True)

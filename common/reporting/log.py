@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import MutableMapping
 from functools import cached_property
 from typing import Any
 
 from ..config.schema import LogConfig
+from ..errors import shown
 
 
 def setup_logging(config: LogConfig, program: str) -> None:
@@ -31,6 +33,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
             structlog.processors.add_log_level,
             stamp,
             structlog.processors.format_exc_info,
+            _printable,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
@@ -40,6 +43,15 @@ def setup_logging(config: LogConfig, program: str) -> None:
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(program=program)
+
+
+def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The last that sees text from elsewhere: a value with control characters would begin a line of its own, or tell a
+    terminal what to do. Where it comes in it is checked already (`common/wire/checks.py`). A traceback has lines."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable() and name != "exception":
+            event[name] = shown(value, len(value))
+    return event
 
 
 class _Stderr:

@@ -38,7 +38,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    return repr(text) if isinstance(value, str) and (" " in text or not text) else text
+    return repr(text) if (isinstance(value, str) and (" " in text or not text)) or not text.isprintable() else text
 
 
 class LastLines:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
-from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError
+from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError, shown
 from ...common.reporting.log import get_logger
 from ...common.security import SHARD_PREFIX, Credentials, client_context, facts_of
 from ...common.tls_probe import diagnose
@@ -181,12 +181,14 @@ class Link:
             refused = refusal_from_status(error)
             if refused is not None and refused.reason is not Reason.NOT_READY:
                 raise refused from None
-            text = refused.message if refused is not None else f"{error.code().name}: {error.details()}"
+            text = (
+                refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}"
+            )
             raise LinkLost(text) from None
         if not isinstance(message, pb.ShardOrder):  # the end of the stream
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
-                raise LinkLost(f"{code.name}: {await self._call.details()}")
+                raise LinkLost(f"{code.name}: {shown(await self._call.details() or '', 500)}")
             raise LinkLost("the coordinator has ended the connection")
         order: Order = LINES.read(message.said)
         if self._follower is not None:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 from common.config.schema import LogConfig
 from common.reporting.log import get_logger, setup_logging
@@ -26,3 +28,29 @@ def test_a_line_and_its_end_are_one_write() -> None:
     assert json.loads(packet)["event"] == "place"
     assert os.read(reading, 65536) == b""
     os.close(reading)
+
+
+HOSTILE = """
+from common.config.schema import LogConfig
+from common.reporting.log import get_logger, setup_logging
+setup_logging(LogConfig(format="FORMAT"), "ps-server")
+get_logger().info("left", reason="gone\\n12:00:00 [error] run_failed", host="\\x1b[2J\\x9b1m\\u202e", rank=1)
+try:
+    raise ValueError("two\\nlines")
+except ValueError:
+    get_logger().error("failed", exc_info=True)
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_comes_from_elsewhere_begins_no_line_and_moves_no_cursor(form: str) -> None:
+    """A line break, a terminal's escapes, and what turns the direction of writing."""
+    program = HOSTILE.replace("FORMAT", form)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, *rest = done.stderr.splitlines()
+    shown = json.loads(first)["reason"] if form == "json" else first
+    assert "gone\\\\n12:00:00" in shown or "gone\\n12:00:00" in shown
+    assert all(one.isprintable() for one in (first, shown))
+    assert not first.isascii() or "\\x1b" in first
+    traceback = json.loads(rest[0])["exception"] if form == "json" else "\n".join(rest)
+    assert "two\nlines" in traceback, "a traceback has lines"

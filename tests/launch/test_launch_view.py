@@ -74,6 +74,10 @@ def drawn(what: RenderableType, width: int = 100) -> str:
             '{"event": "oops", "level": "error", "exception": "Traceback:\\n  boom"}',
             "[worker 2] error: oops\nTraceback:\n  boom",
         ),
+        (
+            '{"event": "left", "reason": "\\u001b[2J", "host": "a\\nb"}',
+            "[worker 2] left reason='\\x1b[2J' host='a\\nb'",
+        ),
         ("a [bold]print[/bold] of the user's {}", "[worker 2] a [bold]print[/bold] of the user's {}"),
         ('{"loss": 0.1}', '[worker 2] {"loss": 0.1}'),
         ('{"event": 3}', '[worker 2] {"event": 3}'),

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import torch
 
-from ...common.errors import ParamServerError, Reason, UnreachableError, refusal
+from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.layout import Layout, as_bytes
@@ -469,4 +469,4 @@ def _translate(error: grpc.RpcError) -> Exception:
             f"what answers at the server's address is no ps-server: it does not know {SERVICE}",
             fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
         )
-    return Lost(refused.message if refused is not None else f"{error.code().name}: {error.details()}")
+    return Lost(refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}")

@@ -16,7 +16,8 @@ from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
 from paramserver.ps.core.replication import Coordinator, Gather, Tape
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.shards.messages import LINES, Order, Report
+from paramserver.ps.shards.messages import LINES, BeginRun, Order, Report
+from paramserver.ps.snapshots.common import RUN_NAME
 
 numbers = st.integers(0, 2**31)
 texts = st.text(max_size=9)
@@ -31,7 +32,7 @@ def _any_of(union: object) -> st.SearchStrategy[Any]:
 
 def _fields(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
     hints = typing.get_type_hints(kind)
-    known = {"judgement": judgements}
+    known = {"judgement": judgements} | ({"run": st.from_regex(RUN_NAME, fullmatch=True)} if kind is BeginRun else {})
     return {
         field.name: known.get(field.name, st.from_type(hints[field.name]).filter(lambda value: value == value))
         for field in dataclasses.fields(kind)
