@@ -350,7 +350,8 @@ def test_any_layout(
     tmp_path_factory: pytest.TempPathFactory, shape: tuple[Layout, Any], name: str, window_bytes: int
 ) -> None:
     layout, groups = shape
-    spec = optimizer(name, groups)
+    # Torch's 1e-8 is 0 in float16: RMSprop divides by it, and weights that are not finite are in no snapshot.
+    spec = optimizer(name, groups, **({} if name == "ASGD" else {"eps": 1e-3}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
         straight, interrupted = new_store(spec, layout), new_store(spec, layout)
