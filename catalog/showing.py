@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import sqlite3
 import sys
 import time
@@ -20,6 +18,7 @@ from ..common.errors import OutputError, UsageError
 from ..common.reporting.report import duration, figure, report_console, size, summary_table
 from ..common.runstore.changing import remove, rename
 from ..common.runstore.reading import RunStore, StoredRun
+from ..common.wire.json_text import to_json
 
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}
 _STATES = {"lost": "ended without a word"}
@@ -90,7 +89,7 @@ def export(path: Path, told: str, out: Path | None, *, as_json: bool) -> None:
     with RunStore(path) as store:
         run = store.find(told)
         if as_json or (out is not None and out.suffix == ".json"):
-            text = json.dumps(finite(everything(store, run)), indent=2) + "\n"
+            text = to_json(everything(store, run), indent=2) + "\n"
         else:
             lines = io.StringIO()
             rows = [point.model_dump() for point in store.series(run)]
@@ -170,17 +169,8 @@ def when(at: float) -> str:
     return then.strftime("%H:%M:%S" if time.time() - at < 86_400 else "%Y-%m-%d %H:%M")
 
 
-def finite(value: Any) -> Any:
-    """As JSON knows it: no NaN, no infinity."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def print_json(value: Any) -> None:
-    print(json.dumps(finite(value), indent=2))
+    print(to_json(value, indent=2))
 
 
 def write(data: bytes, out: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import sys
@@ -27,6 +26,7 @@ from ..common.registry import (
 )
 from ..common.security import WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
+from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
 from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
@@ -228,6 +228,6 @@ def _write(path: str | None, summary: dict[str, Any]) -> None:
     from ..common.reporting.output import write_whole
 
     try:
-        write_whole(Path(path), (json.dumps(summary, indent=2) + "\n").encode(), is_synced=False)
+        write_whole(Path(path), (to_json(summary, indent=2) + "\n").encode(), is_synced=False)
     except OSError as error:
         raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None

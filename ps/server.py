@@ -269,6 +269,9 @@ class Server:
         output, model = self._config.output, self.engine.model
         if output.save is None or self.goes_back or not model.has_weights:
             return {}
+        if self.engine.tensors.is_broken:
+            log.error("not_saved", reason="the weights are of no version: the work on them failed")
+            return {}
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
         with contextlib.suppress(TimeoutError):
@@ -287,7 +290,7 @@ class Server:
 
     async def _write_tables(self) -> ParamServerError | None:
         """Beside the weights; what became of it."""
-        if self.engine.model.store.tables is not None:
+        if self.engine.model.store.tables is not None and not self.engine.tensors.is_broken:
             try:
                 await write_tables(self._config, self.engine)
             except ParamServerError as error:

@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.reporting.watched import Line
 from ..common.version import PROGRAM_VERSION
-from ..common.wire.json_text import read_json
+from ..common.wire.json_text import finite, read_json
 from .feed import Feed, Message
 from .guard import told
 from .openapi import Done, Health, Session, description
@@ -94,7 +94,7 @@ def make_app(runs: Runs) -> Starlette:
 
     def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            return JSONResponse(answer(runs.feed(request.path_params["run"])))
+            return JSONResponse(finite(answer(runs.feed(request.path_params["run"]))))
 
         return handle
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from ..config.conditions import condition
+from ..wire.json_text import to_json
 
 TRAINED = "train_loss"  # the figure of training itself, where nothing was evaluated
 _MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
@@ -24,13 +24,17 @@ def is_up(figure: str) -> bool:
     return not any(word in figure.lower() for word in _DOWN)
 
 
+# In JSON null stands for a number that is not finite.
+Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
 class Point(BaseModel):
     """One evaluation, of the weights of one version."""
 
     step: int  # training steps behind it
     version: int
     elapsed_s: float = 0.0  # of training, when its figures came
-    figures: dict[str, float] = Field(default_factory=dict)
+    figures: dict[str, Figure] = Field(default_factory=dict)
     num_bytes: int | None = None  # that were exchanged until then, where that is known
     samples: int | None = None  # that had counted by then, likewise
 
@@ -132,7 +136,7 @@ def text_of(points: list[Point], path: str) -> str:
     """A file of them: CSV with a column for each figure, or a JSON object a line."""
     rows = [{**point.model_dump(exclude={"figures", "num_bytes", "samples"}), **point.figures} for point in points]
     if path.endswith(".jsonl"):
-        return "".join(json.dumps(row) + "\n" for row in rows)
+        return "".join(to_json(row) + "\n" for row in rows)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()

@@ -32,12 +32,12 @@ and counts what is missing in the log. A later process may go on in the file.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from typing import Any
 
 from ..errors import OutputError
+from ..wire.json_text import to_json
 from .log import get_logger
 
 log = get_logger()
@@ -55,7 +55,7 @@ class HistoryFile:
 
     def line(self, op: str, at: float, fields: dict[str, Any]) -> bytes:
         line = {"op": op, "role": self._role, "t": round(at, 6), **fields}
-        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        return to_json(line, separators=(",", ":")).encode() + b"\n"
 
     def append(self, lines: bytes) -> None:
         """Write whole lines; OSError when that cannot be, and half a line may stand in the file."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config.schema import LogConfig
 from ..errors import shown
+from ..wire.json_text import to_json
 
 
 def setup_logging(config: LogConfig, program: str) -> None:
@@ -22,7 +23,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
     import structlog
 
     if config.format == "json":
-        renderer: Any = structlog.processors.JSONRenderer(default=str)
+        renderer: Any = structlog.processors.JSONRenderer(to_json, default=str)
         stamp = structlog.processors.TimeStamper(fmt=None)
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..config.conditions import Condition
-from .curve import Point
+from ..wire.json_text import to_json
+from .curve import Figure, Point
 
 
 class WorkerSummary(BaseModel):
@@ -31,9 +31,9 @@ class WorkerSummary(BaseModel):
     rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
     skipped: int = 0  # steps of which nothing was folded, for the same reasons
     clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
-    residual: float = 0.0  # norm of what worker.codec kept back, at the end
+    residual: Figure = 0.0  # norm of what worker.codec kept back, at the end
     residuals_lost: int = 0  # how often what was kept back was lost: a new process, a START, values not finite
-    residual_lost: float = 0.0  # norms of it in all; of a process that was gone as before its last contribution
+    residual_lost: Figure = 0.0  # norms of it in all; of a process that was gone as before its last contribution
     lane: str = "grpc"  # how its tensors travelled last: "grpc", "direct" or "shared memory"
     lane_reason: str = ""  # why not in a way that the worker prefers
     codec: str = "raw"  # of its last contribution; auto's choice
@@ -92,7 +92,7 @@ class Summary(BaseModel):
     step_s: float = 0.0  # of a training step of each worker, once all had taken their first; 0: not known
     staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind; 64: and more
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
-    final: dict[str, float] = Field(default_factory=dict)  # what the task's evaluation returned
+    final: dict[str, Figure] = Field(default_factory=dict)  # what the task's evaluation returned
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
     best: Point | None = None  # of them
     trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss on its way, for reports
@@ -152,4 +152,4 @@ class Summary(BaseModel):
 
     def text(self) -> str:
         """As JSON, for a file."""
-        return json.dumps(self.model_dump(), indent=2) + "\n"
+        return to_json(self.model_dump(), indent=2) + "\n"

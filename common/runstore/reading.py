@@ -13,6 +13,7 @@ a time. Everything that people have named (runs, tasks, lines) is data: who show
 from __future__ import annotations
 
 import difflib
+import math
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, Field, ValidationError
 
 from ..errors import UsageError
-from ..reporting.curve import Point
+from ..reporting.curve import Figure, Point
 from ..reporting.summary import Summary
 from ..wire.json_text import read_json
 from .process import still_writes
@@ -60,7 +61,7 @@ class StoredRun(BaseModel):
     samples_per_s: float = 0.0
     loss: float | None = None  # of training, the newest
     waiting: str = ""
-    figures: dict[str, float] = Field(default_factory=dict)  # final, or of the newest evaluation
+    figures: dict[str, Figure] = Field(default_factory=dict)  # final, or of the newest evaluation
 
     @property
     def label(self) -> str:
@@ -236,7 +237,7 @@ class RunStore:
         samples = {one.get("version"): one.get("samples") for one in fields}  # only the event has them
         return [
             Evaluation(
-                **{**_without_run(row), "figures": _json(row["figures"]), "samples": samples.get(row["version"])}
+                **{**_without_run(row), "figures": _figures(row["figures"]), "samples": samples.get(row["version"])}
             )
             for row in rows
         ]
@@ -299,7 +300,7 @@ _OF_RUN = frozenset(StoredRun.model_fields)
 
 def _run(row: sqlite3.Row) -> StoredRun:
     told = {name: row[name] for name in row.keys() if name in _OF_RUN}  # noqa: SIM118
-    return StoredRun.model_construct(**{**told, "figures": _json(row["figures"]), "state": _state(row)})
+    return StoredRun.model_construct(**{**told, "figures": _figures(row["figures"]), "state": _state(row)})
 
 
 def _state(row: sqlite3.Row) -> str:
@@ -311,6 +312,11 @@ def _state(row: sqlite3.Row) -> str:
 
 def _without_run(row: sqlite3.Row) -> dict[str, Any]:
     return {name: row[name] for name in row.keys() if name != "run"}  # noqa: SIM118
+
+
+def _figures(text: str) -> dict[str, float]:
+    """Null stands for a number that was not finite."""
+    return {name: math.nan if value is None else value for name, value in _json(text).items()}
 
 
 def _json(text: str) -> Any:

@@ -7,7 +7,6 @@ from then on every second one is written (a run of a day has a row every two min
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from ..reporting.curve import Point
 from ..reporting.status import Status
 from ..reporting.summary import Summary
+from ..wire.json_text import to_json
 from .process import this_host, this_process
 from .schema import open_to_write
 
@@ -167,7 +167,7 @@ class RunWriter:
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
         told = {"config": of.config, "machine": of.machine, "code": of.code}
-        self._insert(db, "documents", ("name", "body"), [[name, json.dumps(body)] for name, body in told.items()])
+        self._insert(db, "documents", ("name", "body"), [[name, to_json(body)] for name, body in told.items()])
 
     def _put_status(self, at: float, status: Status, is_last: bool, db: sqlite3.Connection) -> None:
         self._tick += 1
@@ -200,14 +200,14 @@ class RunWriter:
         self, at: float, kind: str, rank: int | None, fields: Mapping[str, Any], db: sqlite3.Connection
     ) -> None:
         self._num_events += 1
-        row = [self._num_events, at, kind, rank, json.dumps(fields)]
+        row = [self._num_events, at, kind, rank, to_json(fields)]
         self._insert(db, "events", ("number", "at", "kind", "rank", "fields"), [row])
         if (oldest := self._num_events - _MOST_EVENTS) > 0:
             db.execute("DELETE FROM events WHERE run = ? AND number <= ?", (self._key, oldest))
 
     def _put_evaluation(self, point: Point, num_bytes: int | None, is_best: bool, db: sqlite3.Connection) -> None:
         columns = ("version", "step", "elapsed_s", "num_bytes", "is_best", "figures")
-        figures = json.dumps(point.figures)
+        figures = to_json(point.figures)
         row = [point.version, point.step, point.elapsed_s, num_bytes, is_best, figures]
         self._insert(db, "evaluations", columns, [row])
         db.execute("UPDATE runs SET figures = ? WHERE key = ?", (figures, self._key))
@@ -215,7 +215,7 @@ class RunWriter:
     def _put_end(self, at: float, summary: Summary, ended_by: str, db: sqlite3.Connection) -> None:
         self._insert(db, "documents", ("name", "body"), [["summary", summary.text()]])
         # Of those that took part: at the end no worker is left.
-        told = [at, at, ended_by, json.dumps(summary.final), summary.version, len(summary.workers), self._key]
+        told = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
         sets = "ended_at = ?, heard_at = ?, ended_by = ?, figures = ?, version = ?, num_workers = ?"
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", told)
 

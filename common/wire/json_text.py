@@ -1,7 +1,9 @@
-"""JSON that another process wrote: every way in which Python's parser accepts too much, or fails, is one ValueError.
+"""JSON between processes and in files.
 
-Python's own parser raises RecursionError for deep nesting, and accepts NaN, 1e999, whole numbers of thousands of digits
-and halves of surrogate pairs. Each of them fails later and elsewhere: in `float()`, in `encode()`, in a file of JSON.
+`read_json` reads what another process wrote: every way in which Python's parser accepts too much, or fails, is one
+ValueError. Python's own parser raises RecursionError for deep nesting, and accepts NaN, 1e999, whole numbers of
+thousands of digits and halves of surrogate pairs. Each of them fails later and elsewhere: in `float()`, in `encode()`,
+in a file of JSON. `to_json` writes what any parser reads.
 """
 
 from __future__ import annotations
@@ -29,6 +31,24 @@ def read_json(text: str | bytes | bytearray, *, nan: bool = False, big: bool = F
     if not read.isascii() or "\\u" in read:
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON of a value, by `json.dumps` with these `options`. A number that is not finite is null: JSON has no NaN and
+    no Infinity, and what reads it strictly would refuse all of it."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def finite(value: Any) -> Any:
+    """The same value with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_depth(value: Any) -> None:

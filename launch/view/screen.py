@@ -7,7 +7,6 @@ once the output is gone (`ps-launch 2>&1 | head`), beside telling so: then the j
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from ...common.config.schema import Config
 from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
-from ...common.wire.json_text import read_json
+from ...common.wire.json_text import read_json, to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
@@ -204,5 +203,5 @@ class JsonScreen(Screen):
         self._write(read_json(line, nan=True, big=True))
 
     def _write(self, fields: dict[str, Any]) -> None:
-        text = json.dumps({"timestamp": time.time(), **fields})
+        text = to_json({"timestamp": time.time(), **fields})
         self._show(lambda: print(text, file=sys.stderr, flush=True))

@@ -12,9 +12,9 @@ What measures bodies is `ps/tensors/sanity.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...common.errors import DivergedError, Reason
 
@@ -109,7 +109,27 @@ def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judge
     """The end of a run one of whose workers sends nothing else any more."""
     return DivergedError(
         f"rank {rank} sent {in_a_row} contributions with {judgement.what} in a row (store.max_nonfinite is {limit}; "
-        f"{judgement.limit}); the weights are still finite, at version {version}",
+        f"{judgement.limit}); the server's weights are finite, at version {version}",
         fix="lower --lr, clip gradients, or look at the rank's data",
+        reason=Reason.DIVERGED,
+    )
+
+
+_MOST_NAMED = 5  # contributions
+
+
+def overflowed(
+    version: int, where: str, contributions: Sequence[tuple[int, int, int]], hyperparameters: Mapping[str, Any]
+) -> DivergedError:
+    """The end of a run whose weights a step along finite values has made NaN or Inf. `contributions` of the version:
+    (rank, incarnation, number); `hyperparameters` that it was made with."""
+    named = [f"{number} of rank {rank}" for rank, _, number in contributions[:_MOST_NAMED]]
+    more = f" and {len(contributions) - _MOST_NAMED} more" if len(contributions) > _MOST_NAMED else ""
+    given = ", ".join(f"{key} {hyperparameters[key]:g}" for key in ("lr", "eps") if key in hyperparameters)
+    return DivergedError(
+        f"the weights overflowed: version {version} has {where}, made of finite values in contribution "
+        f"{', '.join(named)}{more}{f' ({given})' if given else ''}; version {version - 1} was the last that is finite",
+        fix="lower --lr, or clip gradients (--clip-norm); an optimizer that divides needs an eps; what is kept is the "
+        "newest snapshot (--checkpoint-dir)",
         reason=Reason.DIVERGED,
     )

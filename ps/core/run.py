@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...common.errors import ParamServerError, Reason, UsageError, refusal
+from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
 from ...common.reporting.curve import Curve, Point
 from ..policies.base import Decision, Policy
 from . import controls, effects, events, saving
@@ -529,8 +529,11 @@ class Run:
 
     def _failed(self, event: events.Failed) -> Iterator[Effect]:
         """Something outside went wrong: what it has left is no state to take a snapshot of."""
-        error = ParamServerError(event.message, fix=event.fix)
-        error.exit_code = event.exit_code
+        if event.exit_code == DivergedError.exit_code:
+            error: ParamServerError = DivergedError(event.message, fix=event.fix, reason=Reason.DIVERGED)
+        else:
+            error = ParamServerError(event.message, fix=event.fix)
+            error.exit_code = event.exit_code
         yield from self._fail(error)
 
     def _fail(self, error: ParamServerError) -> Iterator[Effect]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...common.config.schema import Config
-from ...common.errors import ParamServerError, Reason, refusal
+from ...common.errors import DivergedError, ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
 from ..core import effects, events
 from ..core.effects import Fact
@@ -133,10 +133,15 @@ class Engine:
             self.model.staging.look_again()  # who left may have been folded before others
 
     def broke(self, what: str, error: BaseException, **fields: object) -> None:
-        """A mistake of ours, with the run or the weights half changed: the run ends, and nothing of it is kept."""
+        """The run or the weights are half changed: the run ends, and nothing of it is kept. Weights that are not
+        finite are no mistake of ours."""
+        self.is_broken = True
+        if isinstance(error, DivergedError):
+            log.error("diverged", error=error.message, meaning="no snapshot is taken of this")
+            self.end_with(error)
+            return
         if frames := traceback.extract_tb(error.__traceback__):
             fields["where"] = f"{frames[-1].filename}:{frames[-1].lineno}"
-        self.is_broken = True
         text = f"{type(error).__name__}: {error}"
         log.error(f"{what}_failed", error=text, meaning="no snapshot is taken of this", **fields)
         self.end_with(ParamServerError(f"the server failed on {what}: {text}"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,11 @@ from ...common.codecs.base import Spares
 from ...common.reporting.log import get_logger
 from ..core import effects
 from ..core.events import Identity
+from ..core.judgement import overflowed
 from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
+from ..tensors.sanity import Unsound
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
 from ..tensors.upload import Halves
@@ -189,11 +191,12 @@ class Folding:
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         # Where workers average among themselves, whoever brings the weights has the lowest rank's buffers.
         lowest_live = sys.maxsize if self._is_brought else commit.members[0] if commit.members else 0
-        work = partial(
+        step = partial(
             store.commit, num_live, lowest_live, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
             momentum_among=commit.momentum_among,
         )  # fmt: skip
+        work = partial(_sound, commit, step)
         if not (self._model.clips_parts and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)
             return
@@ -212,3 +215,14 @@ class Folding:
         elif count and not self._are_few:
             self._are_few = True
             log.warning("few_contributions", count=count, fewest=fewest, meaning=_FEW)
+
+
+def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **options: Any) -> list[torch.Tensor]:
+    """DivergedError where the step leaves weights that are not finite."""
+    try:
+        return step(**options)
+    except Unsound as unsound:
+        numbers = dict(commit.hyperparameters[0]) if commit.hyperparameters else {}
+        if "lr" in numbers:
+            numbers["lr"] *= commit.lr_scale
+        raise overflowed(commit.version, str(unsound), commit.contributions, numbers) from None

@@ -152,7 +152,7 @@ def summary(engine: Engine) -> Summary:
         wall_s=round(engine.elapsed_s(), 3),
         step_s=run.contributions.step_s,
         staleness=dict(sorted(run.contributions.staleness.items())),
-        ended_by=run.ended_by,
+        ended_by=run.ended_by or _failure(engine),
         final=final,
         curve=[with_bytes(engine, point) for point in run.curve.points],
         best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
@@ -164,6 +164,12 @@ def summary(engine: Engine) -> Summary:
         epochs = _epochs(engine, found.num_samples)
         found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, epochs)
     return found
+
+
+def _failure(engine: Engine) -> str:
+    """What the run has ended with, where that is an error."""
+    found = engine.finished.exception() if engine.finished.done() else None
+    return str(found) if found is not None else ""
 
 
 def with_bytes(engine: Engine, point: Point) -> Point:

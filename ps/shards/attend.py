@@ -15,11 +15,12 @@ import grpc.aio
 
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
-from ...common.errors import ParamServerError, Reason, refusal, shown
+from ...common.errors import DivergedError, ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_address
 from ...proto import parameter_server_pb2 as pb
+from ..core import events
 from ..core.events import Event
 from ..core.judgement import judge_whole
 from ..core.replication import Coordinator, Digest, Tape
@@ -256,8 +257,10 @@ class Attendance:
                 self._engine.notify()
             case ShardState():
                 self._engine.shard_states[shard] = said
-            case ShardFailed(message):
+            case ShardFailed(message, exit_code, fix):
                 log.error("shard_failed", shard=shard, reason=shown(message, _MOST_SHOWN))
+                if exit_code == DivergedError.exit_code:  # to go back to a snapshot would lead there again
+                    self._engine.offer(events.Failed(shown(message, _MOST_SHOWN), exit_code, shown(fix, _MOST_SHOWN)))
             case _:
                 raise refusal(Reason.BAD_REQUEST, f"a shard said {type(said).__name__}")
 

@@ -39,9 +39,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class ShardFailed:
-    """The shard cannot go on."""
+    """The shard cannot go on. With an exit code of its own (16: diverged) the run ends so for all."""
 
     message: str
+    exit_code: int = 0
+    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pydantic import TypeAdapter
 
 from ...common.config.schema import Config, own_modes
-from ...common.errors import ParamServerError, UsageError, shown
+from ...common.errors import DivergedError, ParamServerError, UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
@@ -37,6 +37,7 @@ _STATE_S = 1.0
 _GOODBYE_S = 1.0
 _STOP_S = 0.02
 _MOST_SHOWN = 500  # characters of an error
+_HEARD_S = 10.0  # for the coordinator to end the run that has failed here
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
 
@@ -155,7 +156,8 @@ class ShardServer:
             self.goes_back = not self.stop_requested.is_set()
             log.warning("coordinator_lost", address=server.coordinator, reason=str(lost))
         except ParamServerError as error:
-            follower.tape.put(ShardFailed(error.message))
+            if not isinstance(error, DivergedError):
+                follower.tape.put(ShardFailed(error.message))
             await self._link.finish()
             raise
 
@@ -191,7 +193,7 @@ class ShardServer:
 
         work = (
             self._obey(engine, follower),
-            _failure_of(engine),
+            self._fail(engine, follower),
             self._clock.every(_TICK_S, engine.tick),
             self._clock.every(_STATE_S, say_state),
         )
@@ -204,6 +206,16 @@ class ShardServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fail(self, engine: Engine, follower: Follower) -> None:
+        """Raises what ends the run here. Of weights that are not finite the coordinator hears on the connection that
+        there is, and ends the run for all; who lost a shard would go back to a snapshot, and come here again."""
+        try:
+            await _failure_of(engine)
+        except DivergedError as error:
+            follower.tape.put(ShardFailed(error.message, error.exit_code, error.fix))
+            await self._clock.sleep(_HEARD_S)  # an End comes meanwhile
+            raise
 
     async def _obey(self, engine: Engine, follower: Follower) -> None:
         end: End | None = None

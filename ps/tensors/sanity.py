@@ -1,18 +1,20 @@
 """Bodies measured as they arrive, window by window, and mended where the settings say so.
 
 `Findings` come of one pass that sees NaN, Inf and the norm; what is made of them is decided in
-`ps/core/judgement.py`. Norms are of parameters alone: buffers are no gradient.
+`ps/core/judgement.py`. Norms are of parameters alone: buffers are no gradient. What a step leaves in the weights is
+looked through as well, window by window: finite gradients overflow weights (3e38 at a rate of 1,000), and an optimizer
+may divide by zero (Adam with eps 0).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...common.tensors.layout import Kind, View
+from ...common.tensors.layout import FlatRun, Kind, View
 from ..core.judgement import SOUND, Judgement, Limits, decide
 from .windows import Window
 
@@ -32,14 +34,20 @@ class Findings:
         return math.hypot(*(self.norms[index] for index in sorted(self.norms)))
 
 
+class Unsound(Exception):
+    """A step along finite values has left NaN or Inf in the weights; what, as a phrase."""
+
+
 class Sanity:
     """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights.
     `is_part`: of a gradient whose norm no shard sees, about which `judge_whole` decides."""
 
     def __init__(
-        self, limits: Limits, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False
-    ) -> None:
-        self.limits = limits
+        self, limits: Limits, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False,
+        name_of: Callable[[FlatRun], str] | None = None,
+    ) -> None:  # fmt: skip
+        """`name_of` the tensor that an element is in, for people."""
+        self.limits, self._name_of = limits, name_of
         self._is_part = is_part
         self._windows = windows
         self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
@@ -77,6 +85,18 @@ class Sanity:
                 norms.append(norm)
         return math.hypot(*norms)
 
+    def first_unsound(self, body: torch.Tensor, window: Window) -> FlatRun | None:
+        """The first piece of a window in `body` that holds NaN or Inf, its first one by itself. One pass of sums, as
+        in `norm`, for one that was just written and is in the cache."""
+        for piece in window.pieces:
+            if not piece.is_float or math.isfinite(_sum(self._view(piece, body))):
+                continue
+            wrong = torch.nonzero(~torch.isfinite(self._view(piece, body)))
+            if len(wrong):
+                size = piece.dtype.itemsize
+                return replace(piece, offset=piece.offset + int(wrong[0]) * size, num_elements=1)
+        return None
+
     def examine(self, body: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """`look` at the whole of a body, and `judge` it."""
         if self.limits.max_norm is None and self._is_sound(body):
@@ -97,6 +117,8 @@ class Sanity:
             return SOUND
         limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
         action, what, limit = decide(limits, findings.is_finite, findings.norm)
+        if not findings.is_finite:
+            what += self._in_which(body)
         wrong, is_clipped = what, False
         if action == "clip" and not findings.is_finite:
             self._mend(body, weights)
@@ -112,6 +134,11 @@ class Sanity:
             return Judgement("take", wrong, limit, is_clipped, norm) if is_clipped or norm else SOUND
         assert action != "clip"
         return Judgement(action, wrong, limit)
+
+    def _in_which(self, body: torch.Tensor) -> str:
+        found = (self.first_unsound(body, window) for window in self._windows)
+        first = next((one for one in found if one is not None), None)
+        return f" in '{self._name_of(first)}'" if first is not None and self._name_of is not None else ""
 
     def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
         """What becomes of a contribution with these gradients of rows; where it is clipped they are changed here."""
@@ -150,6 +177,11 @@ class Sanity:
             if piece.kind is Kind.PARAMETER:
                 for one in factors:
                     self._view(piece, body).mul_(one)
+
+
+def _sum(values: torch.Tensor) -> float:
+    """In float16 it would overflow by itself beyond 65,504."""
+    return values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None).item()
 
 
 def _norm(values: torch.Tensor) -> float:

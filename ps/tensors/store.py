@@ -25,7 +25,7 @@ from .aggregation.base import Aggregator, Buffers
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer, OptimizerState
-from .sanity import Sanity
+from .sanity import Sanity, Unsound
 from .tables import Rows, Tables
 from .thread import INLINE_BYTES
 from .windows import Order, windows_of
@@ -67,7 +67,7 @@ class Store:
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
-        self.sanity = Sanity(limits or Limits(), self.windows, self._view, self._steps, is_part)
+        self.sanity = Sanity(limits or Limits(), self.windows, self._view, self._steps, is_part, self._name_of)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if follows else None
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
@@ -126,6 +126,8 @@ class Store:
         bytes are done in `order` (None: the buffers first). The learning rate of
         this step is times `lr_scale`, and the momentum what is left of it where so many workers step one by one
         (`momentum_left`). `norm` is that of the whole mean where this is a part, which was measured.
+        Raises Unsound when the step leaves NaN or Inf in the weights, which are of no version then.
+
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
@@ -134,7 +136,8 @@ class Store:
         if self.tables is not None:
             if self.optimizer is not None and hyperparameters:
                 self.tables.set_hyperparameters(hyperparameters[len(self.optimizer.torch.param_groups) :])
-            self.tables.commit(lr_scale, 1.0 if factor is None else factor)
+            if wrong_rows := self.tables.commit(lr_scale, 1.0 if factor is None else factor):
+                raise Unsound(wrong_rows)
         old, new = self.weights, self.weights if target is None else target
         if self.optimizer is not None and hyperparameters:
             self.optimizer.set_hyperparameters(hyperparameters)
@@ -153,6 +156,8 @@ class Store:
                     elif factor < 1:
                         self.sanity.scale_window(round_.result, window, factor)
                     self._move_window(index, round_.result, new, share, is_of_lowest)
+                    if (wrong := self.sanity.first_unsound(new, window)) is not None:
+                        raise Unsound(self._where(wrong, new))
                 progress(num_done)
         self.weights = new
         self.version += 1
@@ -203,6 +208,13 @@ class Store:
                     average.copy_(view(piece, weights))
                 else:
                     average.lerp_(view(piece, weights), 1 - self._polyak)
+
+    def _where(self, element: FlatRun, body: torch.Tensor) -> str:
+        return f"{element.view(body).item()} in '{self._name_of(element)}'"
+
+    def _name_of(self, element: FlatRun) -> str:
+        """Of the tensor that the first element of a run is in."""
+        return next(one.spec.name for one in self.layout.entries if one.offset <= element.offset < one.end)
 
     def body(self, averaged: bool = False) -> torch.Tensor:
         """The weights, or their Polyak average if one is kept; uint8 [layout.total_bytes]."""

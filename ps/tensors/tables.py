@@ -88,12 +88,19 @@ class Tables:
         norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in self._mean.values())
         return math.hypot(*(norm.item() for norm in norms))
 
-    def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> None:
-        """Step each table that has a gradient along the mean of what was folded, times `factor`."""
+    def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> str:
+        """Step each table that has a gradient along the mean of what was folded, times `factor`. Returns where that
+        has left NaN or Inf, as a phrase; empty: nowhere."""
         mean = self._mean if self._mean is not None else self._mean_of_round()
         self._round, self._mean = [], None
         for number, (ids, values) in mean.items():
-            self._tables[number].step(ids, values if factor == 1.0 else values * factor, lr_scale)
+            table = self._tables[number]
+            table.step(ids, values if factor == 1.0 else values * factor, lr_scale)
+            if not math.isfinite(table.rows(ids).sum().item()):
+                wrong = ids[~torch.isfinite(table.rows(ids)).all(1)].tolist()
+                if wrong:
+                    return f"NaN or Inf in row {wrong[0]:,} of table '{table.spec.name}'"
+        return ""
 
     def _mean_of_round(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By table, of those that have a gradient: ids and values."""

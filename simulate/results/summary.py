@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from rich.table import Column, Table
 from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
 from ...common.reporting.summary import Summary, WorkerSummary
+from ...common.wire.json_text import to_json
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 
@@ -51,7 +51,7 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
         }
         for name, one in runs
     }
-    return json.dumps(found, indent=2)
+    return to_json(found, indent=2)
 
 
 def figures(simulation: Simulation) -> dict[str, float]:

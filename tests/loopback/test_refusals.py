@@ -156,7 +156,7 @@ def test_nan_is_rejected_counted_and_ends_the_run_after_a_number_in_a_row(cluste
     healthy.until(lambda: "at the gate" in healthy.output, "gate")
     (cluster.folder / "go").touch()
     assert server.wait() == 16, server.output
-    assert "4 contributions with NaN or Inf in a row" in server.output
+    assert "4 contributions with NaN or Inf in 'seen' in a row" in server.output
     assert sick.wait() == 16
     healthy.signal(signal.SIGKILL)
     weights = load_file(cluster.folder / "w.safetensors")["seen"]

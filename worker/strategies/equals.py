@@ -323,7 +323,7 @@ class Equals(Direct):
             if answer.outcome in (*COUNTED, Answer.START):
                 return answer
             if answer.outcome == Answer.REJECTED:
-                raise DivergedError(f"the weights of rank {self._said.rank} are not finite", fix="lower --lr")
+                raise self._diverged(None)
 
     def _round(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool) -> Answer:
         """Average, report, and step where the answer says that all have the mean."""
@@ -358,6 +358,8 @@ class Equals(Direct):
         if self._exchange.brings_optimizer:
             work = work._replace(optimizer=self._remembered())
         answer = self._say("weights", work)
+        if answer.outcome == Answer.REJECTED:
+            raise self._diverged(None)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
             undo()
         return answer
@@ -376,7 +378,18 @@ class Equals(Direct):
             sent, self._group.num_sent = sent + int(self._group.num_sent), 0.0
         return sent
 
-    def _diverged(self, index: int) -> DivergedError:
+    def _diverged(self, index: int | None) -> DivergedError:
+        """The gradient of this index is not finite; where the weights are not, these were it first."""
+        held = zip(self._model.layout.entries, self._model.sources("weights"), strict=False)
+        names = [entry.spec.name for entry, one in held if one is not None and not bool(torch.isfinite(one).all())]
+        if names or index is None:
+            where = f" in '{names[0]}'" if names else ""
+            return DivergedError(
+                f"the weights overflowed: those of rank {self._said.rank} hold NaN or Inf{where} at version "
+                f"{self._held_version}, after steps along finite means",
+                fix="lower --lr, or clip gradients; an optimizer that divides needs an eps; what is kept is the newest "
+                "snapshot (--checkpoint-dir)",
+            )
         name = self._model.layout.entries[index].spec.name
         return DivergedError(
             f"the gradient of '{name}' of rank {self._said.rank} is not finite, nor would the mean be",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
+from ....common.wire.json_text import to_json
 from .base import Figures, TrackedRun, Tracker
 
 
@@ -15,7 +15,7 @@ class TensorBoardTracker(Tracker):
         # What a server wrote beyond the snapshot that it went back to is not shown any more.
         purge_step = run.step + 1 if run.step else None
         self._writer = SummaryWriter(str(Path(run.folder) / run.name), purge_step=purge_step)
-        self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.step)
+        self._writer.add_text("config", f"```\n{to_json(run.config, indent=2)}\n```", run.step)
         self._step = run.step
 
     def log(self, step: int, figures: Figures) -> None:

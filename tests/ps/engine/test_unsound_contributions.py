@@ -42,7 +42,9 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         assert other.outcomes == ["START", "APPLIED"]
         answer = [received.header for received in broken.stream.received if received.kind == "answer"][-1]
         assert answer.step == 1
-        assert "NaN or Inf (store.on_nonfinite is skip): counted as a contribution, nothing folded" in answer.reason
+        assert (
+            "NaN or Inf in 'w' (store.on_nonfinite is skip): counted as a contribution, nothing folded" in answer.reason
+        )
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
             worker.contribute(step=2, base_version=1)
@@ -233,7 +235,7 @@ async def test_the_first_nan_is_the_end_of_the_run(server: Server) -> None:
     broken.contribute(value=math.nan)
     await server.settle()
     message = str(server.engine.finished.exception())
-    assert "rank 0 sent NaN or Inf as its contribution 1 (store.on_nonfinite is halt)" in message
+    assert "rank 0 sent NaN or Inf in 'w' as its contribution 1 (store.on_nonfinite is halt)" in message
     assert [await worker.end() for worker in (broken, other)] == ["DIVERGED"] * 2
     assert server.engine.run.roster.workers == {}
     assert server.engine.run.policy.version == 0, "a round was closed by the departure of who ended the run"

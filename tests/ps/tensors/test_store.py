@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.tensors.sanity import Findings
+from paramserver.ps.tensors.sanity import Findings, Unsound
 from paramserver.ps.tensors.store import Store
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -504,3 +504,35 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
         store.commit(1, 0, None)
         store.commit(1, 0, None)
     assert store.direction is not None and store.direction.cosine == pytest.approx(0.0, abs=1e-9)
+
+
+# ---- what a step leaves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bias", "wide", "scale"])
+def test_finite_gradients_that_overflow_weights_are_seen_at_the_commit(name: str) -> None:
+    layout = LAYOUT
+    store = store_of(dict.fromkeys(("conv", "scale", "wide", "bias"), -1.0))
+    largest = torch.finfo(DTYPES[next(spec.dtype for spec in layout.specs if spec.name == name)]).max
+    store.fold(body_of({name: largest}), 1.0, 0)
+    with pytest.raises(Unsound, match=f"-inf in '{name}'"):
+        store.commit(1, 0, [{"lr": 3.0}])
+
+
+def test_weights_whose_sum_overflows_are_sound() -> None:
+    layout = Layout(
+        [TensorSpec("w", P, dtype, (40,)) for dtype in ("float32",)] + [TensorSpec("h", P, "float16", (40,))]
+    )
+    spec = OptimizerSpec("SGD", (GroupSpec(("w", "h"), {"lr": 1.0}),))
+    store = store_of({"w": 0.0, "h": 0.0}, spec, layout)
+    apply(store, [({"w": -3e38, "h": -60_000.0}, 1.0, 0)], layout)
+    assert store.version == 1
+    assert store.tensors()["w"][0] == pytest.approx(3e38)
+
+
+def test_an_optimizer_that_divides_by_zero_is_seen() -> None:
+    spec = OptimizerSpec("Adam", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.1, "eps": 0.0}),))
+    store = store_of(random_values(0), spec)
+    store.fold(body_of(dict.fromkeys(("conv", "scale", "wide", "bias"), 0.0)), 1.0, 0)
+    with pytest.raises(Unsound, match="nan in "):
+        store.commit(1, 0, None)

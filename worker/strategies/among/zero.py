@@ -240,6 +240,8 @@ class Zero(Equals):
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
             return self._report_broken(work)
         answer = self._say("weights" if group.index == 0 else "report", work)
+        if answer.outcome == Answer.REJECTED:
+            raise self._diverged(None)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
             undo()
         return answer

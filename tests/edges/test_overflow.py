@@ -1,0 +1,125 @@
+"""Finite gradients whose step is not finite: the run ends as diverged, says where, and keeps its last good snapshot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.common.reporting.summary import Summary
+from paramserver.common.runstore.reading import RunStore
+from paramserver.tests.inner.conftest import Run
+from paramserver.tests.trainers.conftest import Forked
+
+MEMBER, SERVER = "paramserver.tests.edges.overflowing", "paramserver.ps.main"
+STEPS, STEP_AT = 8, 4
+
+
+def serve(run: Run, *flags: str) -> Forked:
+    place = run.folder
+    return run.serve(
+        "--workers", "2", "--steps", str(STEPS), "--history", str(place / "h.jsonl"), "--checkpoint-every", "1",
+        "--checkpoint-dir", str(place / "kept"), "--save", str(place / "w.safetensors"),
+        "--set", f"output.track_dir={place}", *flags,
+    )  # fmt: skip
+
+
+def worker(run: Run, rank: int, *words: str) -> Forked:
+    place = {"RANK": str(rank), "PS_SERVER": run.address}
+    one = run._forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
+    run.processes.append(one)
+    return one
+
+
+def strictly(text: str) -> object:
+    """JSON without the tokens that Python takes and others do not."""
+    return json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} in JSON: {text[:300]}"))
+
+
+def snapshots(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.rglob("weights.safetensors"))
+
+
+def check_files(run: Run, *processes: Forked) -> Summary:
+    """Everything that was written is JSON, and every snapshot is finite."""
+    for line in (run.folder / "h.jsonl").read_text().splitlines():
+        strictly(line)
+    for one in processes:
+        for line in one.output.splitlines():
+            if line.startswith("{"):
+                strictly(line)
+    kept = snapshots(run.folder / "kept")
+    assert kept
+    assert all(bool(value.isfinite().all()) for path in kept for value in load_file(path).values())
+    return Summary.model_validate(strictly((run.folder / "s.json").read_text()))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_run_ends_as_diverged_and_says_where(run: Run, mode: str, optimizer: str) -> None:
+    server = serve(run, "--mode", mode)
+    workers = [worker(run, rank, optimizer, str(STEP_AT if optimizer == "sgd" else 0)) for rank in range(2)]
+    assert [one.wait() for one in (server, *workers)] == [16] * 3, server.output
+    (said,) = server.events("diverged")
+    value = "-inf" if optimizer == "sgd" else "nan"
+    assert f"has {value} in '1.weight'" in said["error"]
+    assert "the weights overflowed: version" in said["error"]
+    assert "of rank " in said["error"]
+    assert ("(lr 1000)" if optimizer == "sgd" else "(lr 0.1, eps 0)") in said["error"]
+    for one in (server, *workers):
+        assert "Traceback" not in one.output
+        assert "the weights overflowed" in one.output
+    if optimizer == "adam":  # before there was a snapshot of anything but version 0
+        return
+    summary = check_files(run, server, *workers)
+    assert "the weights overflowed" in summary.ended_by
+    assert not (run.folder / "w.safetensors").exists()
+    assert server.events("not_saved")
+    (stored,) = RunStore(run.folder / "paramserver.db").runs()
+    assert "the weights overflowed" in stored.ended_by
+
+
+def test_of_several_shards_any_ends_all(run: Run) -> None:
+    """The tensor that overflows lies on shard 1."""
+    server = serve(run, "--mode", "sync", "--shards", "2")
+    other = run._forks[SERVER].fork(
+        "shard1", run.folder, "--shard", "1", "--shards", "2", "--coordinator", run.address, "--listen", "127.0.0.1:0",
+        "--checkpoint-dir", str(run.folder / "kept"),
+    )  # fmt: skip
+    run.processes.append(other)
+    workers = [worker(run, rank, "sgd", str(STEP_AT)) for rank in range(2)]
+    assert [one.wait() for one in (server, other, *workers)] == [16] * 4, server.output + other.output
+    for one in (server, other, *workers):
+        assert "the weights overflowed: version 5 has -inf in '1.weight" in one.output
+        assert "Traceback" not in one.output
+    check_files(run, server, other, *workers)
+
+
+@pytest.mark.parametrize("mode", ["localsgd", "diloco", "allreduce"])
+def test_weights_that_workers_step_themselves(run: Run, mode: str) -> None:
+    local = () if mode == "allreduce" else ("--local-steps", "2")
+    server = serve(run, "--mode", mode, *local, "--set", "store.max_nonfinite=3")
+    workers = [worker(run, rank, "sgd", str(STEP_AT)) for rank in range(2)]
+    codes = [one.wait() for one in workers]
+    assert 16 in codes
+    assert set(codes) <= {16, 15}, workers[0].output + workers[1].output
+    said = "\n".join(one.output for one in (server, *workers))
+    assert "Traceback" not in said
+    assert "1.weight" in said
+    told = "the weights overflowed" if mode == "allreduce" else "contributions with NaN or Inf in '1.weight' in a row"
+    assert told in said
+    if mode == "allreduce":
+        server.popen.send_signal(15)
+    assert server.wait() in (16, 143)
+    check_files(run, server, *workers)
+
+
+def test_a_large_step_that_is_finite_goes_on(run: Run) -> None:
+    """Sums of weights overflow where no weight does."""
+    server = serve(run, "--mode", "sync")
+    workers = [worker(run, rank, "sgd", "-1") for rank in range(2)]
+    assert [one.wait() for one in (server, *workers)] == [0] * 3, server.output
+    assert torch.isfinite(load_file(run.folder / "w.safetensors")["1.weight"]).all()
