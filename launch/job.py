@@ -31,6 +31,7 @@ from .supervise.blame import Blame
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event, parse_status
 from .view.screen import Screen, make_screen
+from .view.series import Series
 
 _TICK_S = 0.1
 
@@ -46,8 +47,15 @@ class Outcome:
 class Job:
     """One run of one plan."""
 
-    def __init__(self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "") -> None:
-        """`page`: where the run before it was shown, whose readers look for this one there."""
+    def __init__(
+        self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "", series: Series | None = None
+    ) -> None:
+        """`page`: where the run before it was shown, whose readers look for this one there. `series`: which of several
+        runs it is."""
+        self._series = series or Series()
+        log = plan.config.log
+        # Children tell programs of a worker's normal life at level debug; people are not told.
+        self._shown_level = "debug" if (log.format, log.level) == ("json", "info") else log.level
         self._plan = plan
         self._make_backend = make_backend
         self._site = site
@@ -79,9 +87,9 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._finished = self._loop.create_future()
         self._loop.set_exception_handler(self._on_bug)
-        self._screen = make_screen(self._plan.config, self._plan.hosts(), on_lost=self._on_output_lost)
+        self._screen = make_screen(self._plan.config, self._plan.hosts(), self._on_output_lost, self._series)
         try:
-            self._screen.note("starting", self._plan.headline())
+            self._screen.note("starting", self._series.before(self._plan.headline()))
             if self._plan.config.launch.web and self._plan.server is None:
                 self._screen.note("no_page", f"{self._plan.mode} has no server, and so no page")
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
@@ -140,7 +148,7 @@ class Job:
             return
         if child == self._plan.reporter and self._understood(line, event):
             return
-        if event.is_at_least(self._plan.config.log.level):
+        if event.is_at_least(self._shown_level):
             self._screen.line(child, line, event)
         if child.role == SERVER.role:
             self._on_server_event(child, event)
@@ -259,12 +267,15 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site:
         signals.append(signal.SIGHUP)
     outcomes: list[Outcome] = []
     page = ""
-    for plan in plans:
-        job = Job(plan, make_backend, site, page)
+    took_s: list[float] = []
+    for number, plan in enumerate(plans, 1):
+        job = Job(plan, make_backend, site, page, Series(number, len(plans), tuple(took_s)))
+        began = loop.time()
         running = asyncio.ensure_future(job.run())
         for number in signals:
             loop.add_signal_handler(number, job.interrupt, number)
         outcomes.append(await running)
+        took_s.append(loop.time() - began)
         page = job.page
         if outcomes[-1].finish.exit_code:
             break

@@ -101,7 +101,8 @@ def _say_place(resolved: Resolved) -> None:
         details["overruled"] = ", ".join(place.overruled)
     if place.restarts not in ("", "0"):
         details["restarts"] = place.restarts
-    get_logger().info("place", rank=worker.rank, workers=resolved.config.run.workers, **details)
+    say = get_logger().info if place.overruled else get_logger().routine
+    say("place", rank=worker.rank, workers=resolved.config.run.workers, **details)
 
 
 def _work(resolved: Resolved) -> None:

@@ -15,6 +15,8 @@ from ..config.schema import LogConfig
 from ..errors import shown
 from ..wire.json_text import to_json
 
+_ROUTINE = "_routine"  # marks an event on its way to the processors
+
 
 def setup_logging(config: LogConfig, program: str) -> None:
     """Configure structlog once, at a program's start. `program` is bound to every event."""
@@ -32,6 +34,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _Routine(is_told=config.format == "json" or config.level == "debug"),
             stamp,
             structlog.processors.format_exc_info,
             _printable,
@@ -55,6 +58,22 @@ def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
     return event
 
 
+class _Routine:
+    """Makes events of `routine` events of level debug, or drops them."""
+
+    def __init__(self, is_told: bool) -> None:
+        self._is_told = is_told
+
+    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if event.pop(_ROUTINE, False):
+            if not self._is_told:
+                import structlog
+
+                raise structlog.DropEvent
+            event["level"] = "debug"
+        return event
+
+
 class _Stderr:
     """Whatever standard error is at the moment: a live table puts lines above itself."""
 
@@ -76,6 +95,11 @@ class _Logger:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
+
+    def routine(self, event: str, **fields: Any) -> None:
+        """An event of one worker's normal life, of level debug. Programs, which read JSON, get it at level info too:
+        the launcher lives by some."""
+        self._own.info(event, **{_ROUTINE: True}, **fields)
 
 
 def get_logger() -> Any:

@@ -31,12 +31,15 @@ class TerminalConsole(PipeConsole):
         return self.is_terminal and not self.is_dumb_terminal
 
 
-def live_panel(console: Console, latest: Callable[[], Status | None], redirects: bool = False) -> Live:
-    """What `latest` gives, drawn by `refresh` only: rich's own refreshing would be a second thread. It `redirects` what
-    the process writes to sys.stderr, so that lines scroll above."""
+def live_panel(
+    console: Console, latest: Callable[[], Status | None], redirects: bool = False, job: Callable[[], str] = str
+) -> Live:
+    """What `latest` gives, below what `job` says (which run of several it is), drawn by `refresh` only: rich's own
+    refreshing would be a second thread. It `redirects` what the process writes to sys.stderr, so that lines scroll
+    above."""
     return Live(
         console=console,
-        get_renderable=lambda: status_panel(status) if (status := latest()) else Text(""),
+        get_renderable=lambda: status_panel(status, job()) if (status := latest()) else Text(""),
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,
@@ -44,15 +47,15 @@ def live_panel(console: Console, latest: Callable[[], Status | None], redirects:
     )
 
 
-def status_panel(status: Status) -> RenderableType:
+def status_panel(status: Status, job: str = "") -> RenderableType:
     """The live view. What must stay visible on a low terminal comes first."""
     bar = Table.grid()  # by itself a bar does not end its line
     if status.steps:
         bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=60))
-    waiting = status.waiting_reason()
+    waiting, width = status.waiting_reason(), 78
     return Group(
-        Text(""),
-        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_figures(status))),
+        Text(job, style="dim"),
+        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_figures(status, width - len(status.mode)))),
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),

@@ -213,26 +213,38 @@ def _cell(column: Measure, runs: Sequence[Summary]) -> str:
     return Spread.of(values).told(column.write) if len(values) == len(runs) else "-"
 
 
-def status_line(status: Status) -> str:
-    """`step 118/500  version 472  loss 0.310  3,250 samples/s  eta 12 s  waiting: ...`."""
+_LINE = 80  # columns of a status
+
+
+def status_line(status: Status, job: str = "") -> str:
+    """`step 118/500  version 472  training loss 0.310  3,250 samples/s  12 s to go`, at most 80 columns. What is waited
+    for stands beside it where it fits, and otherwise on a line of its own. `job` says which run of several it is."""
+    line = "  ".join(status_figures(status, _LINE, job))
     waiting = status.waiting_reason()
-    return "  ".join([*status_figures(status), *([f"waiting: {waiting}"] if waiting else [])])
+    if not waiting:
+        return line
+    apart = "  " if len(line) + len(waiting) + len("  waiting: ") <= _LINE else "\n  "
+    return f"{line}{apart}waiting: {waiting}"
 
 
-def status_figures(status: Status) -> list[str]:
-    """As in `status_line`; what is not known yet is left out."""
+def status_figures(status: Status, width: int, job: str = "") -> list[str]:
+    """The parts of `status_line`, as many as fit; what is not known yet is left out."""
     of = f"/{status.steps:,}" if status.steps else ""
-    parts = [f"step {status.step:,}{of}", f"version {status.version:,}"]
+    parts = {"job": job, "step": f"step {status.step:,}{of}", "version": f"version {status.version:,}"}
     if status.loss is not None:
-        parts.append(f"loss {figure(status.loss)}")
+        parts["loss"] = f"training loss {figure(status.loss)}"
     if (point := status.evaluated) is not None:
-        figures = ", ".join(f"{name} {figure(value)}" for name, value in list(point.figures.items())[:2])
-        parts.append(f"evaluated: {figures} at step {point.step:,}")
+        found = {name: f"held-out {name} {figure(value)}" for name, value in point.figures.items()}
+        parts["held out"] = found.pop("loss", "")
+        parts["also"] = next(iter(found.values()), "")
     if status.samples_per_s:
-        parts.append(f"{status.samples_per_s:,.0f} samples/s")
-    if status.eta_s is not None:
-        parts.append(f"eta {duration(status.eta_s)}")
-    return parts
+        parts["rate"] = f"{status.samples_per_s:,.0f} samples/s"
+    if status.eta_s is not None and not job:
+        parts["to go"] = f"{duration(status.eta_s)} to go"
+    for name in ("version", "also", "rate", "to go", "held out", "loss"):  # the first that is not needed goes first
+        if sum(len(part) + 2 for part in parts.values() if part) - 2 > width:
+            parts.pop(name, None)
+    return [part for part in parts.values() if part]
 
 
 def describe_mode(summary: Summary) -> str:

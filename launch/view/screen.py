@@ -24,7 +24,8 @@ from ...common.wire.json_text import read_json, to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
-from .text import LastLines, child_line
+from .series import Series
+from .text import LastLines, child_line, sentence_of
 
 _MAX_LINES_HELD = 200
 
@@ -84,13 +85,17 @@ class Screen(ABC):
             self._on_lost()
 
 
-def make_screen(config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> Screen:
-    """The screen that suits the output. `on_lost` is called once when nobody reads it any more."""
+def make_screen(
+    config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series | None = None
+) -> Screen:
+    """The screen that suits the output. `on_lost` is called once when nobody reads it any more; `series` is of the runs
+    that the command makes."""
     if config.log.format == "json":
         return JsonScreen(hosts, on_lost)
+    series = series or Series()
     if sys.stderr.isatty():
-        return LiveScreen(hosts, on_lost)
-    return PlainScreen(hosts, on_lost, config.launch.status_interval_s)
+        return LiveScreen(hosts, on_lost, series)
+    return PlainScreen(hosts, on_lost, config.launch.status_interval_s, series)
 
 
 def discard_from_now_on(descriptor: int) -> None:
@@ -100,11 +105,18 @@ def discard_from_now_on(descriptor: int) -> None:
     os.close(null)
 
 
+_ONE_RUN = Series()
+
+
 class PlainScreen(Screen):
     """Lines, and a status line at most every `interval_s`."""
 
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0) -> None:
+    def __init__(
+        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
+        series: Series = _ONE_RUN,
+    ) -> None:  # fmt: skip
         super().__init__(hosts, on_lost)
+        self._series = series
         self._last_lines = LastLines()
         self._interval_s = interval_s
         self._shown, self._shown_at = "", float("-inf")
@@ -114,6 +126,9 @@ class PlainScreen(Screen):
         self._print(Text.assemble(("ps-launch: ", style), sentence))
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
+        if event is not None and (sentence := sentence_of(child, event)):
+            self.note(event.name, sentence)
+            return
         text = child_line(child, line, event, self._hosts.get(child, ""))
         self._last_lines.add(child, text)
         self._print_line(text)
@@ -123,10 +138,13 @@ class PlainScreen(Screen):
 
     def status(self, line: str, status: Status, now: float) -> None:
         # A tenth early is in time: the server's interval and this one have no common clock.
-        text = status_line(status)
+        text = status_line(status, self._job(status))
         if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
             self._print(Text(text))
             self._shown, self._shown_at = text, now
+
+    def _job(self, status: Status) -> str:
+        return self._series.told(status.elapsed_s, status.eta_s)
 
     def failure(self, finish: Finish) -> None:
         repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
@@ -139,12 +157,14 @@ class PlainScreen(Screen):
 class LiveScreen(PlainScreen):
     """A terminal: lines scroll above a table that stays."""
 
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
-        super().__init__(hosts, on_lost)
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = _ONE_RUN) -> None:
+        super().__init__(hosts, on_lost, series=series)
         self._latest: Status | None = None
         self._is_drawn = True
         self._lines: list[Text] = []  # not yet shown
-        self._live = live_panel(self._console, lambda: self._latest)  # refreshed from `tick`
+        self._live = live_panel(
+            self._console, lambda: self._latest, job=lambda: self._job(self._latest) if self._latest else ""
+        )  # refreshed from `tick`
         self._show(self._live.start)
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
@@ -161,7 +181,8 @@ class LiveScreen(PlainScreen):
         self._latest, self._is_drawn = status, False
 
     def is_down(self, child: Child) -> None:
-        if self._latest is not None:
+        is_over = self._latest is not None and 0 < self._latest.steps <= self._latest.step
+        if self._latest is not None and not is_over:
             self._latest, self._is_drawn = self._latest.model_copy(update={"waiting": f"the {child} is down"}), False
 
     def tick(self, now: float) -> None:

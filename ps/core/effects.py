@@ -265,7 +265,7 @@ class End(Effect):
 class Log(Effect):
     """A line of the log."""
 
-    level: str  # debug, info, warning, error
+    level: str  # debug, routine, info, warning, error
     event: str
     fields: dict[str, Any]
 

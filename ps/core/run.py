@@ -261,7 +261,7 @@ class Run:
             return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
-        yield Log("info", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
+        yield Log("routine", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
         yield from self.performed(decisions, at)
 
     def _without_weights(self, what: str) -> ParamServerError:
@@ -369,7 +369,7 @@ class Run:
         self.roster.remove(worker)
         is_goodbye = how in ("goodbye", "failed")
         yield effects.Withdraw(rank, incarnation, ends_streams=not is_goodbye)
-        level = "info" if is_goodbye else "warning"
+        level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
         yield effects.WorkerLeft(rank, incarnation, how, reason)
         if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
@@ -406,7 +406,7 @@ class Run:
         stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
-        yield Log("info", "finished", {"rank": worker.rank, "steps": stats.contributions})
+        yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.contributions})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self.performed(policy.finished(rank, event.at), event.at)

@@ -80,7 +80,7 @@ class Joining:
         peer = self._engine.join(
             events.Joined(0, rank, join.run, join.incarnation, join.server_incarnation, join.process)
         )
-        log.info(
+        log.routine(
             "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
             pid=join.pid, device=join.device,
         )  # fmt: skip

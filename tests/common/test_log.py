@@ -54,3 +54,27 @@ def test_what_comes_from_elsewhere_begins_no_line_and_moves_no_cursor(form: str)
     assert not first.isascii() or "\\x1b" in first
     traceback = json.loads(rest[0])["exception"] if form == "json" else "\n".join(rest)
     assert "two\nlines" in traceback, "a traceback has lines"
+
+
+ROUTINE = """
+import sys
+from paramserver.common.config.schema import LogConfig
+from paramserver.common.reporting.log import get_logger, setup_logging
+setup_logging(LogConfig(format=sys.argv[1], level=sys.argv[2]), "ps-worker")
+get_logger().routine("tensors", lane="direct")
+get_logger().info("model", parameters=8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "level", "told"),
+    [("text", "info", ["model"]), ("text", "debug", ["tensors", "model"]), ("json", "info", ["tensors", "model"]),
+     ("json", "warning", []), ("text", "warning", [])],
+)  # fmt: skip
+def test_a_workers_normal_life_is_told_to_programs_only(form: str, level: str, told: list[str]) -> None:
+    command = [sys.executable, "-c", ROUTINE, form, level]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    assert [name for line in lines for name in ("tensors", "model") if name in line] == told
+    if form == "json" and lines:
+        assert [json.loads(line)["level"] for line in lines] == ["debug", "info"]
+        assert "_routine" not in json.loads(lines[0])

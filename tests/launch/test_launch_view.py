@@ -23,7 +23,8 @@ from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.view.events import LineSplitter, parse_event, parse_status
-from paramserver.launch.view.screen import LiveScreen
+from paramserver.launch.view.screen import LiveScreen, PlainScreen
+from paramserver.launch.view.series import Series
 from paramserver.launch.view.text import LastLines, child_line
 
 WORKER_2 = Child("worker", 2)
@@ -96,18 +97,54 @@ def test_the_server_needs_no_rank() -> None:
 
 def test_status_in_one_line() -> None:
     assert status_line(status()) == (
-        "step 118/500  version 472  loss 0.300  1,512 samples/s  eta 10 s"
+        "step 118/500  version 472  training loss 0.300  1,512 samples/s  10 s to go\n"
         "  waiting: worker 0: lead 3 of at most 3; slowest is rank 2 at step 118"
     )
     starting = status(step=0, version=0, workers=[], waiting="for 4 workers: 3 of 4 joined (missing rank 2)")
     assert status_line(starting) == ("step 0/500  version 0  waiting: for 4 workers: 3 of 4 joined (missing rank 2)")
 
 
+def test_the_first_line_of_a_status_fits_80_columns_and_names_both_losses() -> None:
+    point = {"step": 100, "version": 400, "elapsed_s": 3.0, "figures": {"accuracy": 0.97, "loss": 0.0612}}
+    told = status(step=118_000, steps=500_000, version=47_200_000, evaluated=point, elapsed_s=9_000.0)
+    (line, _) = status_line(told).splitlines()
+    assert line == "step 118,000/500,000  training loss 0.300  held-out loss 0.061  8 h 05 min to go"
+    told = status(evaluated=point)
+    assert status_line(told).splitlines()[0] == ("step 118/500  training loss 0.300  held-out loss 0.061  10 s to go")
+    job = "run 12 of 14, about 2 h 05 min to go"
+    for told in (status(evaluated=point), status(evaluated=point, step=10**8, steps=10**9)):
+        (line, _) = status_line(told, job).splitlines()
+        assert len(line) <= 80 and line.startswith(f"{job}  step ") and "to go" not in line.removeprefix(job)
+
+
+@pytest.mark.parametrize(
+    ("series", "run_s", "eta_s", "shown"),
+    [
+        (Series(), 3.0, 4.0, ""),
+        (Series(1, 3), 0.0, None, "run 1 of 3"),
+        (Series(1, 3), 10.0, 30.0, "run 1 of 3, about 2 min to go"),  # 30 and twice 40 s
+        (Series(5, 14, (10.0, 20.0, 15.0, 15.0)), 0.0, None, "run 5 of 14, about 2 min to go"),
+        (Series(14, 14, (10.0,) * 13), 8.0, 3.0, "run 14 of 14, about 3 s to go"),
+        (Series(2, 2, (10.0,)), 18.0, None, "run 2 of 2, about 0 s to go"),
+    ],
+)
+def test_which_run_of_several_it_is(series: Series, run_s: float, eta_s: float | None, shown: str) -> None:
+    assert series.told(run_s, eta_s) == shown
+
+
+def test_the_start_of_training_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = PlainScreen({}, lambda: None)
+    for num, line in ((4, "ps-launch: 4 workers joined"), (1, "ps-launch: 1 worker joined")):
+        said = json.dumps({"event": "training_started", "level": "info", "workers": num, "mode": "ssp"})
+        screen.line(SERVER, said, parse_event(said))
+        assert capsys.readouterr().err == f"{line}\n"
+    screen.line(WORKER_2, said, parse_event(said))  # somebody else's word
+    assert capsys.readouterr().err.startswith("[worker 2] training_started")
+
+
 def test_status_as_a_table() -> None:
     lines = drawn(status_panel(status()), 120).splitlines()
-    assert all(
-        word in lines[1] for word in ("ssp", "118/500", "version 472", "loss 0.300", "1,512 samples/s", "eta 10 s")
-    )
+    assert all(word in lines[1] for word in ("ssp", "118/500", "version 472", "training loss 0.300", "10 s to go"))
     assert "waiting: worker 0: lead 3 of at most 3" in lines[3]
     assert lines[5].split()[:9] == ["0", "waiting", "121/500", "3", "0.300", "812", "70%", "10%", "20%"]
     assert lines[6].split() == ["2", "computing", "118/500", "0", "-", "700", "100%", "0%", "0%"]

@@ -64,8 +64,10 @@ def test_the_live_table(cluster: Cluster, term: str, is_live: bool) -> None:
     assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.plain
     server.reader.join(10)
     assert ("worker state" in server.plain.replace("  ", " ")) is is_live
-    for word in ("joined", "admitted", "finished", "40 updates in"):  # the log, and the summary after it
+    for word in ("model", "training_started", "40 updates in"):  # the log, and the summary after it
         assert word in server.plain
+    for word in ("admitted", "finished rank", "left"):  # of a worker's normal life
+        assert word not in server.plain
     assert "\x1b[?25l" not in server.output  # the cursor stays, whatever kills the server
     if is_live:
         rows = [line.split() for line in server.plain.splitlines() if re.match(r" +[01] +computing ", line)]

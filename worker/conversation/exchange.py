@@ -236,7 +236,7 @@ class Exchange:
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
             shard.offer(self._model.layout, self._optimizer, kind, codecs, self.meeting)
-        log.info("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
+        log.routine("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
         if self.auto is not None:
             self.auto.joined(
                 all(shard.lanes.lane.carries_codecs for shard in self._shards),

@@ -86,7 +86,7 @@ class Group(Channel):
                 self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
             finally:
                 undo()
-        log.info("worker_group", inner=self.rank, of=self.size, backend=self.backend)
+        log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
     def _store_of(self, member: Member, place: Place, server: StoreServer | None, wait_s: float) -> Store:
         """Of group rank 0. UnreachableError."""
@@ -99,8 +99,8 @@ class Group(Channel):
             return Store(find, member.name, member.rank, wait_s)
         except (OSError, RuntimeError) as error:
             raise UnreachableError(
-                f"inner rank {member.rank}: inner rank 0 did not come: nobody at {{}}:{{}} "
-                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}".format(*member.store),
+                f"inner rank {member.rank}: inner rank 0 did not come: nobody at {member.store[0]}:{member.store[1]} "
+                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}",
                 fix="let all processes of the worker be started, inner rank 0 among them",
             ) from None
 

@@ -55,7 +55,7 @@ class Sharded:
         self._relay = relay = Relay(group.channel("exchange"), borders)
         self.whole.transfer_of = lambda part: RelayedTransfer(part, relay)
         own, num = sum(one.nbytes for one in self.tensors.tensors), self.whole.layout.total_bytes
-        log.info("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
+        log.routine("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
 
     def exchange(self, own: Exchange | None, settings: Settings) -> Led:
         """What all do with the server: `own` is inner rank 0's."""

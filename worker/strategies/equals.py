@@ -175,7 +175,7 @@ class Equals(Direct):
             self._failed(epoch.members, broken)
             return False
         self._num_failed = 0
-        log.info("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend=group.backend)
+        log.routine("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend=group.backend)
         return True
 
     def _failed(self, members: tuple[int, ...], broken: Broken) -> None:

@@ -244,7 +244,7 @@ class RemoteSession(Session):
             self._memory.replayed()
         if not self.is_done:
             step, of = self._progress.position, self._progress.total_steps
-            log.info("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)
+            log.routine("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(

@@ -29,3 +29,10 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.1f} TB"
+
+
+def about(seconds: float) -> str:
+    """An estimate: `4 s`, `50 s`, `3 min`, `2 h 05 min`."""
+    if seconds < 57.5:
+        return f"{seconds:.0f} s" if seconds < 9.5 else f"{5 * round(seconds / 5)} s"
+    return f"{max(1, round(seconds / 60))} min" if seconds < 3570 else duration(seconds)
