@@ -38,6 +38,9 @@ _GOODBYE_S = 1.0
 _STOP_S = 0.02
 _MOST_SHOWN = 500  # characters of an error
 _HEARD_S = 10.0  # for the coordinator to end the run that has failed here
+
+
+_OPTIONS = TypeAdapter(Options)
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
 
@@ -68,7 +71,7 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         given = told.pop("options")
         shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
         own = options_of(shared)
-        return shared, TypeAdapter(Options).validate_python({**given, "policy_of": own.policy_of})
+        return shared, _OPTIONS.validate_python({**given, "policy_of": own.policy_of})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = shown(str(error).replace("\n", " "), _MOST_SHOWN)
         raise UsageError(

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
@@ -29,21 +28,16 @@ from paramserver.common.wire.protocol import (
 from paramserver.common.wire.segments import SegmentError, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 
+from .hostile import NUMBERS, Hostile
+
 MAX_S = 1.0
-_INTEGERS = [0, 1, 2, 31, 32, 33, 4096, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**62, 2**63, 2**64 - 1]
-_FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, float("inf"), float("-inf"), float("nan")]
-_LYING_LENGTHS = [b"\xff\xff\xff\xff\x07", b"\x80\x80\x80\x80\x80\x20", b"\xff" * 10]
-_TEXTS = [
-    "", "w", "raw", "bf16", "zip", "float32", "SGD", "adam", "lr", "betas", "\0", "a\nb", "\x1b[31m", "é" * 50,
-    "w" * 999, "w" * 100_000, "../../etc/passwd", "/proc/self/mem", "%s%n", "{}", "0" * 32, "p0", "here",
-]  # fmt: skip
 
 
-class Fuzzer:
-    """Hostile messages of a seed: built field by field, or valid ones with bytes changed."""
+class Fuzzer(Hostile):
+    """Messages of a worker, built field by field, or valid ones with bytes changed."""
 
     def __init__(self, seed: int, valid: list[bytes]) -> None:
-        self._random = random.Random(seed)
+        super().__init__(seed)
         self._valid = valid
 
     def message(self) -> bytes:
@@ -52,83 +46,15 @@ class Fuzzer:
         return raw
 
     def _message(self) -> bytes:
-        random = self._random
-        way = random.random()
+        way = self.random.random()
         if way < 0.45:
             message = pb.WorkerMessage()
-            self._fill(message, depth=0)
+            self.fill(message)
             raw = message.SerializeToString()
-            return self._mutate(raw) if random.random() < 0.2 else raw
+            return self.mutate(raw, self._valid) if self.random.random() < 0.2 else raw
         if way < 0.9:
-            return self._mutate(random.choice(self._valid))
-        return random.randbytes(random.randrange(200))
-
-    def _fill(self, message: Any, depth: int) -> None:
-        """Any fields of it, most of them with values nobody expects."""
-        fields = list(message.DESCRIPTOR.fields)
-        for field in self._random.sample(fields, self._random.randint(0, min(4, len(fields)))):
-            if field.is_repeated:
-                self._fill_repeated(message, field, depth)
-            elif field.type == FieldDescriptor.TYPE_MESSAGE:
-                if depth < 12:
-                    self._fill(getattr(message, field.name), depth + 1)
-                getattr(message, field.name).SetInParent()
-            else:
-                setattr(message, field.name, self._value(field))
-
-    def _fill_repeated(self, message: Any, field: Any, depth: int) -> None:
-        count = self._random.choice([0, 1, 2, 3, 70]) if depth < 5 else 1
-        values = getattr(message, field.name)
-        for _ in range(count):
-            if field.type != FieldDescriptor.TYPE_MESSAGE:
-                values.append(self._value(field))
-            elif field.message_type.GetOptions().map_entry:
-                key, value = field.message_type.fields
-                if value.type == FieldDescriptor.TYPE_MESSAGE:
-                    self._fill(values[self._value(key)], depth + 1)
-                else:
-                    values[self._value(key)] = self._value(value)
-            elif depth < 12:
-                self._fill(values.add(), depth + 1)
-
-    def _value(self, field: Any) -> Any:
-        random = self._random
-        if field.type == FieldDescriptor.TYPE_STRING:
-            return random.choice(_TEXTS)
-        if field.type == FieldDescriptor.TYPE_BYTES:
-            return random.randbytes(random.choice([0, 1, 4, 32, 1000]))
-        if field.type == FieldDescriptor.TYPE_DOUBLE:
-            return random.choice(_FLOATS)
-        if field.type == FieldDescriptor.TYPE_BOOL:
-            return random.random() < 0.5
-        value = random.choice(_INTEGERS)
-        if field.type in (FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_INT32):
-            return max(-(2**31), min(2**31 - 1, value - random.choice([0, 1, 2**31])))
-        narrow = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_FIXED32)
-        return value % 2**32 if field.type in narrow else value
-
-    def _mutate(self, raw: bytes) -> bytes:
-        random, mutated = self._random, bytearray(raw)
-        for _ in range(random.randint(1, 6)):
-            at = random.randint(0, len(mutated))
-            way = random.randrange(7)
-            if way == 0:
-                del mutated[at:]
-            elif way == 1 and mutated:
-                mutated[at % len(mutated)] ^= 1 << random.randrange(8)
-            elif way == 2:
-                mutated[at:at] = random.randbytes(random.randint(1, 8))
-            elif way == 3:
-                del mutated[at : at + random.randint(1, 8)]
-            elif way == 4:
-                mutated[at:at] = mutated[: random.randint(0, 64)]
-            elif way == 5:  # a length that lies
-                mutated[at : at + 1] = random.choice(
-                    [b"\xff\xff\xff\xff\x07", b"\x80\x80\x80\x80\x80\x20", b"\xff" * 10]
-                )
-            else:
-                mutated += random.choice(self._valid)[:2000]
-        return bytes(mutated)
+            return self.mutate(self.random.choice(self._valid), self._valid)
+        return self.random.randbytes(self.random.randrange(200))
 
 
 def _stops(raw: bytes) -> bool:
@@ -146,7 +72,7 @@ def pieces_of(random: random.Random) -> list[Frame]:
     found = []
     for _ in range(random.randint(1, 6)):
         offset, length = (
-            random.choice([0, 1, 1024, 2048, 4095, 4096, *_INTEGERS]),
+            random.choice([0, 1, 1024, 2048, 4095, 4096, *NUMBERS]),
             random.choice([0, 1, 1024, 4096, 5000]),
         )
         placed = random.choice([0, 0, 0, 1, 1024, 2**63])

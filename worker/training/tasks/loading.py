@@ -41,15 +41,24 @@ def load_named_by_server(
     name: str, args: dict[str, Any], own_args: dict[str, Any], *, seed: int, device: torch.device
 ) -> Task:
     """The built-in task `name` with `args`, both of which the server names; `own_args` are this worker's and win.
+    UsageError as `check_named_by_server`."""
+    check_named_by_server(name, args, own_args)
+    try:
+        return load_task(name, args | own_args, seed=seed, device=device)
+    except UserCodeError as error:
+        if not isinstance(error.original, (MemoryError, RuntimeError)):
+            raise
+        what = (str(error.original) or "no memory").splitlines()[0]
+        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {what}") from None
 
-    A server must not be able to run code or to read a file on a worker. So the name is one of the built-in tasks', and
-    an argument is a number, a switch or a list of numbers. Raises UsageError for anything else.
-    """
+
+def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, Any]) -> None:
+    """A server must not be able to run code or to read a file on a worker. So the name is one of the built-in tasks',
+    and an argument is a number, a switch or a list of numbers. Raises UsageError for anything else."""
     if name not in TASKS.names():
         told = f"the server names the task {shown(name)!r}, which is no built-in task of this worker"
         raise UsageError(f"{told}; a file or module is never taken from a server", fix=_GIVE_IT_HERE)
-    make = TASKS.load(name)
-    parameters = inspect.signature(make).parameters
+    parameters = inspect.signature(TASKS.load(name)).parameters
     for key, value in args.items():
         if key not in parameters:
             raise UsageError(
@@ -58,13 +67,6 @@ def load_named_by_server(
             )
         if key not in own_args:
             _check_from_server(name, parameters[key], value)
-    try:
-        return load_task(name, args | own_args, seed=seed, device=device)
-    except UserCodeError as error:
-        if not isinstance(error.original, (MemoryError, RuntimeError)):
-            raise
-        what = (str(error.original) or "no memory").splitlines()[0]
-        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {what}") from None
 
 
 def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> None:

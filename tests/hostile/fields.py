@@ -1,0 +1,235 @@
+"""Every field of every message: what hostile values of it are like, and who on the receiving side checks it.
+
+A new field in proto/parameter_server.proto has no rule, and `test_fields.py` fails until it has one. `header`: in
+`common/wire/checks.py`, which a test tries field by field. Others name the function that refuses, or say why nothing
+has to: `compared` (with what the receiver knows itself), `shown` (to people, cut and escaped there), `any` (every value
+means something), `unread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from paramserver.proto import parameter_server_pb2 as pb
+
+
+class Rule(NamedTuple):
+    kind: str  # of its values: a key of KINDS
+    checked_by: str
+
+
+# How hostile values are made (`hostile.py`), and of which types a field may be that has the rule.
+_WHOLE = {FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT32}
+KINDS = {
+    "part": {FieldDescriptor.TYPE_MESSAGE},  # a message with rules of its own
+    "values": {FieldDescriptor.TYPE_MESSAGE},  # a Struct
+    "text": {FieldDescriptor.TYPE_STRING},
+    "address": {FieldDescriptor.TYPE_STRING},
+    "json": {FieldDescriptor.TYPE_STRING},
+    "whole": _WHOLE,
+    "hash": {FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_FIXED64},
+    "real": {FieldDescriptor.TYPE_DOUBLE},
+    "flag": {FieldDescriptor.TYPE_BOOL},
+    "choice": {FieldDescriptor.TYPE_ENUM},
+    "bytes": {FieldDescriptor.TYPE_BYTES},
+}
+
+_TABLE = """
+WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
+WorkerMessage     state figures rows optimizer : part Stream.read
+WorkerMessage     placed offset left_out : whole BodyReader
+WorkerMessage     data : bytes BodyReader
+Join              run host device program_version process : text header
+Join              rank : whole header
+Join              incarnation server_incarnation answers_taken : whole compared
+Join              pid : whole shown
+Join              seated resumed : flag any
+Model             tensors : part layout_from_proto
+Model             fingerprint : text compared
+Model             optimizer : part optimizer_from_proto
+Model             segment : part open_segment
+Model             answer_codec : text header
+Model             codecs : text codec_named
+Model             direct : flag Joining.meet
+Model             contribution : choice compared
+Model             lane_reason : text shown
+Model             meeting : address header
+Segment           host : text compared
+Segment           label : text open_segment
+Segment           pid descriptor num_bytes : whole open_segment
+TensorSpec        name dtype aliases : text layout_from_proto
+TensorSpec        kind : choice layout_from_proto
+TensorSpec        shape : whole Layout
+Optimizer         name : text find_optimizer
+Optimizer         groups tables : part optimizer_from_proto
+Table             name : text _tables_from_proto
+Table             dtype optimizer : text make_spec
+Table             num_rows dim : whole make_spec
+Table             init_std : real make_spec
+Table             hyperparameters : values make_spec
+ParameterGroup    tensors : text optimizer_from_proto
+ParameterGroup    hyperparameters : values check_hyperparameters
+InitialWeights    body_bytes : whole compared
+Begin             body_bytes : whole compared
+Begin             codec : text header
+Begin             in_segment : flag Lane.carries
+Rows              table count : whole Tables.read
+Contribution      step base_version batches epoch bytes_among : whole header
+Contribution      num_samples : whole Intake._check_facts
+Contribution      body_bytes reference : whole compared
+Contribution      wants_weights evaluates repeat has_base continues broken : flag any
+Contribution      in_segment : flag Lane.carries
+Contribution      hyperparameters : values check_hyperparameters
+Contribution      codec : text header
+Contribution      loss residual residual_lost : real shown
+Contribution      residuals_lost : whole shown
+Contribution      compute_s transfer_s : real header
+Contribution      skew : whole unread
+Contribution      without_gradient : whole Model.names_here
+Contribution      order : whole Model.use_order
+Contribution      part training_steps : whole policy
+Contribution      data place : part header
+Contribution      holds : part holds_of
+Place             step batches epoch epoch_batches : whole header
+Place             local_steps : whole any
+State             num_bytes offset : whole header
+State             piece : bytes header
+Data              num_samples steps : whole header
+Data              digest : hash any
+Finish            transfer_s : real header
+Finish            can_evaluate : flag any
+Finish            residual residual_lost : real shown
+Finish            residuals_lost : whole shown
+Finish            holds : part holds_of
+Stop              reason : text header
+Figures           version step : whole header
+Figures           figures : part header
+Figures           failure : text header
+Figures           exit_code : whole figures_told
+FiguresEntry      key : text header
+FiguresEntry      value : real figures_told
+Leave             metrics : part header
+Leave             finished : flag any
+Leave             failure : text header
+Leave             exit_code : whole Conversation._leave
+MetricsEntry      key : text header
+MetricsEntry      value : real shown
+ServerMessage     welcome send_weights waiting answer final snapshot shared_memory state : part Shard._expect
+ServerMessage     placed offset left_out : whole BodyReader
+ServerMessage     data : bytes BodyReader
+Welcome           run : text header
+Welcome           rank step : whole header
+Welcome           incarnation server_incarnation : whole compared
+Welcome           settings : part read_settings
+Welcome           probe : part open_segment
+Welcome           resumed takes_left_out : flag any
+Welcome           lease_s : real header
+Welcome           shards : address header
+Welcome           direct held : part header
+Held              step body_bytes version : whole header
+Held              codec : text header
+Held              ranges : whole header
+Held              crc : hash compared
+Direct            port : whole header
+Direct            ticket : bytes header
+Beat              run process : text header
+Beat              rank : whole Roster.is_member
+Beat              evaluates : flag any
+Beat              figures : part header
+Pulse             is_gone : flag any
+Pulse             lease_s : real unread
+Pulse             durable_version over_epoch server_incarnation : whole compared
+SharedMemory      accepted : flag any
+SharedMemory      reason : text shown
+RunSettings       mode task eval_every merge : text header
+RunSettings       contribution : choice read_settings
+RunSettings       num_workers steps batch_size seed fragments outstanding : whole header
+RunSettings       pull_every overlap_steps epochs : whole any
+RunSettings       task_args : values check_named_by_server
+RunSettings       optimizer : part check_arguments
+RunSettings       polyak merge_alpha : real header
+RunSettings       pipelined ends_by_figures : flag any
+RunSettings       train : values TrainConfig
+Waiting           reason : text shown
+Answer            outcome : choice header
+Answer            step version body_bytes training_steps batches steps reference num_workers worker_index : whole header
+Answer            next_local_steps in_step : whole any
+Answer            staleness : whole unread
+Answer            held_s : real header
+Answer            reason : text shown
+Answer            segment : part open_segment
+Answer            codec : text header
+Answer            began group : part header
+Answer            spare bring bring_optimizer : flag any
+Answer            checked_reference : whole compared
+Answer            reference_crc : hash compared
+Answer            left_out : part Reference._codecs
+LeftOut           tensors : whole Reference._codecs
+Group             epoch members : whole header
+Group             meeting : address header
+Group             held : flag any
+Final             version body_bytes : whole header
+Final             evaluate : flag any
+Final             segment : part open_segment
+Snapshot          run : text header
+Snapshot          version body_bytes : whole header
+Snapshot          tensors : part layout_from_proto
+ShardReport       number heard : whole Tape
+ShardReport       said : json Lines.read
+ShardOrder        number heard : whole Tape
+ShardOrder        said : json Lines.read
+PullRequest       averaged keep optimizer : flag any
+PullRequest       version : whole ParameterServerService._kept
+RowsRequest       run : text compared
+RowsRequest       rank table : whole Tables.pull
+RowsRequest       ids : bytes Tables.pull
+RowsReply         rows : bytes Shard.pull_rows
+RowsReply         shards : address header
+StatusReply       run : text header
+StatusReply       mode waiting : text unread
+StatusReply       elapsed_s : real unread
+StatusReply       version step : whole header
+StatusReply       steps left_out : whole unread
+StatusReply       workers : part unread
+StatusReply       settings : part read_settings
+WorkerStatus      rank step lead : whole unread
+WorkerStatus      state waiting_for lane : text unread
+WorkerStatus      loss samples_per_s compute_share transfer_share wait_share : real unread
+"""
+
+
+def _read(table: str) -> Iterator[tuple[tuple[str, str], Rule]]:
+    for line in table.strip().splitlines():
+        named, _, rule = line.partition(" : ")
+        message, *fields = named.split()
+        for field in fields:
+            yield (message, field), Rule(*rule.split())
+
+
+RULES: dict[tuple[str, str], Rule] = dict(_read(_TABLE))
+
+
+def all_fields(file: object = pb.DESCRIPTOR) -> dict[tuple[str, str], FieldDescriptor]:
+    """Of every message of the file, by names of message and field."""
+    pending, found = list(file.message_types_by_name.values()), {}  # type: ignore[attr-defined]
+    while pending:
+        message = pending.pop()
+        pending += message.nested_types
+        found |= {(message.name, field.name): field for field in message.fields}
+    return found
+
+
+def wrong(file: object = pb.DESCRIPTOR) -> list[str]:
+    """Fields without a rule, rules without a field, and rules for a field of another type, as sentences."""
+    fields = all_fields(file)
+    missing = [f"{'.'.join(one)} has no rule in tests/hostile/fields.py" for one in fields.keys() - RULES.keys()]
+    stale = [f"there is no {'.'.join(one)} any more" for one in RULES.keys() - fields.keys()]
+    other = [
+        f"{'.'.join(one)} is no {RULES[one].kind}"
+        for one, field in fields.items()
+        if one in RULES and field.type not in KINDS[RULES[one].kind]
+    ]
+    return sorted(missing + stale + other)

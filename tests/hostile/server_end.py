@@ -1,0 +1,209 @@
+"""A server's own service and run, and a worker or a shard that says what it is told to say: all but gRPC is real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import ParamServerError
+from paramserver.common.tensors.optimizers import OptimizerSpec
+from paramserver.common.wire.frames import frame, message_frames
+from paramserver.common.wire.protocol import struct
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core import events
+from paramserver.ps.core.replication import Coordinator, Digest
+from paramserver.ps.engine.peers import ShardState
+from paramserver.ps.shards.messages import LINES, BeginRun, End, GoOn, Ready, Register, ShardFailed
+from paramserver.ps.shards.server import shared_config, with_shared
+from paramserver.ps.snapshots.manifest import Manifest, layout_of, read_manifest
+
+from ..ps.streams import SMALL, Aborted, Server, Worker, turns
+from .hostile import Hostile
+
+MODES = ("async", "sync", "localsgd", "diloco", "allreduce", "ssp")
+_NUM_TALKS = 20  # with one server
+
+
+class ServerEnd:
+    """One server after another, of every mode, hears hostile conversations."""
+
+    def __init__(self) -> None:
+        self.num_refused = self._num_servers = 0
+
+    def talk(self, hostile: Hostile) -> int:
+        """With one server, until it has ended or heard enough; how many conversations that were."""
+        self._num_servers += 1
+        return asyncio.run(self._serve(hostile, MODES[self._num_servers % len(MODES)]))
+
+    async def _serve(self, hostile: Hostile, mode: str) -> int:
+        server = Server(SMALL, 4, {}, mode=mode, steps=1000)
+        try:
+            for number in range(_NUM_TALKS):
+                if server.engine.finished.done():  # a member may end the run
+                    error = server.engine.finished.exception()
+                    assert error is None or isinstance(error, ParamServerError), repr(error)
+                    return number
+                await (self._beside if hostile.random.random() < 0.15 else self._conversation)(hostile, server)
+            assert not server.engine.is_broken
+            return _NUM_TALKS
+        finally:
+            for call in server.calls:
+                call.cancel()
+            await asyncio.gather(*server.calls, return_exceptions=True)
+            server.engine.tensors.close()
+
+    async def _conversation(self, hostile: Hostile, server: Server) -> None:
+        worker = Worker(server, hostile.random.choice([0, 0, 0, 1, 70_000]))
+        polite = self._polite(server)
+        keep = hostile.random.randint(0, len(polite) - 1)
+        for one in polite[:keep]:
+            worker.stream.send(*one)
+            await turns(20)
+        for at in range(hostile.random.randint(1, 3)):
+            worker.stream.send(*self._impolite(hostile, polite[(keep + at) % len(polite)]))
+            await turns(10)
+        worker.stream.close()
+        await server.settle()
+        if not worker.task.done():  # it waits for others, as it may
+            worker.task.cancel()
+            await asyncio.gather(worker.task, return_exceptions=True)
+            return
+        if worker.task.cancelled():
+            return
+        error = worker.task.exception()
+        assert error is None or (isinstance(error, Aborted) and str(error) != "INTERNAL"), repr(error)
+        self.num_refused += error is not None
+
+    def _polite(self, server: Server) -> list[Sequence[bytes]]:
+        """What a worker says, message by message."""
+        kind = pb.RunSettings.DELTA if server.engine.run.policy.contribution == "delta" else 0
+        header = pb.WorkerMessage(contribution=pb.Contribution(
+            step=1, num_samples=1, wants_weights=True, body_bytes=SMALL.exchange_bytes, epoch=1, loss=1.0,
+            hyperparameters=[struct({"lr": 0.5})], data=pb.Data(num_samples=9), place=pb.Place(step=0),
+        ))  # fmt: skip
+        body = [memoryview(bytes(SMALL.exchange_bytes))]
+        model = pb.Model(contribution=kind, meeting="127.0.0.1:1", fingerprint=SMALL.fingerprint)
+        model.tensors.add(name="w", kind=pb.TensorSpec.PARAMETER, dtype="float32", shape=[8])
+        model.optimizer.name = "SGD"
+        model.optimizer.groups.add(tensors=["w"], hyperparameters=struct({"lr": 0.5}))
+        weights = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=SMALL.total_bytes))
+        return [
+            [frame(pb.WorkerMessage(join=pb.Join(rank=0, host="here", process="p")))],
+            [frame(pb.WorkerMessage(model=model))],
+            [] if server.engine.model.has_weights else list(message_frames(weights, body)),
+            [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
+            [frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=SMALL.exchange_bytes)))],
+            list(message_frames(header, body)),
+            [frame(pb.WorkerMessage(figures=pb.Figures(version=1, step=1, figures={"loss": 1.0})))],
+            [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
+            [frame(pb.WorkerMessage(leave=pb.Leave(metrics={"loss": 1.0})))],
+        ]  # fmt: skip
+
+    def _impolite(self, hostile: Hostile, polite: Sequence[bytes]) -> list[bytes]:
+        way, said = hostile.random.random(), list(polite)
+        if not said or way < 0.2:
+            message = pb.WorkerMessage()
+            hostile.fill(message)
+            said = [message.SerializeToString()]
+        elif way < 0.8:
+            message = pb.WorkerMessage.FromString(said[0])
+            hostile.spoil(message if way < 0.3 else getattr(message, message.WhichOneof("kind")))
+            said[0] = message.SerializeToString()
+        if way > 0.7:
+            said[0] = hostile.mutate(said[0], said)
+        return said
+
+    async def _beside(self, hostile: Hostile, server: Server) -> None:
+        """The calls that are no conversation."""
+        service, call = server.service, Worker(server, 0).stream
+        message, answer = hostile.random.choice([
+            (pb.Beat(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})), self._beat),
+            (pb.PullRequest(), service.pull),
+            (pb.RowsRequest(run="run", ids=bytes(8)), service.pull_rows),
+        ])  # fmt: skip
+        hostile.spoil(message)
+        if isinstance(message, pb.PullRequest):  # it would wait for the version, which is no hang
+            message.ClearField("version")
+        answered = answer(server, message, call) if answer == self._beat else answer(message, call)
+        (error,) = await asyncio.gather(answered, return_exceptions=True)
+        if isinstance(error, BaseException):
+            assert isinstance(error, Aborted) and str(error) != "INTERNAL", repr(error)
+            self.num_refused += 1
+
+    async def _beat(self, server: Server, beat: pb.Beat, context: Any) -> None:
+        async def beats() -> Any:
+            yield beat
+
+        async for _ in server.service.heartbeat(beats(), context):
+            pass
+
+
+class ShardEnd:
+    """What a coordinator hears of a shard, and a shard of its coordinator."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self._own = Config(server={"shard": 1, "shards": 2})
+        self._config = shared_config(Config(run={"mode": "async"}, server={"shards": 2}))
+        self._said = [LINES.write(one) for one in (
+            Register(1, 2, "127.0.0.1:9"), Ready(), ShardFailed("why"), Digest(256, "abc"), GoOn(1), End("why", 1),
+            BeginRun("run", 1, None, self._config), events.Offered(0, 1, "m", "o"), events.Contributed(0, 1, 1, 0),
+            events.Stored(1, 1), events.Measured(1, 1.0), events.Repeated(0, 1, 1), events.Brought(0, 1),
+            events.Controlled("set", None, "mode", "ssp"), ShardState(*[0] * _num_of(ShardState)),
+        )]  # fmt: skip
+        self._new()
+
+    def _new(self) -> None:
+        self._coordinator = Coordinator(
+            2, happens=lambda event: None, now=lambda: 0.0, judge=lambda parts: parts[0], digest=lambda: "abc"
+        )
+
+    def one(self, hostile: Hostile) -> None:
+        text = hostile.random.choice(self._said)
+        for _ in range(hostile.random.randint(1, 2)):
+            text = hostile.json(text)
+        message = pb.ShardReport(number=1, said="")
+        hostile.spoil(message, 1)
+        try:
+            if hostile.random.random() < 0.2:
+                with_shared(self._own, hostile.json(self._config))
+                return
+            said = LINES.read(text)
+            if isinstance(said, BeginRun):
+                with_shared(self._own, said.config)
+            elif isinstance(said, Digest | events.Event):
+                self._coordinator.tapes[1].has_been_heard(message.heard)
+                self._coordinator.hear(1, message.number, said)
+        except ParamServerError:
+            self.num_refused += 1
+            self._new()
+
+
+def _num_of(kind: Any) -> int:
+    return len(getattr(kind, "_fields", None) or kind.__dataclass_fields__)
+
+
+class SnapshotEnd:
+    """What a server reads of a snapshot before it goes on from it."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        manifest = Manifest.model_validate({
+            "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "steps": {0: 3}, "num_joins": {0: 1},
+            "training": {"lr_scale": 1.0, "changed": {}, "stats": {}, "places": {"0": {"step": 1}}},
+            "policy": {}, "tensors": SMALL.specs, "optimizer": OptimizerSpec("SGD", ()), "hyperparameters": (),
+            "seed": 0, "paramserver_version": "0",
+        })  # fmt: skip
+        self._text = manifest.model_dump_json(by_alias=True)
+
+    def one(self, hostile: Hostile) -> None:
+        text = self._text
+        for _ in range(hostile.random.randint(1, 2)):
+            text = hostile.json(text)
+        try:
+            manifest = read_manifest(text.encode(errors="replace"))
+            layout_of(manifest.tensors, manifest.optimizer)
+        except ParamServerError:
+            self.num_refused += 1

@@ -1,0 +1,146 @@
+"""Every field of every message has a rule (`fields.py`), and hostile values of all of them are refused where they come.
+
+100,000 inputs of a seed, which is printed, go through the code that reads them in a server, a worker, a shard and a
+server that goes on from a snapshot: no crash, nothing imported, opened or run, and none takes a second.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy.ctypeslib  # noqa: F401  (numpy's own, imported where a codec first packs bits)
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FieldDescriptor
+
+from paramserver.common.errors import ParamServerError
+from paramserver.common.registry import CODECS, MODES, TASKS
+from paramserver.common.tensors.optimizers import is_elementwise, known_optimizers
+from paramserver.common.wire.checks import check_header
+from paramserver.proto import parameter_server_pb2 as pb
+
+from .audit import watched
+from .fields import RULES, all_fields, wrong
+from .hostile import Hostile
+from .lying import settings, welcome
+from .server_end import ServerEnd, ShardEnd, SnapshotEnd
+from .worker_end import WorkerEnd
+
+MAX_S = 1.0  # of CPU, for one input
+
+NOT_SO = {
+    "text": "a\nb", "address": "unix:/run/docker.sock", "whole": 2**64 - 1, "real": float("nan"), "choice": 77,
+    "bytes": b"x" * 31,
+}  # fmt: skip
+
+
+def test_every_field_has_a_rule():
+    assert wrong() == []
+
+
+def test_a_new_field_has_none():
+    """The same file with one more field, and without another."""
+    file = descriptor_pb2.FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(file)
+    join = next(one for one in file.message_type if one.name == "Join")
+    join.field.add(name="run_this", number=99, type=9, label=1)
+    del join.field[0]
+    pool = descriptor_pool.DescriptorPool()
+    for known in pb.DESCRIPTOR.dependencies:
+        needed = descriptor_pb2.FileDescriptorProto()
+        known.CopyToProto(needed)
+        pool.Add(needed)
+    pool.Add(file)
+    file.ClearField("name")
+    changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v1.Join")})
+    told = wrong(changed)
+    assert "Join.run_this has no rule in tests/hostile/fields.py" in told
+    assert "there is no Join.run any more" in told
+
+
+BY_HEADER = [one for one, rule in RULES.items() if rule.checked_by == "header" and rule.kind != "part"]
+SOUND = {
+    "Welcome": welcome(), "RunSettings": settings(), "Answer": pb.Answer(outcome=pb.Answer.APPLIED, num_workers=1),
+    "Direct": pb.Direct(port=1, ticket=bytes(32)),
+}  # fmt: skip
+_NARROW = {FieldDescriptor.TYPE_UINT32: 2**32 - 1, FieldDescriptor.TYPE_SINT32: 2**31 - 1}
+
+
+@pytest.mark.parametrize(("message", "field"), BY_HEADER, ids=".".join)
+def test_what_is_said_to_be_checked_in_the_header_is(message, field):
+    """One value of it in a message that is sound without."""
+    if message in ("FiguresEntry", "MetricsEntry"):
+        of = {
+            "FiguresEntry": lambda **one: pb.Figures(figures=one),
+            "MetricsEntry": lambda **one: pb.Leave(metrics=one),
+        }
+        with pytest.raises(ParamServerError, match="name"):
+            check_header(of[message](**{"a\nb": 1.0}))
+        return
+    told = getattr(pb, message)()
+    told.MergeFrom(SOUND.get(message, told))
+    descriptor = all_fields()[message, field]
+    bad = _NARROW.get(descriptor.type, NOT_SO[RULES[message, field].kind])
+    if descriptor.is_repeated:
+        getattr(told, field).extend([bad, bad])
+    else:
+        setattr(told, field, bad)
+    if message == "Direct":
+        told = welcome(direct=told)
+    with pytest.raises(ParamServerError) as caught:
+        check_header(told)
+    assert field in caught.value.message or message in caught.value.message
+    assert caught.value.message.isprintable()
+
+
+def campaign(end, num_inputs, seed, one):
+    """Each input has a seed of its own: what fails is done again by it alone. Returns how many there were."""
+    done = number = 0
+    slowest_s, end.num_refused = 0.0, 0
+    with watched() as noted:
+        while done < num_inputs:
+            noted.clear()
+            started = time.process_time()
+            try:
+                found = one(Hostile(seed + number))
+            except BaseException as error:
+                raise AssertionError(f"{type(end).__name__}, seed {seed + number}") from error
+            assert not noted, f"{type(end).__name__}, seed {seed + number}: {noted[:3]}"
+            count = found if type(found) is int else 1
+            slowest_s = max(slowest_s, (time.process_time() - started) / max(1, count))
+            done, number = done + max(1, count), number + 1
+    print(f"{type(end).__name__}: {done} inputs from seed {seed}, {end.num_refused} refused, slowest {slowest_s:.3f} s")
+    assert slowest_s < MAX_S
+    assert 0.05 * done < end.num_refused < done
+    return done
+
+
+def warm_up():
+    """What is imported where it is first used: all that any name of a closed list stands for."""
+    for family in (CODECS, TASKS, MODES):
+        for name in family.names():
+            family.load(name)
+    for optimizer in known_optimizers().values():
+        is_elementwise(optimizer)
+
+
+@pytest.mark.parametrize(
+    "thousands", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["2000", "100000"]
+)
+def test_no_value_of_any_field_does_any_harm(thousands):
+    """In a server, a worker, a shard and a coordinator, and a server that reads a snapshot."""
+    seed = 10_000_000 * thousands
+    warm_up()
+    server, shard, snapshot = ServerEnd(), ShardEnd(), SnapshotEnd()
+    with WorkerEnd() as worker:
+        for one in range(200):  # what is read once, such as the id of this boot
+            for end in (worker, shard, snapshot):
+                end.one(Hostile(one))
+        for one in range(6):
+            server.talk(Hostile(one))
+        num = campaign(worker, 400 * thousands, seed, worker.one)
+    num += campaign(server, 200 * thousands, seed, server.talk)
+    num += campaign(shard, 200 * thousands, seed, shard.one)
+    num += campaign(snapshot, 200 * thousands, seed, snapshot.one)
+    assert num >= 1000 * thousands
