@@ -63,6 +63,7 @@ Segment           pid descriptor num_bytes : whole open_segment
 TensorSpec        name dtype aliases : text layout_from_proto
 TensorSpec        kind : choice layout_from_proto
 TensorSpec        shape : whole Layout
+TensorSpec        averaged : flag compared
 Optimizer         name : text find_optimizer
 Optimizer         groups tables : part optimizer_from_proto
 Table             name : text _tables_from_proto
@@ -170,6 +171,7 @@ Answer            left_out : part Reference._codecs
 LeftOut           tensors : whole Reference._codecs
 Group             epoch members : whole header
 Group             meeting : address header
+Group             secret : bytes header
 Group             held : flag any
 Final             version body_bytes : whole header
 Final             evaluate : flag any

@@ -264,6 +264,6 @@ class WorkerEnd:
         found = self._begun()
         pulse = pb.Pulse(lease_s=1.0, server_incarnation=1)
         hostile.spoil(pulse)
-        found._pulsed(pulse)
+        found._pulsed(found._heartbeat.membership, pulse)
         found.is_over(1)
         found.drop()
