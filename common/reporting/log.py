@@ -17,8 +17,6 @@ from ..wire.json_text import to_json
 
 _ROUTINE = "_routine"  # marks an event on its way to the processors
 
-_ROUTINE = "_routine"  # marks an event on its way to the processors
-
 
 def setup_logging(config: LogConfig, program: str) -> None:
     """Configure structlog once, at a program's start. `program` is bound to every event."""
