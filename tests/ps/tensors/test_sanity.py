@@ -230,7 +230,7 @@ def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: flo
     expected = body.clone()
     views(expected)[name].reshape(-1)[3] = views(store.weights)["mean"][3] if name == "mean" else 0.0
     judgement = store.sanity.examine(body, store.weights)
-    assert (judgement.action, judgement.is_clipped, judgement.what) == ("take", True, "NaN or Inf")
+    assert (judgement.action, judgement.is_clipped, judgement.what) == ("take", True, f"NaN or Inf in '{name}'")
     assert torch.equal(body, expected)
 
 
@@ -252,7 +252,7 @@ def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
         assert norm_of(body) == pytest.approx(1e-3, rel=1e-2)
     else:
         assert judgement.action == on_large
-        assert "NaN or Inf, and without them a gradient of norm" in judgement.what
+        assert "NaN or Inf in 'a', and without them a gradient of norm" in judgement.what
     body = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, every float of it
     assert store.sanity.examine(body, store.weights).is_clipped
     assert norm_of(body) == 0.0

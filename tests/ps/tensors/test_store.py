@@ -512,9 +512,10 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
 @pytest.mark.parametrize("name", ["bias", "wide", "scale"])
 def test_finite_gradients_that_overflow_weights_are_seen_at_the_commit(name: str) -> None:
     layout = LAYOUT
-    store = store_of(dict.fromkeys(("conv", "scale", "wide", "bias"), -1.0))
+    zeros = dict.fromkeys([spec.name for spec in layout.specs], 0)
+    store = store_of(zeros | {name: -1.0})
     largest = torch.finfo(DTYPES[next(spec.dtype for spec in layout.specs if spec.name == name)]).max
-    store.fold(body_of({name: largest}), 1.0, 0)
+    store.fold(body_of(zeros | {name: largest}), 1.0, 0)
     with pytest.raises(Unsound, match=f"-inf in '{name}'"):
         store.commit(1, 0, [{"lr": 3.0}])
 
@@ -533,6 +534,6 @@ def test_weights_whose_sum_overflows_are_sound() -> None:
 def test_an_optimizer_that_divides_by_zero_is_seen() -> None:
     spec = OptimizerSpec("Adam", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.1, "eps": 0.0}),))
     store = store_of(random_values(0), spec)
-    store.fold(body_of(dict.fromkeys(("conv", "scale", "wide", "bias"), 0.0)), 1.0, 0)
+    store.fold(body_of(dict.fromkeys([one.name for one in SPECS], 0)), 1.0, 0)
     with pytest.raises(Unsound, match="nan in "):
         store.commit(1, 0, None)
