@@ -53,17 +53,15 @@ def welcoming(message: pb.Welcome, *more: pb.ServerMessage) -> Script:
 
 
 @contextmanager
-def lying_server(script: Script, pulse: pb.Pulse | None = None, **replies: Any) -> Iterator[str]:
-    """Its address. `replies` by the name of a unary call."""
-    pulse = pulse or pb.Pulse(lease_s=5.0, server_incarnation=1)
+def lying_server(script: Script, pulses: int = 1) -> Iterator[str]:
+    """Its address. It answers each beat with so many pulses."""
+    pulse = pb.Pulse(lease_s=5.0, server_incarnation=1).SerializeToString()
     handlers: dict[str, Any] = {
         "Exchange": grpc.stream_stream_rpc_method_handler(lambda incoming, _: script(incoming)),
         "Heartbeat": grpc.stream_stream_rpc_method_handler(
-            lambda beats, _: (pulse.SerializeToString() for _ in beats)
+            lambda beats, _: (pulse for _ in beats for _ in range(pulses))
         ),
-    }  # fmt: skip
-    for name, reply in replies.items():
-        handlers[name] = grpc.unary_unary_rpc_method_handler(lambda _, __, one=reply: one.SerializeToString())
+    }
     server = grpc.server(futures.ThreadPoolExecutor(8))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

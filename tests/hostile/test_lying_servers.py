@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from paramserver.common.errors import ParamServerError
+from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.optimizers import check_arguments
 from paramserver.common.wire.protocol import struct
 from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.worker.conversation.heartbeat import Heartbeat
 from paramserver.worker.conversation.messages import read_settings
 from paramserver.worker.training.tasks.loading import load_named_by_server
 
@@ -114,3 +117,15 @@ def test_a_server_sends_its_worker_nowhere_by_its_direct_port(tmp_path):
         assert "Answer.outcome is 9" in refused(ended, tmp_path)
         connection, _ = listener.accept()
         connection.close()
+
+
+def test_more_pulses_than_beats_end_no_heartbeat():
+    """They end the call, which is made again."""
+    memberships: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with lying_server(welcoming(welcome()), pulses=3) as address:
+        heart = Heartbeat(address, PLAINTEXT, lambda membership, _: memberships.put(membership))
+        heart.start(b"", 40.0)
+        try:
+            assert [memberships.get(timeout=60) for _ in range(3)] == [1, 1, 1]
+        finally:
+            heart.stop()

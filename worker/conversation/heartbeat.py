@@ -62,7 +62,11 @@ class Heartbeat:
             call = self._channel.stream_stream(f"/{SERVICE}/Heartbeat", response_deserializer=pb.Pulse.FromString)
             sent: deque[int] = deque()  # memberships of the beats without a reply; the server replies in order
             try:
-                for pulse in call(self._beats(sent), metadata=self._credentials.metadata):
+                replies = call(self._beats(sent), metadata=self._credentials.metadata)
+                for pulse in replies:
+                    if not sent:  # more replies than beats: no server of ours
+                        replies.cancel()
+                        break
                     self._told(sent.popleft(), pulse)
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
                 if self._credentials.ca is not None:  # the next one may need renewed certificates
