@@ -120,12 +120,12 @@ def open_to_read(path: Path) -> sqlite3.Connection:
             fix="runs are kept where their servers start, in output.track_dir: --db FILE names another",
         )
     try:
-        connection = _connected(path, "mode=ro")
+        connection = connected(path, "mode=ro")
         try:
             _check(connection, path)
         except sqlite3.OperationalError:  # WAL wants a file beside it, which cannot be made here
             connection.close()
-            connection = _connected(path, "immutable=1")
+            connection = connected(path, "immutable=1")
             _check(connection, path)
         if _version_of(connection) == 0:
             raise StoreError(f"{path} has no runs: it was never finished being made")
@@ -141,7 +141,7 @@ def unreadable(path: Path, error: sqlite3.Error) -> StoreError:
     )
 
 
-def _connected(path: Path, how: str) -> sqlite3.Connection:
+def connected(path: Path, how: str) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=5, check_same_thread=False)
 
 

@@ -22,6 +22,7 @@ from ..reporting.summary import Summary
 from ..wire.json_text import to_json
 from .process import this_host, this_process
 from .schema import open_to_write
+from .watching import FileWatch
 
 _MOST_TICKS = 1024  # of a run; half as many after thinning
 _MOST_EVENTS = 10_000
@@ -53,12 +54,13 @@ class Beginning:
 
 class RunWriter:
     """Writes one run to `path`. All but `flush` and `end` only keep what they are told; these raise sqlite3.Error,
-    OSError or StoreError, and after that it is of no use any more."""
+    OSError or ParamServerError, and after that it is of no use any more."""
 
     def __init__(self, path: Path, beginning: Beginning) -> None:
         self._path = path
         self._beginning = beginning
         self._db: sqlite3.Connection | None = None  # once the run is on record
+        self._watch: FileWatch | None = None  # of the file that is open
         self._key = 0
         self._tick = 0  # of the newest status
         self._num_kept = 0  # ticks in the file
@@ -91,8 +93,11 @@ class RunWriter:
         try:
             if self._db is None:
                 self._db = self._begun()
-            if self._pending:
+                self._watch = FileWatch(self._path)
+            if self._pending and self._watch is not None:
+                self._watch.look()
                 self._write(self._db)
+                self._watch.wrote()
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise
@@ -113,6 +118,9 @@ class RunWriter:
             with suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _begun(self) -> sqlite3.Connection:
         db = open_to_write(self._path, _WAIT_S)

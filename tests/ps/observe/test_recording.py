@@ -6,12 +6,17 @@ import os
 import resource
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import ParamServerError
 from paramserver.common.runstore.reading import RunStore, StoredRun
+from paramserver.common.runstore.record import _beginning
 from paramserver.common.runstore.schema import VERSION, StoreError
+from paramserver.common.runstore.writing import RunWriter
 from paramserver.tests.loopback.conftest import Cluster, Process
 
 FLAGS = ("--mode", "async", "--workers", "1", "--steps", "60", "--task", "linear", "--eval-every", "20")
@@ -218,6 +223,97 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(cluster: Cluster) -> None:
     assert server.wait() == 130
     assert len(server.events("store_off")) == 1 and not server.events("sink_off")
     assert stored(cluster)[0].step > 5, "what was written before stays"
+
+
+def _deleted(path: Path) -> None:
+    path.unlink()
+
+
+def _replaced(path: Path) -> None:
+    (path.parent / "copy").write_bytes(path.read_bytes())
+    (path.parent / "copy").replace(path)
+
+
+def _emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"no database" * 10)
+
+
+def _overwritten_further_on(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\xff" * (size // 2))
+
+
+SPOILT = {
+    _deleted: "was deleted", _replaced: "was replaced", _emptied: "was emptied", _cut: "was cut",
+    _overwritten: "was damaged", _overwritten_further_on: "was damaged",
+}  # fmt: skip
+
+
+def _write_thrice(writer: RunWriter) -> None:
+    for _ in range(3):
+        writer.event(1.0, "join", 0, {})
+        assert writer.flush()
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = tmp_path / "runs.db"
+    writer = RunWriter(path, _beginning(Config(), "run", "sync", 0))
+    for number in range(200):
+        writer.event(float(number), "join", 0, {"some": "text" * 50})
+        assert writer.flush()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # as any process does that has written enough
+    _write_thrice(writer)
+    spoil(path)
+    with pytest.raises((ParamServerError, sqlite3.Error)) as raised:  # SQLite's own word where it notices first
+        _write_thrice(writer)
+    assert SPOILT[spoil] in str(raised.value) or "malformed" in str(raised.value)
+    writer.close()
+
+
+def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    writers = [RunWriter(path, _beginning(Config(), name, "sync", 0)) for name in ("one", "two")]
+    for number in range(1500):  # each writes its log back now and then
+        for writer in writers:
+            writer.event(float(number), "join", 0, {"some": "text" * 50})
+            assert writer.flush()
+    for writer in writers:
+        writer.close()
+    with RunStore(path) as store:
+        assert [len(store.events(run)) for run in store.runs()] == [1500, 1500]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [_deleted, _cut])
+def test_a_file_that_is_spoilt_in_mid_run_is_said_once_and_the_run_goes_on(
+    cluster: Cluster, spoil: Callable[[Path], None]
+) -> None:
+    server, worker = gated(cluster)
+    server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
+    with closing(sqlite3.connect(database(cluster))) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    spoil(database(cluster))
+    said = server.event("store_off")
+    assert said["level"] == "warning" and "paramserver.db" in said["path"], said
+    reached = server.events("status")[-1]["step"]
+    server.until(lambda: server.events("status")[-1]["step"] > reached + 5, "step after that")
+    worker.popen.kill()
+    server.signal(2)
+    assert server.wait() == 130
+    assert len(server.events("store_off")) == 1 and not server.events("sink_off")
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
