@@ -25,6 +25,7 @@ class Verdict:
     num_lines: int
     lineage: Lineage
     unchecked_modes: tuple[str, ...] = ()  # of runs whose mode's rules were not asked
+    deleted: tuple[str, ...] = ()  # of each newest snapshot that a server did not find any more, what that means
     last_op: str = "end"  # of the server: anything else, and its history is cut
 
     @property
@@ -63,7 +64,8 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         problems += replay.problems + _check_workers(told, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    return Verdict(problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes), last_op)
+    unchecked, deleted = tuple(replay.unchecked_modes), tuple(replay.deleted)
+    return Verdict(problems, tally, num_lines, replay.lineage, unchecked, deleted, last_op)
 
 
 class _WorkerReplay:

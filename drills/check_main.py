@@ -97,6 +97,8 @@ def show(verdict: Verdict) -> None:
     more = len(verdict.problems) - _MAX_SHOWN
     if more > 0:
         print(f"... and {more} more")
+    for message in verdict.deleted:
+        print(message)
     for mode in verdict.unchecked_modes:
         print(f"the rules of mode {mode} were not checked: it is not installed here, and --mode does not name it")
     if verdict.last_op != "end":
@@ -109,7 +111,8 @@ def show(verdict: Verdict) -> None:
 
 def describe(verdict: Verdict) -> str:
     if verdict.is_good:
-        return "every contribution was applied once, nothing durable was lost"
+        lost = "but snapshots were deleted" if verdict.deleted else "nothing durable was lost"
+        return f"every contribution was applied once, {lost}"
     count = len(verdict.problems)
     return f"{count} problem{'s' if count > 1 else ''}"
 

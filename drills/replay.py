@@ -53,6 +53,7 @@ class Replay:
         """`modes`: those in files, `FILE.py:NAME`, that the user has named."""
         self.problems: list[Problem] = []
         self.unchecked_modes: dict[str, None] = {}  # whose rules nobody here knows
+        self.deleted: list[str] = []  # snapshots that were not there any more: no mistake of the server's
         self.tally = Tally()
         self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
         self.run: str | None = None
@@ -76,6 +77,8 @@ class Replay:
 
     def feed(self, line: Line) -> None:
         self._line = line
+        if line.op == "end" and self._is_before_its_run(line):
+            return
         if self.run is None and line.op != "start":
             self._say(f"{line.op} before any start")
             self.run = ""
@@ -87,6 +90,10 @@ class Replay:
         if self.run is not None:
             self._close_run()
         return self.tally
+
+    def _is_before_its_run(self, line: Line) -> bool:
+        """It was stopped while it waited for its other shards. (In older histories nothing else marks such an end.)"""
+        return line.fields.get("begun") is False or (self.run is None and not line["version"] and not line["steps"])
 
     def _say(self, message: str) -> None:
         self.problems.append(Problem(self._line.file, self._line.number, message))
@@ -146,6 +153,11 @@ class Replay:
             self._believe(line, version, numbers)
         if version > self.version:
             self._say(f"the server starts at version {version}, and only {self.version} versions were committed")
+        elif self._is_newest_gone(line):
+            self.deleted.append(
+                f"{line.file}:{line.number}: the server goes on from version {version}: the newer snapshot of version "
+                f"{self._durable} was not there any more (deleted, or its disk is gone), and what only it had is lost"
+            )
         elif self._durable is not None and version < self._durable and not line.fields.get("skipped"):
             lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
             self._say(
@@ -162,6 +174,13 @@ class Replay:
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
         self._durable = version if line.fields.get("source") is not None else None
+
+    def _is_newest_gone(self, line: Line) -> bool:
+        """The newest snapshot is newer than what the server goes on from, and nothing of it lay where the server
+        looked. Older histories do not name what it found."""
+        found = line.fields.get("found")
+        is_older = self._durable is not None and line["version"] < self._durable
+        return is_older and isinstance(found, list) and self._durable not in found
 
     def _believe(self, line: Line, version: int, numbers: dict[int, int]) -> None:
         """Commits whose lines are missing, which the snapshot of `version` holds: one contribution each or rounds."""

@@ -83,6 +83,7 @@ class Server:
         )
         if old is not None:
             self.engine.run.roster.restore(old.roster.num_joins)
+        self._found: tuple[int, ...] = ()  # versions of snapshots that all shards have something of
         self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
@@ -105,6 +106,7 @@ class Server:
         config, engine = self._config, self.engine
         self._available = Available(config)
         if self._attendance is None:
+            self._found = self._available.versions
             go_on(engine, config, self._available, self._available.newest())
         attend = self._attendance.attend if self._attendance else None
         service = ParameterServerService(engine, config, attend, self._listening.direct)
@@ -137,6 +139,7 @@ class Server:
                 config.run.workers, run.policy.staleness_bound, source=engine.model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
                 common=asdict(run.policy.common),
+                found=self._found,
             )
         )  # fmt: skip
         self._has_begun = True
@@ -156,6 +159,8 @@ class Server:
         assert self._attendance is not None
         try:
             held = {0: self._available.entries, **self._attendance.snapshots}
+            common = set.intersection(*({entry.name.version for entry in entries} for entries in held.values()))
+            self._found = tuple(sorted(common, reverse=True))
             name = choose_common(held) if self._config.checkpoint.resume != "never" else None
             go_on(self.engine, self._config, self._available, name)
         except ParamServerError as error:
@@ -226,7 +231,8 @@ class Server:
         engine.close()
         if engine.run.options.stop_when and not engine.run.curve.points:
             log.warning("never_evaluated", reason=f"run.stop_when is '{engine.run.options.stop_when}'")
-        engine.tell(RunEnded(engine.run.policy.version, engine.run.policy.num_committed()))
+        policy = engine.run.policy
+        engine.tell(RunEnded(policy.version, policy.num_committed(), self._has_begun))
         self._bus.close()
         if self.goes_back:
             return

@@ -137,7 +137,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         return [*failures, "there is no history"]
     verdict = check_paths([str(history)], [trial.config.run.mode])
     show(verdict)
-    if not verdict.is_good:
+    if not verdict.is_good or verdict.deleted:  # nobody deletes any here
         failures.append(f"its history: {describe(verdict)}")
     if trial.config.task.name == _LEDGER and ending.exit_code == 0:
         account = _audit(trial, verdict)

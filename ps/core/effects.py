@@ -288,6 +288,7 @@ class RunStarted(Fact):
     skipped: tuple[str, ...]  # snapshots that were newer and damaged
     options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
     common: dict[str, Any] = field(default_factory=dict)  # what every mode is told (`policies.Common`)
+    found: tuple[int, ...] = ()  # versions of which snapshots lie where it looked, the newest first
 
 
 @dataclass(slots=True)
@@ -309,3 +310,4 @@ class StatusTaken(Fact):
 class RunEnded(Fact):
     version: int
     contributions: dict[int, int]  # in it, by rank
+    has_begun: bool = True  # False: this server has ended before there was a RunStarted

@@ -70,8 +70,10 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
                 "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
-                "common": fact.common,
+                "common": fact.common, "found": fact.found,
             }  # fmt: skip
         case effects.RunEnded(version, contributions):
-            return "end", {"version": version, "steps": contributions}
+            return "end", {
+                "version": version, "steps": contributions, **({} if fact.has_begun else {"begun": False})
+            }  # fmt: skip
     return "", {}

@@ -26,6 +26,7 @@ from .resharding import merge
 
 log = get_logger()
 
+_MOST_VERSIONS = 16
 _NAME = re.compile(r"shard-([0-9]{1,4})-of-([0-9]{1,4})")
 
 
@@ -117,6 +118,11 @@ class Available:
     def entries(self) -> tuple[Entry, ...]:
         """All that is here, whole or not, newest first."""
         return tuple(moment.entry for moment in self._moments)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of which something is here, whole or not, newest first; of many the newest."""
+        return tuple(sorted({moment.age[1] for moment in self._moments}, reverse=True)[:_MOST_VERSIONS])
 
     def newest(self) -> SnapshotName | None:
         """The newest whole one, for a server of one process; None where there is none at all. Raises CheckpointError

@@ -71,6 +71,30 @@ def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
     assert messages(lines) == ""
 
 
+def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
+    lines = [start("async"), *joined(0)]
+    for step in (1, 2):
+        lines += [*applied(0, step, step, 0), op("snapshot", version=step, steps={"0": step}, path=f"s{step}")]
+    lines.append(start("async", incarnation=2, version=1, steps={"0": 1}, found=[1]))
+    verdict = verdict_of(lines)
+    assert verdict.is_good
+    (message,) = verdict.deleted
+    assert message.startswith("h:12: the server goes on from version 1: the newer snapshot of version 2 was not there")
+    lines[-1]["found"] = [2, 1]
+    assert "1 durable contributions are lost" in messages(lines)
+    assert not verdict_of(lines).deleted
+
+
+def test_a_server_that_is_stopped_before_its_run_begins_ends_nothing() -> None:
+    """While it waits for its other shards it is at version 0, whatever the run is at."""
+    begun = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, steps={"0": 1}, path="s")]
+    early, late = op("end", version=0, steps={}, begun=False), op("end", version=0, steps={})
+    assert messages([*begun, op("end", version=1, steps={"0": 1}), early]) == ""
+    assert messages([early, *begun]) == ""
+    assert messages([late, *begun]) == ""  # older histories
+    assert "the run ends at version 0, and version 1 was committed last" in messages([*begun, late])
+
+
 def test_a_snapshot_that_the_server_could_not_mention_is_no_loss() -> None:
     """Killed between the snapshot's rename and its line in the history."""
     lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", incarnation=2, version=1, steps={"0": 1})]

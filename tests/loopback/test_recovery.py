@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from paramserver.drills.check_main import check_paths
 
 STEPS = 25
 MODES = ["sync", "async", "ssp", "localsgd"]
@@ -165,6 +168,26 @@ def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
         assert torch.equal(applied(weights, 1), torch.ones(1, STEPS))
     longer = start(cluster, "sync", 1, *snapshots, steps=STEPS + 5)
     assert longer.events("already_done") == []
+
+
+@pytest.mark.slow
+def test_snapshots_that_were_deleted_are_no_mistake_of_the_server(cluster):
+    """Between two runs, by hand. A server that is stopped before its shards are there writes an end and no start."""
+    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
+    server = start(cluster, "async", 1, *snapshots)
+    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
+    shutil.rmtree(max((cluster.folder / "snapshots").glob("snapshot-*")))
+    again = start(cluster, "async", 1, *snapshots)
+    assert again.event("resumed")["version"] < STEPS
+    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), again.wait()] == [0, 0]
+    waiting = start(cluster, "async", 1, *snapshots, "--shards", "2")
+    waiting.event("listening")
+    waiting.signal(signal.SIGTERM)
+    waiting.wait()
+    assert history(cluster.folder / "history.jsonl")[-1]["op"] == "end"
+    verdict = check_paths([str(cluster.folder / "history.jsonl")], [])
+    assert verdict.problems == []
+    assert [f"newer snapshot of version {STEPS}" in message for message in verdict.deleted] == [True]
 
 
 @pytest.mark.slow

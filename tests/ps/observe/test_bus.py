@@ -132,7 +132,7 @@ def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytes
         bus.publish(0.0, StatusTaken(taken))
         bus.close()
     said = capsys.readouterr()
-    assert said.err.splitlines()[0] == "step 12/50  version 24  loss 0.250  eta 19 s"
+    assert said.err.splitlines()[0] == "step 12/50  version 24  training loss 0.250  19 s to go"
     assert "samples_per_s" in said.out + said.err  # of the event
     assert Status.parse(taken.fields()) == taken
     assert "versions" not in taken.fields()  # where there is one server process
