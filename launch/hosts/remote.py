@@ -13,6 +13,7 @@ from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import AuthError, UsageError
+from ...common.registry import MODES
 from ...common.security import TOKEN_VARIABLE, is_loopback
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
 from ..plan.placement import Place, num_colocated, place
@@ -106,24 +107,30 @@ def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) ->
 
 
 def check_exposure(plan: Plan) -> None:
-    """AuthError for servers that other machines can reach, in the clear or by anybody, unless told so."""
+    """AuthError for servers and peers that other machines can reach, in the clear or by anybody, without consent."""
     security = plan.config.security
     if plan.server is None or plan.config.server.insecure:
+        return
+    listens = [listen_of(spec.argv) for spec in (plan.server, *plan.shards(""))]
+    open_address = next((one for one in listens if not is_loopback(split_address(one)[0])), None)
+    if open_address is None:
         return
     lacks = []
     if security.cert is None:
         lacks.append("the connection is not encrypted (--cert, --key)")
     if security.token_file is None and not os.environ.get(TOKEN_VARIABLE):
         lacks.append(f"there is no token (--token-file, or {TOKEN_VARIABLE})")
-    if not lacks:
-        return
-    listens = [listen_of(spec.argv) for spec in (plan.server, *plan.shards(""))]
-    for address in listens:
-        if not is_loopback(split_address(address)[0]):
-            raise AuthError(
-                f"the server is to listen on {address}, where other machines can reach it, and {' and '.join(lacks)}",
-                fix="ps-certs init makes certificates and a token; on a network you trust add --insecure",
-            )
+    if lacks:
+        raise AuthError(
+            f"the server is to listen on {open_address}, where other machines can reach it, and {' and '.join(lacks)}",
+            fix="ps-certs init makes certificates and a token; on a network you trust add --insecure",
+        )
+    if (plan.config.run.workers or 1) > 1 and MODES.load(plan.mode).contribution == "report":
+        raise AuthError(
+            f"workers of mode {plan.mode} would exchange gradients in the clear, where other machines can reach "
+            f"them (on {open_address}): torch's Gloo and NCCL have neither TLS nor a check of who connects",
+            fix="on a network you trust (their own, or a tunnel such as WireGuard) add --insecure; or take --mode sync",
+        )
 
 
 def listen_of(argv: Sequence[str]) -> str:

@@ -155,7 +155,7 @@ def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, 
 
 def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> Plan:
     machine = Machine(python="here", num_cores=8, spans_hosts=True, places=places, exists=lambda path: True)
-    return plan_runs(resolved, Request(modes=("sync",), **request), machine)[0]
+    return plan_runs(resolved, Request(modes=(resolved.config.run.mode,), **request), machine)[0]
 
 
 def told(argv: tuple[str, ...]) -> Any:
@@ -224,6 +224,9 @@ def test_files_are_looked_for_where_they_are_read(tmp_path: Path) -> None:
     assert plan.workers("x:1")[1].needs == ("my.py", "c/ca.crt", "c/rank-1.crt", "c/rank-1.key")
 
 
+SECURE = ("security.cert=c", "security.key=k", "security.token_file=t")
+
+
 @pytest.mark.parametrize(
     ("sets", "environ", "lacks"),
     [
@@ -231,9 +234,11 @@ def test_files_are_looked_for_where_they_are_read(tmp_path: Path) -> None:
         ([], {"PS_TOKEN": "t"}, r"not encrypted \(--cert, --key\)$"),
         (["security.cert=c", "security.key=k"], {}, "reach it, and there is no token"),
         (["security.cert=c", "security.key=k"], {"PS_TOKEN": "t"}, None),
-        (["security.cert=c", "security.key=k", "security.token_file=t"], {}, None),
+        ([*SECURE], {}, None),
         (["server.insecure=true"], {}, None),
         (["server.listen=127.0.0.1:0"], {}, None),
+        (["run.mode=allreduce", *SECURE], {}, "workers of mode allreduce would exchange gradients in the clear"),
+        (["run.mode=allreduce", *SECURE, "server.insecure=true"], {}, None),
     ],
 )
 def test_an_open_address_in_the_clear_needs_insecure(
