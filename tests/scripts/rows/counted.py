@@ -1,9 +1,9 @@
 """Rank r's step k contributes 1 for row r * STEPS + k of a table that begins with zeros, by SGD at rate 1: the rows say
 what was applied, how often. Dense weights say the same, and one row of all counts every contribution.
 
-argv: STEPS [WAIT_FILE STEP]: at STEP wait until WAIT_FILE exists. DIM is
-that of the table; NAN=RANK:NUMBER sends NaN with that contribution the
-first time.
+argv: STEPS [WAIT_FILE STEP]: at STEP wait until WAIT_FILE exists. Environment:
+STEPS where argv has none; DIM is that of the table; RANKS are in counted.pt
+(2); NAN=RANK:NUMBER sends NaN with that contribution the first time.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 
 import paramserver
 
-steps = int(sys.argv[1])
+steps = int(sys.argv[1] if len(sys.argv) > 1 else os.environ["STEPS"])
 gate, gate_step = (Path(sys.argv[2]), int(sys.argv[3])) if len(sys.argv) > 3 else (None, -1)
 nan = os.environ.get("NAN", "")
 seen = torch.nn.Parameter(torch.zeros(8 * steps))
@@ -41,5 +41,5 @@ with paramserver.connect() as session:
         optimizer.step()
     if session.finish():
         with torch.no_grad():
-            rows = table(torch.arange(2 * steps)), common(torch.arange(5))
+            rows = table(torch.arange(int(os.environ.get("RANKS", "2")) * steps)), common(torch.arange(5))
         torch.save((seen.detach().clone(), *rows), "counted.pt")
