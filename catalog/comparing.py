@@ -82,10 +82,7 @@ def so_far(store: RunStore, run: StoredRun) -> Summary:
     last = store.series(run)[-1:]
     rows = store.worker_series(run, after=last[0].tick - 1) if last else []
     same = set(WorkerSummary.model_fields)
-    workers = [
-        WorkerSummary(**{"steps": row.step, **{k: v for k, v in row.model_dump().items() if k in same - {"steps"}}})
-        for row in rows
-    ]
+    workers = [WorkerSummary(steps=row.step, **row.model_dump(include=same)) for row in rows]
     found = Summary(
         mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, final=run.figures,
         curve=list(store.evaluations(run)), workers=workers, ended_by=run.ended_by,

@@ -111,10 +111,10 @@ def _tick(run: StoredRun, workers: list[WorkerPoint], summary: Summary | None, s
     )  # fmt: skip
     if summary is None:
         fields = set(WorkerSummary.model_fields)
-        rows = [WorkerSummary(**one.model_dump(include=fields)) for one in workers]
+        rows = [WorkerSummary(steps=one.step, **one.model_dump(include=fields)) for one in workers]
         summary = Summary(mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, workers=rows)
     else:
-        counted = {one.rank: one.steps for one in summary.workers}
+        counted = {one.rank: one.contributions for one in summary.workers}
         for one in shown:
             one.contributions = counted.get(one.rank)
     durable = store.checkpoints(run)

@@ -145,8 +145,8 @@ def _work(resolved: Resolved) -> None:
             if isinstance(session, AloneSession):
                 with reporting(session, config):
                     with kept_if_it_fails(session, config):
-                        _, wall_s = train(session, task, batch_size, device, say, **own)
-                    write_alone(session, config, wall_s)
+                        train(session, task, batch_size, device, say, **own)
+                    write_alone(session, config)
             else:
                 train(session, task, batch_size, device, say, **own)
     except UserCodeError as error:

@@ -25,7 +25,7 @@ _MOST_ROWS = 50  # of a curve in Markdown
 _BARS: list[tuple[str, Callable[[Summary], float], Callable[[float], str]]] = [
     ("waiting, of the workers' time", lambda run: run.wait_share, share),
     ("staleness, mean versions", lambda run: run.staleness_mean, two),
-    ("training steps a second", lambda run: run.steps_per_s, count),
+    ("samples a second", lambda run: run.samples_per_s, count),
     ("sent and received", lambda run: run.num_bytes, amount),
 ]
 _UNITS: dict[str, Callable[[Point], float | None]] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ..config.conditions import Condition
 from .curve import TRAINED, is_up
-from .report import Spread, amount, count, figure, share, two
+from .report import Spread, amount, count, figure, rate, share, two
 from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
@@ -65,7 +65,8 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     told.append(_why(runs, took, wanted))
     told.append(_range("Waiting, of the workers' time", spreads(runs, lambda run: run.wait_share), share))
     told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), two))
-    told.append(_range("Training steps a second", spreads(runs, lambda run: run.steps_per_s), count))
+    told.append(_range("Samples a second", spreads(runs, lambda run: run.samples_per_s), count))
+    told.append(_range("Steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate))
     told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), amount))
     if costs := _costs(runs):
         told.append(_range(f"Cost, {costs[0]}", costs[1], price))
@@ -97,7 +98,7 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     figures: list[tuple[str, dict[str, Spread], Callable[[float], str], bool]] = [
         ("waiting", spreads(runs, lambda run: run.wait_share), share, False),
         ("sent and received", spreads(runs, lambda run: run.num_bytes), amount, False),
-        ("steps a second", spreads(runs, lambda run: run.steps_per_s), count, True),
+        ("steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate, True),
     ]
     if target is not None:
         steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)

@@ -65,6 +65,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def rate(value: float) -> str:
+    """With a decimal where it is small."""
+    return f"{value:,.1f}" if value < 100 else count(value)
+
+
 def two(value: float) -> str:
     return f"{value:.2f}"
 
@@ -72,7 +77,8 @@ def two(value: float) -> str:
 _RUN_COLUMNS: list[Measure] = [
     Measure("wall s", lambda run: run.wall_s, seconds),
     Measure("updates", lambda run: run.updates, count),
-    Measure("steps/s", lambda run: run.steps_per_s, count),
+    Measure("samples/s", lambda run: run.samples_per_s, count),
+    Measure("steps/s", lambda run: run.union_steps_per_s, rate),  # of the union batch
     Measure("stale mean", lambda run: run.staleness_mean, two),
     Measure("stale max", lambda run: run.staleness_max, count),
     Measure("waiting", lambda run: run.wait_share, share),
@@ -81,7 +87,7 @@ _RUN_COLUMNS: list[Measure] = [
 ]
 
 _WIDTH = 100  # of a comparison,
-_FIRST_TO_GO = ("traffic", "updates", "waiting", "stale mean")  # where it would be wider
+_FIRST_TO_GO = ("traffic", "updates", "stale max", "waiting", "stale mean")  # where it would be wider
 
 _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("worker", lambda worker: f"{worker.rank}"),
@@ -97,6 +103,7 @@ _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("received", lambda worker: size(worker.bytes_received)),
 ]
 _RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], float]]] = [
+    ("contri-\nbutions", lambda worker: worker.contributions if worker.contributions != worker.steps else 0),
     ("among", lambda worker: worker.bytes_among),
     ("restarts", lambda worker: worker.restarts),
     ("dropped", lambda worker: worker.dropped),
@@ -128,11 +135,11 @@ def summary_table(summary: Summary) -> RenderableType:
     table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_rare(name, get(worker)) for name, get in rare))
-    rate = f"{summary.num_samples / summary.wall_s:,.0f}" if summary.wall_s else "-"
+    samples_per_s = f"{summary.samples_per_s:,.0f}" if summary.wall_s else "-"
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
         f"   {summary.updates:,} updates in {duration(summary.wall_s)}",
-        f"   {rate} samples/s   waiting {share(summary.wait_share)}",
+        f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
         f"   {_lanes(summary)}" if summary.workers else "",
     )
     final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")

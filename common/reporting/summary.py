@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
@@ -15,7 +15,8 @@ class WorkerSummary(BaseModel):
     """One rank, over all its incarnations. Times in seconds, sums over the run."""
 
     rank: int
-    steps: int = 0  # contributions accepted
+    steps: int = 0  # training steps in its accepted contributions
+    contributions: int = 0  # accepted; with local steps each has several training steps
     samples: int = 0
     staleness_mean: float = 0.0  # versions, over accepted contributions
     staleness_max: int = 0
@@ -76,6 +77,12 @@ def price(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
+def _rate(steady: tuple[int, float], whole: tuple[int, float]) -> float:
+    """In a second, of the steady part, where it is known, or of the whole run."""
+    count, seconds = steady if steady[1] > 0 else whole
+    return count / seconds if seconds > 0 else 0.0
+
+
 class Summary(BaseModel):
     """One run. `updates` counts optimizer steps or averages committed; `version` where it ended."""
 
@@ -90,6 +97,11 @@ class Summary(BaseModel):
     gain: float | None = None  # what the outer momentum makes of a direction that goes on so
     wall_s: float = 0.0  # from the first answer with weights to the last contribution
     step_s: float = 0.0  # of a training step of each worker, once all had taken their first; 0: not known
+    # From the moment when every worker had taken its first training step, which loads much, to the last contribution:
+    # seconds, and what all workers did in them. 0: not known.
+    steady_s: float = 0.0
+    steady_samples: int = 0
+    steady_steps: int = 0
     staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind; 64: and more
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     final: dict[str, Figure] = Field(default_factory=dict)  # what the task's evaluation returned
@@ -99,6 +111,17 @@ class Summary(BaseModel):
     workers: list[WorkerSummary] = Field(default_factory=list)
     cost: Cost | None = None  # where prices are known
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_contributions(cls, data: Any) -> Any:
+        """Older files count contributions as steps. A last contribution of fewer local steps is then counted whole."""
+        workers, local_steps = (data.get("workers"), data.get("local_steps", 1)) if isinstance(data, dict) else ((), 1)
+        if not workers or not all(isinstance(one, dict) and "contributions" not in one for one in workers):
+            return data
+        counts = [one.get("steps", 0) for one in workers]
+        pairs = zip(workers, counts, strict=True)
+        return {**data, "workers": [{**one, "contributions": n, "steps": n * local_steps} for one, n in pairs]}
 
     @property
     def label(self) -> str:
@@ -120,15 +143,27 @@ class Summary(BaseModel):
         return next((point for point in self.points_of(target.figure) if target.holds(point.figures)), None)
 
     @property
-    def steps_per_s(self) -> float:
+    def num_steps(self) -> int:
         """Training steps of all workers."""
-        num_steps = sum(worker.steps for worker in self.workers) * (self.local_steps or 1)
-        return num_steps / self.wall_s if self.wall_s else 0.0
+        return sum(worker.steps for worker in self.workers)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all workers in a second, once every worker had taken its first training step."""
+        return _rate((self.steady_samples, self.steady_s), (self.num_samples, self.wall_s))
+
+    @property
+    def union_steps_per_s(self) -> float:
+        """Steps of the union batch in a second, from the same moment: one has a training step of each worker. A worker
+        alone that takes the batches of N as one (`single`) is compared with N workers by it."""
+        steps = _rate((self.steady_steps, self.steady_s), (self.num_steps, self.wall_s))
+        return steps / max(1, len(self.workers))
 
     @property
     def staleness_mean(self) -> float:
-        steps = sum(worker.steps for worker in self.workers)
-        return sum(worker.staleness_mean * worker.steps for worker in self.workers) / steps if steps else 0.0
+        weights = [worker.contributions or worker.steps for worker in self.workers]
+        late = sum(worker.staleness_mean * weight for worker, weight in zip(self.workers, weights, strict=True))
+        return late / sum(weights) if any(weights) else 0.0
 
     @property
     def staleness_max(self) -> int:

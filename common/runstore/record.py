@@ -66,6 +66,8 @@ class Record:
 
 def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:
     script = config.launch.script
+    settings = config.model_dump(mode="json", exclude={"security"})
+    settings["run"]["mode"] = mode  # of a worker alone the configuration names another
     return Beginning(
         run=run,
         mode=mode,
@@ -73,7 +75,7 @@ def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginnin
         project=config.output.project,
         version=at_version,
         beat_s=config.server.status_interval_s,
-        config=config.model_dump(mode="json", exclude={"security"}),
+        config=settings,
         code={"paramserver": PROGRAM_VERSION, "commit": _commit()},
         machine=machine({name: _version(name) for name in _PACKAGES}),
     )

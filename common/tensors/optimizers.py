@@ -6,10 +6,11 @@ by itself. Whether one does is tried out, not listed, so a new class in torch is
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -151,6 +152,12 @@ def without_compiler() -> None:
         plain = getattr(method, "__wrapped__", None)
         if plain is not None and method.__code__.co_filename.endswith("_compile.py"):
             setattr(plain, "__dynamo_disable", plain)
+
+
+def load_compiler(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Do now what the first `step` of torch's own optimizers does: import the compiler. That is no training."""
+    if any(type(one).__module__.startswith("torch.optim") for one in optimizers):
+        importlib.import_module("torch._dynamo")
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:

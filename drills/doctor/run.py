@@ -149,5 +149,5 @@ def _verified(
         codecs = [f"{way}={one.codec}" for way in ("worker.codec", "worker.answer_codec")]
         rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
         ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *codecs, f"policy.local_steps={one.local_steps}"])
-        found.append((one, workers / ran.step_s if ran.step_s else ran.steps_per_s))
+        found.append((one, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s))
     return found

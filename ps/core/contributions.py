@@ -57,7 +57,8 @@ class Contributions:
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
         self._data = Data()
-        self._undecided: dict[int, tuple[Worker, Contributed, int]] = {}  # by rank, with the version it met
+        # By rank, with the version it met and its training steps.
+        self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
@@ -69,7 +70,8 @@ class Contributions:
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
         self._begun_steps = 0  # of the slowest, when training began
-        self._first: tuple[float, int] | None = None  # when all had taken their first, and the slowest's steps then
+        # When all had taken their first training step; then the slowest's steps, and samples and steps of all.
+        self._first: tuple[float, int, int, int] | None = None
 
     # ---- taking ---------------------------------------------------------------------------
 
@@ -99,13 +101,14 @@ class Contributions:
         )  # fmt: skip
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity
+        num_steps = self._steps_in(event)
         decisions = policy.contributed(rank, contribution, at)
         if decisions and isinstance(decisions[0], Wait):
-            self._undecided[rank] = worker, event, version
+            self._undecided[rank] = worker, event, version, num_steps
         elif policy.num_counted[rank] > num_counted:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, identity, outcome, version))
-            self._counted(worker, stats, event, identity, found)
+            self._counted(worker, stats, event, identity, num_steps, found)
         else:
             outcome = "repeated" if event.number == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
@@ -121,9 +124,10 @@ class Contributions:
         return [effects.Discard(identity), self._note(event, identity, "refused", self.policy.version)]
 
     def _counted(
-        self, worker: Worker, stats: WorkerStats, event: Contributed, identity: Identity, found: list[Effect]
-    ) -> None:
-        """Hold it until it is folded, and say what was not sound about it."""
+        self, worker: Worker, stats: WorkerStats, event: Contributed, identity: Identity, in_it: int,
+        found: list[Effect],
+    ) -> None:  # fmt: skip
+        """Hold it until it is folded, and say what was not sound about it. `in_it`: its training steps."""
         rank, judged = worker.rank, event.judgement
         worker.num_contributed += 1
         num_steps = self.policy.local_steps if event.num_steps is None else event.num_steps
@@ -131,11 +135,11 @@ class Contributions:
             identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
             worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
         )  # fmt: skip
-        stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at)
+        stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at, in_it)
         self.staleness[bin_of(worker.staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (steps := self.policy.min_steps_done) > self._begun_steps:
-            self._first = event.at, steps
+            self._first = event.at, steps, *self._sums()
         if self._empty:
             self._empty.pop(rank, None)
         if judged.is_clipped:
@@ -208,11 +212,11 @@ class Contributions:
             elif isinstance(decision, Commit):
                 self._commit(decision, found)
             elif isinstance(decision, Accept):
-                worker, event, version = self._undecided.pop(decision.rank)
+                worker, event, version, num_steps = self._undecided.pop(decision.rank)
                 found.append(self._note(event, event.identity, "accepted", version))
-                self._counted(worker, self._roster.stats[worker.rank], event, event.identity, found)
+                self._counted(worker, self._roster.stats[worker.rank], event, event.identity, num_steps, found)
             elif isinstance(decision, Discard) and decision.rank in self._undecided:
-                _, event, version = self._undecided.pop(decision.rank)
+                _, event, version, _ = self._undecided.pop(decision.rank)
                 found += [self._note(event, event.identity, "dropped", version), effects.Discard(event.identity)]
             elif isinstance(decision, Refuse):
                 refused = self._roster.workers.get(decision.rank)
@@ -320,9 +324,30 @@ class Contributions:
         Not by what each contributed: who is dropped from rounds contributes in bursts, and trains all the time."""
         if self._first is None or self._ended_at is None:
             return 0.0
-        at, steps = self._first
+        at, steps, *_ = self._first
         num_steps = self.policy.min_steps_done - steps
         return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
+
+    def steady(self) -> tuple[float, int, int]:
+        """From when all had taken their first training step to the newest contribution: seconds, and samples and
+        training steps of all workers. Zeros: unknown, also where the run has no more than that."""
+        if self._first is None or self._ended_at is None or self._ended_at <= self._first[0]:
+            return 0.0, 0, 0
+        at, _, samples, steps = self._first
+        now_samples, now_steps = self._sums()
+        return self._ended_at - at, now_samples - samples, now_steps - steps
+
+    def _sums(self) -> tuple[int, int]:
+        """Samples and training steps of all workers."""
+        stats = self._roster.stats.values()
+        return sum(one.samples for one in stats), sum(one.training_steps for one in stats)
+
+    def _steps_in(self, event: Contributed) -> int:
+        """Training steps in a contribution that is taken now."""
+        if event.num_steps is not None:
+            return event.num_steps
+        most, total = self.policy.local_steps, self.policy.training_steps
+        return most if total is None else max(0, min(most, total - self.policy.steps_done(event.rank)))
 
     def elapsed_s(self, at: float, is_over: bool) -> float:
         """Seconds from the first answer to the newest contribution, or to now while the run goes on."""

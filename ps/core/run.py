@@ -406,7 +406,7 @@ class Run:
         stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
-        yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.contributions})
+        yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.training_steps})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self.performed(policy.finished(rank, event.at), event.at)

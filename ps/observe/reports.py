@@ -141,6 +141,7 @@ def summary(engine: Engine) -> Summary:
         if losses:
             final["train_loss"] = sum(losses) / len(losses)
     cosine, gain = _direction(engine)
+    steady_s, samples, steps = run.contributions.steady()
     found = Summary(
         mode=run.mode,
         cosine=cosine,
@@ -151,6 +152,9 @@ def summary(engine: Engine) -> Summary:
         version=run.policy.version,
         wall_s=round(engine.elapsed_s(), 3),
         step_s=run.contributions.step_s,
+        steady_s=round(steady_s, 6),
+        steady_samples=samples,
+        steady_steps=steps,
         staleness=dict(sorted(run.contributions.staleness.items())),
         ended_by=run.ended_by or _failure(engine),
         final=final,

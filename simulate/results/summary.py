@@ -26,6 +26,7 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
     final = dict(curve[-1].figures) if curve else {}
     if baseline is not None:
         final["speed-up"] = baseline.now / simulation.now if simulation.now else 0.0
+    steady_s, samples, steps = run.contributions.steady()
     return Summary(
         mode=simulation.config.run.mode,
         staleness_bound=policy.staleness_bound,
@@ -33,6 +34,9 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
         updates=policy.version,
         version=policy.version,
         wall_s=round(run.contributions.elapsed_s(simulation.now, True), 6),
+        steady_s=round(steady_s, 6),
+        steady_samples=samples,
+        steady_steps=steps,
         final=final | figures(simulation),
         curve=curve,
         workers=_workers(simulation),
@@ -76,9 +80,8 @@ def figures(simulation: Simulation) -> dict[str, float]:
 
 def ideal_rate(simulation: Simulation) -> float:
     """Training steps a second if workers computed all the time, each at its own mean pace."""
-    local_steps = simulation.policy.local_steps
     stats = simulation.run.roster.stats.values()
-    return sum(one.contributions * local_steps / one.compute_s for one in stats if one.compute_s)
+    return sum(one.training_steps / one.compute_s for one in stats if one.compute_s)
 
 
 def percentile(counts: Counter[int], part: float) -> int:

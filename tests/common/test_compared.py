@@ -146,6 +146,32 @@ def test_a_target_of_ones_own_says_when_each_came_to_it_and_who_did_not() -> Non
     assert "Seconds to accuracy >= 0.6: b is best with 1.0 s; a 2.0 s." in told
 
 
+def test_one_worker_with_the_batch_of_four_takes_as_many_steps_as_four() -> None:
+    """Both take 10 steps of 128 samples a second, once loading is over, which takes one 5 s and the others 1 s."""
+
+    def of(mode: str, num_workers: int, load_s: float) -> Summary:
+        batch = 128 // num_workers
+        workers = [
+            WorkerSummary(rank=rank, steps=300, contributions=300, samples=300 * batch) for rank in range(num_workers)
+        ]
+        steady = {"steady_s": 29.9, "steady_samples": 299 * 128, "steady_steps": 299 * num_workers}
+        return Summary(mode=mode, wall_s=load_s + 29.9, workers=workers, **steady)
+
+    runs = [("single", of("single", 1, 5.0)), ("sync", of("sync", 4, 1.0))]
+    head, rows = comparison_cells(runs)
+    assert [row[head.index("samples/s")] for row in rows] == ["1,280", "1,280"]
+    assert [row[head.index("steps/s")] for row in rows] == ["10.0", "10.0"]
+    assert not [line for line in findings(runs) if "a second" in line], "there is no difference"
+
+
+def test_a_summary_of_before_counted_contributions_as_steps() -> None:
+    """What is read of an older file, or of a run on record, is compared with what is written now."""
+    before = {"mode": "localsgd", "local_steps": 8, "wall_s": 10.0, "workers": [{"rank": 0, "steps": 5, "samples": 40}]}
+    now = {**before, "workers": [{"rank": 0, "steps": 40, "contributions": 5, "samples": 40}]}
+    assert Summary.model_validate(before) == Summary.model_validate(now)
+    assert Summary.model_validate(now).union_steps_per_s == 4.0
+
+
 def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
     def of(mode: str, wall_s: float, wait_s: float, sent: int) -> Summary:
         worker = WorkerSummary(rank=0, steps=100, compute_s=1.0, wait_s=wait_s, bytes_sent=sent)
@@ -153,7 +179,8 @@ def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
         return Summary(mode=mode, wall_s=wall_s, workers=[worker], cost=cost)
 
     told = findings([("sync", of("sync", 4.0, 1.0, 9000)), ("async", of("async", 2.0, 0.0, 9000))])
-    assert "async was faster than sync with 0% waiting instead of 50%, 50 steps a second instead of 25." in told
+    why = "0% waiting instead of 50%, 50.0 steps of the union batch a second instead of 25.0"
+    assert f"async was faster than sync with {why}." in told
     assert "Cost, USD: least in async, 2.00; most in sync, 4.00, 2.0 times as much." in told
     told = findings([("a", of("a", 2.0, 0.0, 9000)), ("b", of("b", 2.0, 0.0, 100))])
     assert not [one for one in told if "faster" in one], "neither was"

@@ -95,8 +95,9 @@ def test_every_mode_takes_a_group_as_a_worker(run: Run, mode: str) -> None:
     ended(run)
     summary = json.loads((run.folder / "s.json").read_text())
     if mode != "async_diloco":  # whose contributions may be of fewer steps
-        steps = STEPS // (4 if len(more) > 1 else 1)
-        assert [one["steps"] for one in summary["workers"]] == [steps, steps]
+        contributions = STEPS // (4 if len(more) > 1 else 1)
+        told = [(one["steps"], one["contributions"]) for one in summary["workers"]]
+        assert told == [(STEPS, contributions)] * 2
     assert summary["workers"][0]["samples"] > STEPS * 6  # of both processes
     saved = load_file(run.folder / "w.safetensors")
     for rank in range(2):

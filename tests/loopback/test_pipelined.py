@@ -206,7 +206,8 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
         assert float.fromhex(told[-1][-1]) == pytest.approx(average, rel=1e-13)
     rounds = -(-STEPS // local_steps)
     rows = _rows(cluster)
-    assert [(row["steps"], row["samples"]) for row in rows] == [(rounds, STEPS)] * num_workers
+    told = [(row["contributions"], row["steps"], row["samples"]) for row in rows]
+    assert told == [(rounds, STEPS, STEPS)] * num_workers
     assert [row["staleness_max"] for row in rows] == [1] * num_workers
     assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
 
@@ -227,7 +228,7 @@ def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
     assert [survivor.wait(), server.wait()] == [0, 0], survivor.output
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert summary["updates"] == 5
-    assert [row["steps"] for row in summary["workers"]] == [5, 1]
+    assert [(row["contributions"], row["steps"]) for row in summary["workers"]] == [(5, 25), (1, 5)]
     # Alone from round 2 on: the average of one is what it sent, so every later step is plain gradient descent.
     steps = [float.fromhex(line.split()[-1]) for line in survivor.output.splitlines() if line.startswith("before")]
     assert steps[11:] == pytest.approx([0.9 * value for value in steps[10:-1]], rel=1e-12)

@@ -134,7 +134,7 @@ def measure(asked: argparse.Namespace, link: Link, mode: str) -> dict[str, Any]:
         rows = summaries[-1]["workers"]
         figures[f"{name}_staleness_max"] = max(row["staleness_max"] for row in rows)
         figures[f"{name}_bytes_sent"] = max(row["bytes_sent"] for row in rows)
-        figures[f"{name}_contributions"] = [row["steps"] for row in rows]
+        figures[f"{name}_contributions"] = [row["contributions"] for row in rows]
         figures[f"{name}_samples"] = [row["samples"] for row in rows]
     figures["ratio"] = round(figures["changed_step_s"] / figures["plain_step_s"], 3)
     return figures

@@ -100,7 +100,7 @@ def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing
     assert min(simulation.tally.staleness) >= 0
     accepted = sum(fact.outcome == "accepted" for fact in taken)
     found = summary(simulation)
-    assert sum(worker.steps for worker in found.workers) == accepted
+    assert sum(worker.contributions for worker in found.workers) == accepted
     assert (simulation.tally.num_failures > 0) == is_failing
     if not is_failing:
         assert simulation.tally.num_steps == 6 * 24

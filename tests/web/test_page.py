@@ -124,7 +124,9 @@ def bins(shown: Tab) -> dict[str, int]:
 def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> None:
     """Every number of the page at the end, as people read it. `per_s`: what a second costs."""
     workers = summary["workers"]
-    sums = {name: sum(one[name] for one in workers) for name in ("samples", "steps", "bytes_sent", "bytes_received")}
+    sums = {
+        name: sum(one[name] for one in workers) for name in ("samples", "contributions", "bytes_sent", "bytes_received")
+    }
     assert shown.figure("version") == f"{summary['version']:,}"
     assert shown.figure("updates") == f"{summary['updates']:,}"
     assert shown.figure("samples") == f"{sums['samples']:,}"
@@ -132,7 +134,7 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         summary["wall_s"], abs=0.51 if summary["wall_s"] > 9.9 else 0.051
     )
     assert shown.figure("stale max") == f"{max(one['staleness_max'] for one in workers)}"
-    mean = sum(one["staleness_mean"] * one["steps"] for one in workers) / sums["steps"]
+    mean = sum(one["staleness_mean"] * one["contributions"] for one in workers) / sums["contributions"]
     assert float(shown.figure("stale mean")) == pytest.approx(mean, abs=0.0051)
     total = sum(one["compute_s"] + one["wait_s"] + one["transfer_s"] for one in workers)
     wait_share = sum(one["wait_s"] for one in workers) / total
@@ -153,7 +155,7 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         ("restarts", "restarts"),
     ):
         assert shown.cells(column) == [f"{one[name]}" for one in workers], column
-    for column, name in (("contributions", "steps"), ("samples", "samples")):
+    for column, name in (("contributions", "contributions"), ("samples", "samples")):
         assert shown.cells(column) == [f"{one[name]:,}" for one in workers], column
     for column, name in (("sent", "bytes_sent"), ("received", "bytes_received")):
         assert shown.cells(column) == [size(one[name]) for one in workers], column
@@ -161,9 +163,9 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         [one["staleness_mean"] for one in workers], abs=0.0051
     )
     assert bins(shown) == dict(list(summary["staleness"].items())[:8])  # as many as the sentence has
-    assert sum(summary["staleness"].values()) == sums["steps"]
+    assert sum(summary["staleness"].values()) == sums["contributions"]
     late = sum(int(behind) * count for behind, count in summary["staleness"].items())
-    assert late == pytest.approx(mean * sums["steps"], abs=0.01 * sums["steps"])
+    assert late == pytest.approx(mean * sums["contributions"], abs=0.01 * sums["contributions"])
     said = [f"{one['shard']}: version {one['version']:,}" for one in summary["shards"]]
     row = shown.page.locator("#more [data-key=shards] dd")
     assert [text.rpartition(",")[0] for text in row.text_content().split("; ")] == said if said else row.count() == 0

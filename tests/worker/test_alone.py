@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -9,7 +12,9 @@ from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
-from paramserver.worker.training.alone import AloneSession
+from paramserver.common.reporting.summary import Summary
+from paramserver.common.runstore.reading import RunStore
+from paramserver.worker.training.alone import AloneSession, reporting, write_alone
 
 
 def told(**run: int) -> AloneSession:
@@ -120,3 +125,33 @@ def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
             model["d"](model["g"](x)).sum().backward()
             optimizer.step()
     assert (session.num_steps, session.num_samples) == (3, 6)
+
+
+def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_single(tmp_path: Path) -> None:
+    """From the model to the last training step, as a server counts: what the first step loads is in `wall_s` alone."""
+    store = tmp_path / "runs" / "paramserver.db"
+    config = Config.model_validate({
+        "run": {"mode": "ssp", "steps": 21, "batch_size": 16},
+        "output": {"summary": str(tmp_path / "s.json"), "track_dir": str(store.parent)},
+    })  # fmt: skip
+    session = AloneSession(config)
+    model = torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ended = []
+    with reporting(session, config):
+        for (x,) in session.shard(TensorDataset(torch.ones(21 * 16, 2)), batch_size=16):
+            time.sleep(0.01 if ended else 0.5)
+            model(x).sum().backward()
+            optimizer.step()
+            ended.append(time.perf_counter())
+        time.sleep(0.5)  # an evaluation
+        write_alone(session, config)
+    found = Summary.model_validate_json((tmp_path / "s.json").read_text())
+    steps_per_s = 20 / (ended[-1] - ended[0])
+    assert found.union_steps_per_s == pytest.approx(steps_per_s, rel=0.05)
+    assert found.samples_per_s == pytest.approx(16 * steps_per_s, rel=0.05)
+    assert 0.5 < found.wall_s < 0.5 + ended[-1] - ended[0] + 0.4
+    assert [(one.steps, one.contributions, one.samples) for one in found.workers] == [(21, 21, 336)]
+    with RunStore(store) as runs:
+        [kept] = runs.runs()
+        assert (kept.mode, runs.config(kept)["run"]["mode"]) == ("single", "single")

@@ -21,7 +21,7 @@ from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary, WorkerSummary
 from ...common.runstore.record import Record
-from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.optimizers import TableSpec, load_compiler
 from ...common.tensors.statistics import statistics_of
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
@@ -74,6 +74,7 @@ class AloneSession(Session):
         self.loss = float("nan")
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # the first time, and the newest
+        self.first_samples = 0  # of the first step
         self.ended_by = ""  # why it was stopped
         self.summary: Summary | None = None  # once it is over
 
@@ -109,6 +110,7 @@ class AloneSession(Session):
             raise second_optimizer()
         statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
         self._averaged_buffers = averaged_buffers
+        load_compiler(optimizers)
         self.started_at = time.perf_counter()
         self._taken = Taken(lambda: self._progress, optimizers, self.length)
         turns = Turns(self._taken)
@@ -149,6 +151,7 @@ class AloneSession(Session):
         self.num_steps += 1
         now = time.perf_counter()
         self.stepped_at = now if self.num_steps == 1 else self.stepped_at[0], now
+        self.first_samples = self.num_samples if self.num_steps == 1 else self.first_samples
         self._progress.training_steps = self.num_steps
         if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
             self.evaluation.run()
@@ -282,28 +285,31 @@ def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
         if session.num_steps:
             session.ended_by = f"failed at step {session.num_steps}: {ending_of(error).failure}"
             try:
-                write_alone(session, config, time.perf_counter() - session.started_at)
+                write_alone(session, config)
             except OutputError as unsaved:
                 log.error("not_saved", reason=unsaved.message)
         raise
 
 
-def write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
+def write_alone(session: AloneSession, config: Config) -> None:
     """Save weights and summary where the configuration says; show or log the summary. A signal waits meanwhile."""
     with uninterrupted:
-        _write_alone(session, config, wall_s)
+        _write_alone(session, config)
 
 
-def _write_alone(session: AloneSession, config: Config, wall_s: float) -> None:
+def _write_alone(session: AloneSession, config: Config) -> None:
     model_tensors = session.tensors()
     if session.figures and session.curve.points:
         session.measured(session.figures, model_tensors)
-    worker = WorkerSummary(rank=0, steps=session.num_steps, samples=session.num_samples, compute_s=round(wall_s, 3))
+    steps, samples = session.num_steps, session.num_samples
     first, last = session.stepped_at
+    wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
+    worker = WorkerSummary(rank=0, steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3))
     summary = Summary(
         mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
         ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
-        best=session.curve.best, step_s=(last - first) / max(1, session.num_steps - 1),
+        best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
+        steady_samples=samples - session.first_samples, steady_steps=max(0, steps - 1),
     )  # fmt: skip
     if (rate := config.cost.rate) is not None:
         summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)

@@ -12,7 +12,7 @@ from ....common.reporting.summary import WorkerSummary
 # The live view's rates cover this many contributions.
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
-# Of this process alone; in files and summaries the contributions that count are called steps.
+# Of this process alone; in snapshots the contributions that count are called steps.
 _NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchanged"}
 
 
@@ -32,6 +32,7 @@ class WorkerStats:
 
     rank: int
     contributions: int = 0  # that count
+    training_steps: int = 0  # in those
     samples: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -53,11 +54,12 @@ class WorkerStats:
     loss: float = math.nan
     exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent_samples: int = 0  # of `recent`
-    # (time, samples, staleness)
-    recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    # (time, samples, staleness, training steps)
+    recent: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def accepted(self, staleness: int, num_samples: int, lead: int, now: float) -> None:
+    def accepted(self, staleness: int, num_samples: int, lead: int, now: float, num_steps: int = 1) -> None:
         self.contributions += 1
+        self.training_steps += num_steps
         self.samples += num_samples
         self.staleness_sum += staleness
         if staleness > self.staleness_max:
@@ -67,7 +69,7 @@ class WorkerStats:
         self.rejected_in_a_row = 0
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0][1]
-        self.recent.append((now, num_samples, staleness))
+        self.recent.append((now, num_samples, staleness, num_steps))
         self.recent_samples += num_samples
 
     def joined_anew(self) -> None:
@@ -96,14 +98,18 @@ class WorkerStats:
         """What a snapshot keeps; contributions that no version holds yet are not counted."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_SAVED}
         staleness_sum = self.staleness_sum - sum(self.newest_staleness(num_open))
-        samples = self.samples - sum(samples for _, samples, _ in self._newest(num_open))
-        return {**values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum, "samples": samples}
+        samples = self.samples - sum(samples for _, samples, _, _ in self._newest(num_open))
+        training_steps = self.training_steps - sum(steps for *_, steps in self._newest(num_open))
+        return {
+            **values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum, "samples": samples,
+            "training_steps": training_steps,
+        }  # fmt: skip
 
     def newest_staleness(self, count: int) -> list[int]:
         """Of so many contributions that counted last."""
-        return [staleness for *_, staleness in self._newest(count)]
+        return [staleness for *_, staleness, _ in self._newest(count)]
 
-    def _newest(self, count: int) -> list[tuple[float, int, int]]:
+    def _newest(self, count: int) -> list[tuple[float, int, int, int]]:
         return list(self.recent)[max(0, len(self.recent) - count) :]
 
     @classmethod
@@ -111,6 +117,7 @@ class WorkerStats:
         """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
         known = {name: value for name, value in values.items() if type(value) in (int, float)}
         names = {one.name for one in fields(cls)} - _NOT_SAVED
+        known.setdefault("training_steps", known.get("steps", 0))  # older snapshots say no more
         return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
 
     @property
@@ -134,4 +141,4 @@ class WorkerStats:
 
     def summary(self) -> WorkerSummary:
         same = {name: getattr(self, name) for name in WorkerSummary.model_fields if hasattr(self, name)}
-        return WorkerSummary(**same, steps=self.contributions, restarts=max(0, self.num_joins - 1))
+        return WorkerSummary(**same, steps=self.training_steps, restarts=max(0, self.num_joins - 1))

@@ -52,3 +52,55 @@ def test_the_first_step_of_the_last_to_begin_is_not_in_it_and_the_slowest_counts
         run.apply(events.Contributed(1, 1, number, run.policy.version, at=9.0 + 0.05 * number))
     assert run.contributions.step_s == pytest.approx(0.05)
     assert run.contributions.staleness == {0: 22}, "of what each had built on, which was the newest"
+
+
+def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions() -> None:
+    """18 steps of each, 8 in a contribution: the last one has two. What comes before all have taken their first is
+    no part of the pace."""
+    run = started("localsgd", 18, local_steps=8)
+    for version, num_steps in enumerate((8, 8, 2)):
+        for rank in range(2):
+            at = 100.0 + 4.0 * version + rank
+            told = events.Contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
+            run.apply(told)
+    rows = [run.roster.stats[rank].summary() for rank in range(2)]
+    assert [(row.steps, row.contributions, row.samples) for row in rows] == [(18, 3, 180)] * 2
+    seconds, samples, steps = run.contributions.steady()
+    assert (seconds, samples, steps) == (8.0, 200, 20)  # since 101.0, when both had contributed
+    saved = run.roster.stats[0].saved(1)
+    assert (saved["steps"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
+    assert WorkerStats.restored(0, saved).summary().steps == 16
+    del saved["training_steps"]  # of an older snapshot
+    assert WorkerStats.restored(0, saved).summary().steps == 2
+
+
+def test_a_run_of_one_step_has_no_steady_part() -> None:
+    run = started("async", 1)
+    for rank in range(2):
+        run.apply(events.Contributed(rank, 1, 1, 0, at=5.0, num_samples=32))
+    assert run.contributions.steady() == (0.0, 0, 0)
+
+
+def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> None:
+    run = started("allreduce", 3)
+    for version in range(3):
+        for rank in range(2):
+            told = events.Contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
+            run.apply(told)
+    rows = [run.roster.stats[rank].summary() for rank in range(2)]
+    assert [(row.steps, row.contributions, row.samples) for row in rows] == [(3, 3, 24)] * 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
+    run = started(mode, 4)
+    for number in range(1, 9):
+        for rank in range(2):
+            part = 2 - number % 2
+            told = events.Contributed(
+                rank, 1, number, run.policy.version, at=float(number), num_samples=8 if part == 1 else 1,
+                num_steps=0 if part == 2 else None, part=part,
+            )  # fmt: skip
+            run.apply(told)
+    rows = [run.roster.stats[rank].summary() for rank in range(2)]
+    assert [(row.steps, row.contributions) for row in rows] == [(4, 8)] * 2
