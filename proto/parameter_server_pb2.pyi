@@ -338,14 +338,26 @@ class State(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., piece: _Optional[bytes] = ...) -> None: ...
 
 class Data(_message.Message):
-    __slots__ = ("num_samples", "digest", "steps")
+    __slots__ = ("num_samples", "digest", "steps", "rates")
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     num_samples: int
     digest: int
     steps: int
-    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    rates: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., steps: _Optional[int] = ..., rates: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Rates(_message.Message):
+    __slots__ = ("first", "last", "num_changes")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    first: _containers.RepeatedScalarFieldContainer[float]
+    last: _containers.RepeatedScalarFieldContainer[float]
+    num_changes: int
+    def __init__(self, first: _Optional[_Iterable[float]] = ..., last: _Optional[_Iterable[float]] = ..., num_changes: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("transfer_s", "can_evaluate", "residual", "holds", "residuals_lost", "residual_lost")
@@ -600,7 +612,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer", "left_out")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer", "left_out", "rates")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -640,6 +652,7 @@ class Answer(_message.Message):
     BRING_FIELD_NUMBER: _ClassVar[int]
     BRING_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -665,7 +678,8 @@ class Answer(_message.Message):
     bring: bool
     bring_optimizer: bool
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+    rates: Rates
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("tensors",)

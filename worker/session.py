@@ -13,7 +13,7 @@ went back to a snapshot, it begins on the weights, the number and the place in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..common.errors import UnreachableError
 
@@ -57,6 +57,10 @@ class Progress:
     pull_every: int = 1
     server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
     num_starts: int = 0  # answers that told it where to start
+    # Learning rates of this rank's contributions, by group, as the newest of these told them (Rates in the proto).
+    first_rates: list[float] = field(default_factory=list)
+    last_rates: list[float] = field(default_factory=list)
+    num_rate_changes: int = 0
     # While the last contribution that counts is computed once more: training steps, local steps and end to go on from.
     after_replay: tuple[int, int, bool] | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
 _LEASE_S = 0.01, 1e6
 _MAX_SHARDS = 4096
+_MAX_GROUPS = 100_000  # of an optimizer
 _MAX_STATE_BYTES = 1 << 40  # a server's own limit is limits.state_bytes
 _SECRET_BYTES = 32
 _TICKET_BYTES = 32
@@ -74,6 +75,13 @@ def _addresses(what: str, texts: Iterable[str]) -> None:
 def _check_secret(what: str, value: bytes) -> None:
     if len(value) != _SECRET_BYTES:
         raise refusal(Reason.BAD_REQUEST, f"{what} has {len(value)} bytes; {_SECRET_BYTES} are right")
+
+
+def _rates(what: str, rates: Sequence[float]) -> None:
+    """One for each group of an optimizer."""
+    if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
+        told = f"{what} are {len(rates)} learning rates, or one that is not finite"
+        raise refusal(Reason.BAD_REQUEST, f"{told}; at most {_MAX_GROUPS} are possible")
 
 
 def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
@@ -127,6 +135,8 @@ def _check_answer(answer: pb.Answer) -> None:
         check_header(answer.began)
     if answer.HasField("group"):
         check_header(answer.group)
+    if answer.HasField("rates"):
+        check_header(answer.rates)
 
 
 def _check_group(group: pb.Group) -> None:
@@ -166,6 +176,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Held: ("step", "body_bytes", "version"),
     pb.Answer: ("step", "version", "body_bytes", "training_steps", "batches", "steps", "reference"),
     pb.Group: ("epoch",),
+    pb.Rates: ("num_changes",),
     pb.Final: ("version", "body_bytes"),
     pb.Snapshot: ("version", "body_bytes"),
     pb.StatusReply: ("version", "step"),
@@ -196,6 +207,8 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "num_workers": _range(0, MAX_RANK),
     },
     pb.Group: {"meeting": check_address, "secret": _check_secret},
+    pb.Data: {"rates": _rates},
+    pb.Rates: {"first": _rates, "last": _rates},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
     pb.Snapshot: {"run": check_text},
     pb.RowsReply: {"shards": _addresses},
@@ -266,6 +279,7 @@ def _is_sound_answer(answer: pb.Answer) -> bool:
         and codec.isprintable()
         and not answer.HasField("began")
         and not answer.HasField("group")
+        and not answer.HasField("rates")
     )
 
 

@@ -18,6 +18,7 @@ from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
 from .counting.drawn import Data, Drawn
+from .counting.rates import Rates
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import Contributed, Identity, Repeated
@@ -57,6 +58,7 @@ class Contributions:
         self._held: dict[int, Held] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
         self._data = Data()
+        self.rates = Rates()
         # By rank, with the version it met and its training steps.
         self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
         self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
@@ -135,6 +137,7 @@ class Contributions:
             identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
             worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
         )  # fmt: skip
+        self.rates.counted(rank, worker.hyperparameters, event.rates)
         stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at, in_it)
         self.staleness[bin_of(worker.staleness)] += 1
         self._ended_at = event.at
@@ -308,6 +311,7 @@ class Contributions:
             bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
             policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
             policy.has_newest_weights, policy.brings(rank), is_continued=is_continued,
+            rates=self.rates.of(rank) if is_start else None,
         ))  # fmt: skip
         worker.waiting_since, worker.staleness, worker.evaluates, worker.held = None, 0, False, -1
 
@@ -362,6 +366,7 @@ class Contributions:
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)
         self.drawn.restore(training.get("batches"))
+        self.rates.restore(training.get("rates"))
         self.staleness = restored_bins(training.get("staleness"))
         for rank, values in stats.items() if isinstance(stats, dict) else ():
             if rank.isdecimal() and isinstance(values, dict):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...common.errors import ParamServerError
 from ...common.reporting.status import Status
+from .counting.rates import RankRates
 from .events import Identity
 
 
@@ -191,6 +192,7 @@ class Answer(Fact):
     brings: bool = False  # the next report is to bring weights,
     brings_optimizer: bool = False  # and one that does what the optimizer remembers
     is_continued: bool = False  # the version is one it has some of, and not the newest
+    rates: RankRates | None = None  # with START: of the rank's contributions
 
 
 @dataclass(slots=True)

@@ -194,6 +194,7 @@ class Contributed(OfAWorker):
     epoch: int = 0  # of a report, which may come without a body, or say that there is no mean
     is_broken: bool = False
     has_body: bool = True
+    rates: tuple[float, ...] = ()  # with a process's first: learning rates at its first training step
     # Bytes that its worker has sent and received here so far, this one included, words about a wait not.
     traffic: tuple[int, int] = (0, 0)
 

@@ -38,6 +38,7 @@ def saved(run: Run, at: float) -> dict[str, Any]:
             "curve": run.curve.saved(),
             "controls": controls.saved(run),
             "batches": run.contributions.drawn.saved(),
+            "rates": run.contributions.rates.saved(),
             "in_step": {str(rank): number for rank, number in run.policy.in_step.items()},
             "steps_done": {str(rank): steps for rank, steps in run.policy.committed_steps().items()},
         },

@@ -394,6 +394,7 @@ class Intake:
             residual_lost=header.residual_lost,
             epoch=header.epoch,
             is_broken=header.broken,
+            rates=tuple(header.data.rates),
             traffic=(traffic.num_sent, traffic.num_received - traffic.num_in_waiting),
         )
         if header.HasField("place"):

@@ -100,6 +100,9 @@ State             num_bytes offset : whole header
 State             piece : bytes header
 Data              num_samples steps : whole header
 Data              digest : hash any
+Data              rates : real header
+Rates             first last : real header
+Rates             num_changes : whole header
 Finish            transfer_s : real header
 Finish            can_evaluate : flag any
 Finish            residual residual_lost : real shown
@@ -163,7 +166,7 @@ Answer            held_s : real header
 Answer            reason : text shown
 Answer            segment : part open_segment
 Answer            codec : text header
-Answer            began group : part header
+Answer            began group rates : part header
 Answer            spare bring bring_optimizer : flag any
 Answer            checked_reference : whole compared
 Answer            reference_crc : hash compared

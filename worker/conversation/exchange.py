@@ -248,6 +248,8 @@ class Exchange:
         self.progress.num_starts += 1
         self.progress.batches = answer.batches if answer.HasField("batches") else answer.training_steps
         self.progress.in_step = answer.in_step
+        self.progress.first_rates, self.progress.last_rates = list(answer.rates.first), list(answer.rates.last)
+        self.progress.num_rate_changes = answer.rates.num_changes
         self._history.write(
             "start",
             run=self.progress.run,

@@ -89,8 +89,9 @@ class Work(NamedTuple):
     evaluates: bool = False  # the weights of the answer
     num_batches: int | None = None  # None: as many as training steps
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
-    # With the first: samples of the data set, digest of what is contributed, training steps of the run; 0: unknown.
+    # With the first: samples of the data set, digest of the gradients, training steps of the run; 0: unknown.
     data: tuple[int, int, int] | None = None
+    rates: tuple[float, ...] = ()  # with it: learning rates at the process's first training step
     began: Begun | None = None  # of a script that remembers something
     rows: tuple[RowGradients, ...] = ()
     part: int = 0  # of several that the model is stepped in, from 1
@@ -222,6 +223,7 @@ def contribution(
         header.training_steps = 0 if work.continues else progress.local_steps
     if work.data is not None:
         header.data.num_samples, header.data.digest, header.data.steps = work.data
+        header.data.rates.extend(work.rates)
     if work.began is not None:
         header.place.MergeFrom(pb.Place(**asdict(work.began.place)))
     return message

@@ -88,7 +88,7 @@ class AloneSession(Session):
         return self._progress.total_steps
 
     @property
-    def step(self) -> int:
+    def _position(self) -> int:
         return self.num_steps
 
     def stop(self, reason: str) -> None:

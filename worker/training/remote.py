@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -31,6 +31,7 @@ from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
 from .place.memory import Memory
+from .place.restarted import Restarted
 from .place.steps import Steps
 from .place.taken import Taken
 from .rows import Pull
@@ -49,6 +50,7 @@ class RemoteSession(Session):
         self._config = config
         self._exchange: Exchange | None = None  # of several processes of one worker the first has it
         self._steps: Steps | None = None
+        self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
         self._names: tuple[str, ...] = ()  # of the parts, where there are several
         if config.worker.group:
             self._strategy = self._join_group()
@@ -93,6 +95,11 @@ class RemoteSession(Session):
 
     @property
     def step(self) -> int:
+        self._restarted.knows_step = True
+        return self._position
+
+    @property
+    def _position(self) -> int:
         return self._progress.position
 
     @property
@@ -145,7 +152,9 @@ class RemoteSession(Session):
         taken = Taken(lambda: self._progress, inner, self.length)
         self._strategy.weight_now = taken.weight_now
         self._memory = Memory(self._strategy, taken, inner)
-        self._steps = Steps(self._strategy, slowdown, taken, self._memory, self._tables, self.evaluation)
+        self._restarted.optimizers = inner
+        told = (self._tables, self.evaluation, self._restarted)
+        self._steps = Steps(self._strategy, slowdown, taken, self._memory, *told)
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         for table in self._tables:
@@ -211,6 +220,11 @@ class RemoteSession(Session):
     def state(self, *, rng: bool = False, **objects: Any) -> None:
         inner = {name: one.inner if isinstance(one, ExchangeOptimizer) else one for name, one in objects.items()}
         super().state(rng=rng, **inner)
+        self._restarted.has_state = True
+
+    def epochs(self, num: int) -> Iterator[int]:
+        self._restarted.has_epochs = True
+        return super().epochs(num)
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         if self._steps is None:

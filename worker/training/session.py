@@ -68,6 +68,10 @@ class Session:
     @property
     def step(self) -> int:
         """Training steps of this rank that are done, over all processes that had it."""
+        return self._position
+
+    @property
+    def _position(self) -> int:
         raise NotImplementedError
 
     @property
@@ -263,7 +267,7 @@ class Session:
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         """Tell the run the loss of a step, and its samples where `shard` did not count them."""
         if loss is not None:
-            self.losses.note(self.step, float(loss))
+            self.losses.note(self._position, float(loss))
         self._shown.look_again()
 
     def show(self) -> None:
@@ -274,7 +278,7 @@ class Session:
         from ...common.reporting.pictures.cards import of_session
 
         has_begun = self._memory is not None or self.losses.points
-        where = (self.rank, self.num_workers, self.step, self.is_done) if has_begun else None
+        where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
         return of_session(self.settings.mode, where, self.losses.points, self.figures)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

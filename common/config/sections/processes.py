@@ -129,6 +129,10 @@ class WorkerConfig(Section):
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="train nothing: evaluate the run's weights while the workers of the run train"
     )
+    accept_restarted_schedule: bool = Field(
+        False,
+        description="a script that takes a rank may begin its learning-rate schedule anew; false: such a worker stops",
+    )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
     @field_validator("zero")

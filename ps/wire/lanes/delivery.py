@@ -58,6 +58,8 @@ def answer_message(
     answer.in_step = said.in_step
     if said.num_batches is not None:
         answer.batches = said.num_batches
+    if said.rates is not None:
+        answer.rates.MergeFrom(pb.Rates(**said.rates._asdict()))
     if segment is not None:
         answer.segment.CopyFrom(segment)
     if said.epoch:

@@ -18,6 +18,7 @@ from ..evaluation import Evaluation
 from ..rows import Rows
 from ..slowdown import Slowdown
 from .memory import Memory
+from .restarted import Restarted, rates_of
 from .taken import Taken
 
 
@@ -70,9 +71,12 @@ class Steps:
         memory: Memory,
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
+        restarted: Restarted | None = None,
     ) -> None:
         self.strategy, self.taken, self.memory, self._slowdown = strategy, taken, memory, slowdown
         self.tables, self._evaluation = tables, evaluation or Evaluation()
+        self._restarted = restarted or Restarted()
+        self._first_rates: tuple[float, ...] | None = None  # at the first training step of this process
         self.parts: list[Part] = []
         self.num_steps = strategy.progress.training_steps
         self._turns = Turns(taken)
@@ -120,6 +124,9 @@ class Steps:
                 return False
             raise after_the_end(progress)
         if self._begins:
+            self._restarted.look(progress)
+            if self._first_rates is None:
+                self._first_rates = rates_of(self._restarted.optimizers)
             self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.taken)
@@ -169,7 +176,8 @@ class Steps:
             is_due = self.strategy.agreed(is_due)
         work = Work(
             num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
-            data=self._data(part), began=self._began, rows=self._rows(),
+            data=(data := self._data(part)), rates=self._first_rates or () if data else (), began=self._began,
+            rows=self._rows(),
         )  # fmt: skip
         if self.taken.is_parted:
             number = self.parts.index(part) + 1
@@ -215,8 +223,7 @@ class Steps:
             return None
         self._told_at = self.progress.num_starts
         gradients = [one.grad for one in part.parameters if one.grad is not None]
-        sent = gradients if self.strategy.source in ("gradient", "report") else part.parameters
-        return self.taken.num_samples, digest_of(sent), self.taken.run_steps
+        return self.taken.num_samples, digest_of(gradients), self.taken.run_steps
 
     def _slow_down(self) -> None:
         """Add the configured delay, and count the whole step as compute."""

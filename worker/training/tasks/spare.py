@@ -102,7 +102,7 @@ class SpareSession(Session):
         return max(1, self.settings.num_workers)
 
     @property
-    def step(self) -> int:
+    def _position(self) -> int:
         return self._spare.look()[1]
 
     @property

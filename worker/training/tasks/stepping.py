@@ -78,9 +78,9 @@ class Stepper:
             self._optimizer.step()
 
     def _set_rate(self) -> None:
-        progress, taken = self._session._place()
+        _, taken = self._session._place()
         num_steps = taken.steps_of_run(self._train.accumulate) or TASK_STEPS
         for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
-            rate = rate_at(progress().position, num_steps, lr, self._train)
+            rate = rate_at(self._session.step, num_steps, lr, self._train)
             if rate != group["lr"]:
                 group["lr"] = rate

@@ -1,0 +1,61 @@
+"""Learning rates of each rank's contributions.
+
+A process that takes a rank is told the first and the newest. It finds out with them whether its own schedule goes on or
+begins anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_Groups = tuple[dict[str, Any], ...]
+
+
+class RankRates(NamedTuple):
+    """Of one rank; one number for each group of its optimizer."""
+
+    first: tuple[float, ...]  # at the first training step of its first process
+    last: tuple[float, ...]  # of its newest contribution that counts
+    num_changes: int  # contributions that count whose rates differ from those of the one before
+
+
+class Rates:
+    """Of all ranks."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, RankRates] = {}
+        self._told: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
+
+    def counted(self, rank: int, hyperparameters: _Groups | None, first: Sequence[float]) -> None:
+        """A contribution counts. `first`: what its process said of its own first step, with its first contribution."""
+        if hyperparameters is None or self._told.get(rank) is hyperparameters:
+            return
+        self._told[rank] = hyperparameters
+        last = tuple(rate_of(group) for group in hyperparameters)
+        known = self._of_rank.get(rank) or RankRates(tuple(first) or last, last, 0)
+        self._of_rank[rank] = RankRates(known.first, last, known.num_changes + (last != known.last))
+
+    def of(self, rank: int) -> RankRates | None:
+        return self._of_rank.get(rank)
+
+    def saved(self) -> dict[str, list[Any]]:
+        return {str(rank): [list(one.first), list(one.last), one.num_changes] for rank, one in self._of_rank.items()}
+
+    def restore(self, saved: Any) -> None:
+        """What is not there, or not what it should be, is not known."""
+        for rank, told in saved.items() if isinstance(saved, dict) else ():
+            match told:
+                case [list(first), list(last), int(num_changes)] if rank.isdecimal() and _are_rates(first + last):
+                    self._of_rank[int(rank)] = RankRates(tuple(first), tuple(last), num_changes)
+
+
+def rate_of(group: dict[str, Any]) -> float:
+    """The learning rate of a group of hyperparameters; 0 where it has none."""
+    rate = group.get("lr", 0.0)
+    return float(rate) if isinstance(rate, int | float) else 0.0
+
+
+def _are_rates(found: list[Any]) -> bool:
+    return all(type(one) in (int, float) and math.isfinite(one) for one in found)

@@ -1,0 +1,136 @@
+"""A process that takes a rank, and whose schedule begins anew because the script registered nothing: it is stopped, or
+the log says so. A script that goes on where its rank was is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from paramserver.tests.loopback.conftest import Cluster, Process
+
+SCRIPT = Path(__file__).parent / "state" / "schedule.py"
+slow = pytest.mark.slow
+FIX = "session.state(scheduler=scheduler)"
+
+
+def run(cluster: Cluster, mode: str, how: str, *flags: str, workers: int = 1) -> tuple[Process, list[Process]]:
+    """The last worker waits at the gate, after six steps."""
+    server = cluster.server("--mode", mode, "--workers", str(workers), "--steps", "16", *flags)
+    ranks = [cluster.script(rank, SCRIPT, HOW=how) for rank in range(workers - 1)]
+    ranks.append(cluster.script(workers - 1, SCRIPT, HOW=how, GATE_AT="6"))
+    ranks[-1].until(lambda: "at the gate" in ranks[-1].output, "gate")
+    return server, ranks
+
+
+def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: int = 0, **env: str) -> Process:
+    """Another process has the rank; it waits nowhere."""
+    old.signal(signal.SIGKILL)
+    old.popen.wait()
+    server.until(lambda: any(one["rank"] == rank for one in server.events("left")), "leave")
+    return cluster.script(rank, SCRIPT, HOW=how, **env)
+
+
+def stopped(process: Process, *told: str) -> None:
+    assert process.wait() == 2, process.output
+    assert "Traceback" not in process.output
+    for text in ("goes on at training step", FIX, "session.step", "worker.accept_restarted_schedule", *told):
+        assert text in process.output, process.output
+
+
+LOCAL = ("--local-steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "flags"),
+    [
+        ("sync", "cosine", ()),
+        pytest.param("async", "inner", (), marks=slow),
+        pytest.param("ssp", "counter", (), marks=slow),
+        pytest.param("sync", "plateau", (), marks=slow),
+        pytest.param("buffered", "epochs", ("--buffer", "1"), marks=slow),
+        ("localsgd", "cosine", LOCAL),
+        pytest.param("diloco", "inner", LOCAL, marks=slow),
+        pytest.param("async_diloco", "counter", LOCAL, marks=slow),
+    ],
+)
+def test_a_process_that_takes_a_rank_with_a_schedule_that_begins_anew_is_stopped(
+    cluster: Cluster, mode: str, how: str, flags: tuple[str, ...]
+) -> None:
+    server, (first,) = run(cluster, mode, how, *flags)
+    second = replaced(cluster, server, first, how)
+    names = {"cosine": "CosineAnnealingLR", "inner": "StepLR", "plateau": "ReduceLROnPlateau"}
+    stopped(second, names.get(how, "learning rate"), "0.1")
+
+
+@pytest.mark.parametrize("how", ["constant", pytest.param("by hand", marks=slow)])
+def test_a_script_that_registers_nothing_is_warned_once(cluster: Cluster, how: str) -> None:
+    """Its counters cannot be seen. A rate that was changed by hand stops nobody."""
+    server, (first,) = run(cluster, "sync", how)
+    assert not first.events("nothing_registered"), "a new run"
+    second = replaced(cluster, server, first, how)
+    assert (second.wait(), server.wait()) == (0, 0), second.output
+    (said,) = second.events("nothing_registered")
+    assert said["level"] == "warning" and said["step"] == 6 and FIX in said["fix"]
+    assert ("its learning rate was 0.02" in said["meaning"]) == (how == "by hand")
+
+
+@pytest.mark.parametrize("how", ["registered", "warm-up"])
+def test_a_script_that_goes_on_where_its_rank_was_hears_nothing(cluster: Cluster, how: str) -> None:
+    server, (first,) = run(cluster, "sync", how)
+    second = replaced(cluster, server, first, how)
+    assert (second.wait(), server.wait()) == (0, 0), second.output
+    assert not second.events("nothing_registered") and "finished at 16" in second.output
+
+
+@slow
+def test_a_setting_lets_a_schedule_begin_anew(cluster: Cluster) -> None:
+    server, (first,) = run(cluster, "sync", "cosine")
+    second = replaced(cluster, server, first, "cosine", PS_WORKER__ACCEPT_RESTARTED_SCHEDULE="true")
+    assert (second.wait(), server.wait()) == (0, 0), second.output
+    assert not second.events("nothing_registered")
+
+
+@slow
+def test_workers_that_average_among_themselves_are_stopped_too(cluster: Cluster) -> None:
+    """A live member has given it the optimizer, rate included; its own schedule differs from the next step on."""
+    server, ranks = run(cluster, "allreduce", "cosine", "--set", "policy.min_workers=2", workers=2)
+    second = replaced(cluster, server, ranks[1], "cosine", rank=1)
+    assert second.wait() == 2, second.output
+    assert "the optimizer of rank 1 would step with other numbers" in second.output
+    assert "session.state(scheduler=...)" in second.output
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "shards"),
+    [
+        ("sync", "cosine", 1),
+        pytest.param("localsgd", "inner", 2, marks=slow),
+        pytest.param("allreduce", "cosine", 1, marks=slow),
+    ],
+)
+def test_a_whole_job_that_is_killed_and_resumed_is_stopped(cluster: Cluster, mode: str, how: str, shards: int) -> None:
+    launch = (
+        "-m", "paramserver.launch", "-n", "2", "--mode", mode, "--script", str(SCRIPT), "--steps", "16",
+        "--checkpoint-dir", "kept", "--checkpoint-every", "2", "--shards", str(shards),
+        *(LOCAL if mode == "localsgd" else ()),
+    )  # fmt: skip
+    first = cluster.start("first", *launch, HOW=how, GATE_AT="6")
+    whole = "snapshot-00000000000[2-9]-1/manifest.json.sha256"  # on each shard
+    found = lambda: {one.parent.parent for one in (cluster.folder / "kept").rglob(whole)}  # noqa: E731
+    first.until(lambda: first.output.count("at the gate") == 2 and len(found()) == shards, "snapshot")
+    first.signal(signal.SIGKILL)
+    first.popen.wait()
+    second = cluster.start("second", *launch, HOW=how)
+    stopped(second, "0.1")
+
+
+def test_a_worker_that_the_launcher_replaces_is_stopped(cluster: Cluster) -> None:
+    launch = ("-m", "paramserver.launch", "-n", "2", "--mode", "async", "--script", str(SCRIPT), "--steps", "16")
+    job = cluster.start("job", *launch, HOW="cosine", GATE_AT="6")
+    job.until(lambda: job.output.count("at the gate") == 2, "gate")
+    os.kill(int(re.findall(r"at the gate (\d+)", job.output)[0]), signal.SIGKILL)
+    stopped(job, "CosineAnnealingLR")

@@ -1,0 +1,116 @@
+"""Who is stopped at the first step on a rank that has contributed before, who is warned, and who hears nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from paramserver.common.errors import UsageError
+from paramserver.worker.session import Progress
+from paramserver.worker.training.place import restarted
+from paramserver.worker.training.place.restarted import Restarted, schedulers_of
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(restarted.log, "warning", lambda event, **fields: found.append({"event": event, **fields}))
+    return found
+
+
+def an_optimizer(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def at(step: int, first: list[float], last: list[float], changes: int = 5, starts: int = 1) -> Progress:
+    return Progress(
+        rank=1, num_counted=step, training_steps=step, first_rates=first, last_rates=last, num_rate_changes=changes,
+        num_starts=starts,
+    )  # fmt: skip
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> object:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def test_a_schedule_that_begins_anew_is_stopped_with_what_to_do() -> None:
+    optimizer = an_optimizer(0.5, 0.1)
+    schedule = cosine(optimizer)
+    with pytest.raises(UsageError, match=r"rank 1 goes on at training step 7.*was 0\.05 and begins at 0\.1") as stopped:
+        Restarted([optimizer]).look(at(7, [0.5, 0.1], [0.5, 0.05], changes=1))
+    assert "(CosineAnnealingLR)" in stopped.value.message and schedule is not None
+    assert "session.state(" in stopped.value.fix and "PS_WORKER__ACCEPT_RESTARTED_SCHEDULE" in stopped.value.fix
+
+
+def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> None:
+    with pytest.raises(UsageError):
+        Restarted([an_optimizer(0.1)]).look(at(7, [0.1], [0.05], changes=2))
+
+
+@pytest.mark.parametrize(
+    ("what", "rate", "progress", "num_said"),
+    [
+        ("a new rank", 0.1, at(0, [], []), 0),
+        ("a constant rate", 0.1, at(7, [0.1], [0.1], 0), 1),
+        ("changed by hand, once, in the run", 0.1, at(7, [0.1], [0.02], 1), 1),
+        ("changed by hand before the resume", 0.03, at(7, [0.1], [0.05]), 1),
+        ("goes on", 0.05, at(7, [0.1], [0.05]), 1),
+        ("a server that knows no rates", 0.1, at(7, [], []), 1),
+    ],
+)
+def test_who_is_not_stopped(said: list, what: str, rate: float, progress: Progress, num_said: int) -> None:
+    one = Restarted([an_optimizer(rate)])
+    one.look(progress)
+    progress.training_steps += 1
+    one.look(progress)
+    assert [one["event"] for one in said] == ["nothing_registered"] * num_said
+
+
+@pytest.mark.parametrize(
+    ("declares", "num_said"), [("has_state", 0), ("knows_step", 1), ("has_epochs", None), ("accepts", 0)]
+)
+def test_what_a_script_has_declared(said: list, declares: str, num_said: int | None) -> None:
+    optimizer = an_optimizer(0.1)
+    schedule = cosine(optimizer)
+    one = Restarted([optimizer], accepts=declares == "accepts")
+    if declares != "accepts":
+        setattr(one, declares, True)
+    if num_said is None:
+        with pytest.raises(UsageError):
+            one.look(at(7, [0.1], [0.05]))
+        return
+    one.look(at(7, [0.1], [0.05]))
+    assert len(said) == num_said and schedule is not None
+    if said:
+        assert "its learning rate was 0.05 and begins at 0.1 again" in said[0]["meaning"]
+
+
+@pytest.mark.parametrize("declares", ["knows_step", "has_epochs"])
+def test_who_goes_on_from_what_the_session_says_hears_nothing(said: list, declares: str) -> None:
+    one = Restarted([an_optimizer(0.05)])
+    setattr(one, declares, True)
+    one.look(at(7, [0.1], [0.05]))
+    assert not said
+
+
+def test_a_live_process_that_the_run_moves_is_warned_once(said: list) -> None:
+    one = Restarted([an_optimizer(0.1)])
+    one.look(at(0, [], []))
+    one.look(at(1, [], [], starts=2))  # let go and back, where it was
+    assert not said
+    one.look(at(9, [], [], starts=2))
+    one.look(at(4, [0.2], [0.1], starts=3))
+    one.look(at(1, [0.2], [0.1], starts=4))
+    assert len(said) == 1 and "moved this process by -6 training steps" in said[0]["meaning"]
+
+
+def test_schedulers_of_any_kind_are_seen_on_what_shares_the_groups() -> None:
+    one, other = an_optimizer(0.1), an_optimizer(0.1)
+    wrapper = an_optimizer(0.1)
+    wrapper.param_groups = one.param_groups
+    made = [lr_scheduler.ReduceLROnPlateau(wrapper), lr_scheduler.StepLR(one, 3), lr_scheduler.LinearLR(other)]
+    assert sorted(schedulers_of([one])) == ["ReduceLROnPlateau", "StepLR"] and len(made) == 3
