@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -120,6 +121,17 @@ def shown(text: str, most: int = 80) -> str:
     """`text` that came from another process, for a sentence: no control characters, and no more than so many."""
     text = text if len(text) <= most else f"{text[:most]}..."
     return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def same_batches(first: int, second: int) -> dict[str, Any]:
+    """What the server and both workers log about two ranks that began with equal gradients."""
+    return {
+        "ranks": [first, second],
+        "meaning": f"the first gradients of ranks {first} and {second} are equal to the bit, from the same weights: "
+        "both seem to train on the same batches, so that one of them adds nothing",
+        "fix": "loop over session.shard(dataset); or divide the data with DistributedSampler(dataset, "
+        "session.num_workers, session.rank); or give each rank's loader another seed",
+    }
 
 
 def did_you_mean(wrong: str, known: Iterable[str], before: str = "") -> str:

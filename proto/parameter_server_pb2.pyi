@@ -612,7 +612,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer", "left_out", "rates")
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer", "left_out", "rates", "same_batches_as")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
@@ -653,6 +653,7 @@ class Answer(_message.Message):
     BRING_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
+    SAME_BATCHES_AS_FIELD_NUMBER: _ClassVar[int]
     outcome: Answer.Outcome
     step: int
     version: int
@@ -679,7 +680,8 @@ class Answer(_message.Message):
     bring_optimizer: bool
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     rates: Rates
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
+    same_batches_as: int
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("tensors",)

@@ -89,7 +89,8 @@ def of_run(store: RunStore, run: StoredRun) -> Watched:
     watched.series |= {
         "elapsed_s": [one.elapsed_s for one in points], "step": [float(one.step) for one in points],
         "version": [float(one.version) for one in points], "loss": [one.loss for one in points],
-        "samples": [float(one.samples) for one in points], "bytes": [float(one.num_bytes) for one in points],
+        "samples": [None if one.samples is None else float(one.samples) for one in points],
+        "bytes": [float(one.num_bytes) for one in points],
         "samples_per_s": [one.samples_per_s for one in points], "wait_share": [waits for waits, _ in shares],
         "staleness_mean": [behind for _, behind in shares],
     }  # fmt: skip

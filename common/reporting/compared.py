@@ -22,7 +22,7 @@ _FILES = ("report.html", "report.md")
 _NO_PNG = "The curves are in report.html only: matplotlib, which draws PNG, is not installed (paramserver[bench])."
 _TRAINED = "Not all were evaluated on their way (run.eval_every): train_loss is drawn, which workers told in training."
 _MOST_ROWS = 50  # of a curve in Markdown
-_BARS: list[tuple[str, Callable[[Summary], float], Callable[[float], str]]] = [
+_BARS: list[tuple[str, Callable[[Summary], float | None], Callable[[float], str]]] = [
     ("waiting, of the workers' time", lambda run: run.wait_share, share),
     ("staleness, mean versions", lambda run: run.staleness_mean, two),
     ("samples a second", lambda run: run.samples_per_s, count),

@@ -17,11 +17,12 @@ from .summary import Summary, price
 Runs = Sequence[tuple[str, Summary]]
 
 
-def spreads(runs: Runs, get: Callable[[Summary], float]) -> dict[str, Spread]:
-    """By name, in the order of the runs."""
+def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spread]:
+    """By name, in the order of the runs; without those that have no such figure."""
     values: dict[str, list[float]] = {}
     for name, run in runs:
-        values.setdefault(name, []).append(get(run))
+        if (value := get(run)) is not None:
+            values.setdefault(name, []).append(value)
     return {name: Spread.of(each) for name, each in values.items()}
 
 
@@ -65,7 +66,8 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     told.append(_why(runs, took, wanted))
     told.append(_range("Waiting, of the workers' time", spreads(runs, lambda run: run.wait_share), share))
     told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), two))
-    told.append(_range("Samples a second", spreads(runs, lambda run: run.samples_per_s), count))
+    if len(rates := spreads(runs, lambda run: run.samples_per_s)) == len(names):
+        told.append(_range("Samples a second", rates, count))
     told.append(_range("Steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate))
     told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), amount))
     if costs := _costs(runs):

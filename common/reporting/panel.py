@@ -91,7 +91,7 @@ def _worker_row(worker: WorkerStatus, num_steps: int) -> list[RenderableType]:
         f"{worker.step:,}/{num_steps:,}" if num_steps else f"{worker.step:,}",
         str(worker.lead),
         "-" if worker.loss is None else figure(worker.loss),
-        f"{worker.samples_per_s:,.0f}",
+        "-" if worker.samples_per_s is None else f"{worker.samples_per_s:,.0f}",
         share(worker.compute_share),
         share(worker.transfer_share),
         share(worker.wait_share),

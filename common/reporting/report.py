@@ -92,7 +92,7 @@ _FIRST_TO_GO = ("traffic", "updates", "stale max", "waiting", "stale mean")  # w
 _WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
     ("worker", lambda worker: f"{worker.rank}"),
     ("steps", lambda worker: f"{worker.steps:,}"),
-    ("samples", lambda worker: f"{worker.samples:,}"),
+    ("samples", lambda worker: "-" if worker.samples is None else f"{worker.samples:,}"),
     ("compute\ns", lambda worker: f"{worker.compute_s:.1f}"),
     ("transfer\ns", lambda worker: f"{worker.transfer_s:.1f}"),
     ("wait\ns", lambda worker: f"{worker.wait_s:.1f}"),
@@ -135,7 +135,8 @@ def summary_table(summary: Summary) -> RenderableType:
     table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_rare(name, get(worker)) for name, get in rare))
-    samples_per_s = f"{summary.samples_per_s:,.0f}" if summary.wall_s else "-"
+    rate = summary.samples_per_s
+    samples_per_s = f"{rate:,.0f}" if summary.wall_s and rate is not None else "-"
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
         f"   {summary.updates:,} updates in {duration(summary.wall_s)}",

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, computed_field
 
 from .curve import Point
+from .summary import total_or_unknown
 
 _OFTEN_EMPTY = ("versions", "held_bytes", "evaluated", "left_out", "total")
 
@@ -23,7 +24,7 @@ class WorkerStatus(BaseModel):
     step: int = 0
     lead: int = 0  # contributions ahead of the slowest live worker
     loss: float | None = None  # mean training loss it said last
-    samples_per_s: float = 0.0
+    samples_per_s: float | None = 0.0  # None: nobody says how many samples a step has
     compute_share: float = 0.0
     transfer_share: float = 0.0
     wait_share: float = 0.0
@@ -32,7 +33,7 @@ class WorkerStatus(BaseModel):
     codec: str = "raw"  # of its newest contribution
     # Over all its incarnations.
     contributions: int | None = None  # accepted; None: not known
-    samples: int = 0
+    samples: int | None = 0  # None: as above
     compute_s: float = 0.0
     transfer_s: float = 0.0
     wait_s: float = 0.0
@@ -47,7 +48,7 @@ class Total(BaseModel):
     """What a status says of all ranks together."""
 
     loss: float | None = None  # mean over those that have one
-    samples_per_s: float = 0.0
+    samples_per_s: float | None = 0.0  # None: not known of some
 
 
 class Status(BaseModel):
@@ -59,7 +60,7 @@ class Status(BaseModel):
     step: int = 0
     steps: int = 0  # of the run; 0: it goes on until the scripts' loops end
     num_joined: int = 0
-    samples: int = 0  # of all ranks, over all starts of the server
+    samples: int | None = 0  # of all ranks, over all starts of the server; None: not known of some
     num_bytes: int = 0  # exchanged with all of them
     evaluated: Point | None = None  # the newest evaluation
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
@@ -97,8 +98,10 @@ class Status(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def samples_per_s(self) -> float:
-        return self.total.samples_per_s if self.total else sum(worker.samples_per_s for worker in self.workers)
+    def samples_per_s(self) -> float | None:
+        if self.total:
+            return self.total.samples_per_s
+        return total_or_unknown([worker.samples_per_s for worker in self.workers])
 
     @computed_field  # type: ignore[prop-decorator]
     @property

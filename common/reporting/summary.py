@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
 from .curve import Figure, Point
+
+Number = TypeVar("Number", int, float)
+
+
+def total_or_unknown(numbers: Iterable[Number | None]) -> Number | None:
+    """Their sum; None where one is not known."""
+    total: Number = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
 
 
 class WorkerSummary(BaseModel):
@@ -17,7 +30,7 @@ class WorkerSummary(BaseModel):
     rank: int
     steps: int = 0  # training steps in its accepted contributions
     contributions: int = 0  # accepted; with local steps each has several training steps
-    samples: int = 0
+    samples: int | None = 0  # None: nobody said how many a step has (session.shard, session.record(num_samples=))
     staleness_mean: float = 0.0  # versions, over accepted contributions
     staleness_max: int = 0
     lead_max: int = 0  # contributions ahead of the slowest live worker, after one
@@ -131,8 +144,9 @@ class Summary(BaseModel):
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
 
     @property
-    def num_samples(self) -> int:
-        return sum(worker.samples for worker in self.workers)
+    def num_samples(self) -> int | None:
+        """None where they are not known of some worker."""
+        return total_or_unknown([worker.samples for worker in self.workers])
 
     def points_of(self, figure: str) -> list[Point]:
         """The evaluations that have it; of `curve.TRAINED` statuses."""
@@ -148,9 +162,12 @@ class Summary(BaseModel):
         return sum(worker.steps for worker in self.workers)
 
     @property
-    def samples_per_s(self) -> float:
-        """Samples of all workers in a second, once every worker had taken its first training step."""
-        return _rate((self.steady_samples, self.steady_s), (self.num_samples, self.wall_s))
+    def samples_per_s(self) -> float | None:
+        """Samples of all workers in a second, once every worker had taken its first training step. None: nobody said
+        how many a step has."""
+        if (samples := self.num_samples) is None:
+            return None
+        return _rate((self.steady_samples, self.steady_s), (samples, self.wall_s))
 
     @property
     def union_steps_per_s(self) -> float:

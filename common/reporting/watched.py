@@ -28,7 +28,7 @@ class Totals(BaseModel):
 
     wall_s: float = 0.0
     updates: int = 0
-    samples: int = 0
+    samples: int | None = 0  # None: nobody said them
     bytes: int = 0  # both ways, framing included
     wait_share: float = 0.0
     staleness_mean: float = 0.0
@@ -138,8 +138,8 @@ class Line(BaseModel):
     steps: int = 0  # 0: not known
     version: int = 0
     loss: float | None = None
-    samples: int = 0
-    samples_per_s: float = 0.0
+    samples: int | None = 0
+    samples_per_s: float | None = 0.0
     num_bytes: int | None = None
     elapsed_s: float | None = None  # of training
     figures: dict[str, float] = Field(default_factory=dict)  # final, or of the newest evaluation

@@ -27,7 +27,7 @@ from ..reporting.curve import Figure, Point
 from ..reporting.summary import Summary
 from ..wire.json_text import read_json
 from .process import still_writes
-from .schema import open_to_read, unreadable
+from .schema import known, open_to_read, unreadable
 
 if TYPE_CHECKING:
     from ..reporting.pictures.notebook import Card
@@ -56,9 +56,9 @@ class StoredRun(BaseModel):
     version: int = 0
     elapsed_s: float = 0.0  # of training
     num_workers: int = 0
-    samples: int = 0
+    samples: int | None = 0  # None: nobody said how many a step has
     num_bytes: int = 0
-    samples_per_s: float = 0.0
+    samples_per_s: float | None = 0.0
     loss: float | None = None  # of training, the newest
     waiting: str = ""
     figures: dict[str, Figure] = Field(default_factory=dict)  # final, or of the newest evaluation
@@ -84,9 +84,9 @@ class SeriesPoint(BaseModel):
     step: int
     version: int
     loss: float | None
-    samples_per_s: float
+    samples_per_s: float | None
     num_workers: int
-    samples: int
+    samples: int | None
     num_bytes: int
     waiting: str
 
@@ -100,11 +100,11 @@ class WorkerPoint(BaseModel):
     step: int
     lead: int
     loss: float | None
-    samples_per_s: float
+    samples_per_s: float | None
     compute_s: float
     transfer_s: float
     wait_s: float
-    samples: int
+    samples: int | None
     staleness_mean: float
     staleness_max: int
     bytes_sent: int
@@ -221,7 +221,8 @@ class RunStore:
         """By tick: waiting as a share of the workers' time until then, and the mean staleness; of ranks on record."""
         question = (
             "SELECT tick, sum(wait_s) / max(1e-9, sum(compute_s + transfer_s + wait_s)), "
-            "sum(staleness_mean * samples) / max(1, sum(samples)) FROM worker_series WHERE run = ? GROUP BY tick"
+            "sum(staleness_mean * abs(samples)) / max(1, sum(abs(samples))) "
+            "FROM worker_series WHERE run = ? GROUP BY tick"
         )
         return {tick: (waits, behind) for tick, waits, behind in self._rows(question, run.key)}
 
@@ -299,7 +300,7 @@ _OF_RUN = frozenset(StoredRun.model_fields)
 
 
 def _run(row: sqlite3.Row) -> StoredRun:
-    told = {name: row[name] for name in row.keys() if name in _OF_RUN}  # noqa: SIM118
+    told = {name: value for name, value in _without_run(row).items() if name in _OF_RUN}
     return StoredRun.model_construct(**{**told, "figures": _figures(row["figures"]), "state": _state(row)})
 
 
@@ -311,7 +312,7 @@ def _state(row: sqlite3.Row) -> str:
 
 
 def _without_run(row: sqlite3.Row) -> dict[str, Any]:
-    return {name: row[name] for name in row.keys() if name != "run"}  # noqa: SIM118
+    return {name: known(name, row[name]) for name in row.keys() if name != "run"}  # noqa: SIM118
 
 
 def _figures(text: str) -> dict[str, float]:

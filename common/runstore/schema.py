@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ..errors import OutputError
@@ -18,6 +19,7 @@ FILE = "paramserver.db"
 VERSION = 1  # of the tables, in PRAGMA user_version
 
 # `tick` counts statuses of a run, of which some are kept. Times `at` are Unix seconds; `elapsed_s` is of training.
+# `samples` and `samples_per_s` are -1 where nobody said how many samples a step has: their columns take no NULL.
 _TABLES = """
 CREATE TABLE runs (
     key INTEGER PRIMARY KEY,
@@ -86,6 +88,20 @@ CREATE TABLE checkpoints (
 
 # All that belong to a run, by its key.
 OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "checkpoints")
+
+
+_MAY_BE_UNKNOWN = ("samples", "samples_per_s")
+_UNKNOWN = -1
+
+
+def stored(name: str, value: Any) -> Any:
+    """A value as its column takes it."""
+    return _UNKNOWN if value is None and name in _MAY_BE_UNKNOWN else value
+
+
+def known(name: str, value: Any) -> Any:
+    """A value as its column has it; None: not known."""
+    return None if value == _UNKNOWN and name in _MAY_BE_UNKNOWN else value
 
 
 class StoreError(OutputError):

@@ -21,7 +21,7 @@ from ..reporting.status import Status
 from ..reporting.summary import Summary
 from ..wire.json_text import to_json
 from .process import this_host, this_process
-from .schema import open_to_write
+from .schema import open_to_write, stored
 from .watching import FileWatch
 
 _MOST_TICKS = 1024  # of a run; half as many after thinning
@@ -184,14 +184,16 @@ class RunWriter:
             "samples_per_s": status.samples_per_s, "samples": status.samples, "num_bytes": status.num_bytes,
             "waiting": status.waiting_reason(),
         }  # fmt: skip
-        values = [told[name] for name in _OF_RUN]
+        values = [stored(name, told[name]) for name in _OF_RUN]
         sets = ", ".join(f"{name} = ?" for name in (*_OF_RUN, "elapsed_s", "steps", "heard_at", "model", "mode"))
         now = [*values, status.elapsed_s, status.steps, at, self.model, status.mode or self._beginning.mode]
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", [*now, self._key])
         if self._tick % self._stride and not is_last:
             return
         self._insert(db, "series", ("tick", "at", "elapsed_s", *_OF_RUN), [[self._tick, at, status.elapsed_s, *values]])
-        rows = [[self._tick, *(getattr(worker, name) for name in _OF_WORKER)] for worker in status.workers]
+        rows = [
+            [self._tick, *(stored(name, getattr(worker, name)) for name in _OF_WORKER)] for worker in status.workers
+        ]
         self._insert(db, "worker_series", ("tick", *_OF_WORKER), rows)
         self._num_kept += 1
         if self._num_kept >= _MOST_TICKS:

@@ -205,6 +205,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "held_s": _seconds,
         "codec": check_text,
         "num_workers": _range(0, MAX_RANK),
+        "same_batches_as": _range(0, MAX_RANK - 1),
     },
     pb.Group: {"meeting": check_address, "secret": _check_secret},
     pb.Data: {"rates": _rates},
@@ -250,7 +251,9 @@ _CHECKS = {
 # A contribution and a reply are checked at each exchange. This look at all fields at once, which finds nearly all of
 # them sound, takes half the time; whatever it does not pass goes by the table.
 _OF_CONTRIBUTION = operator.attrgetter("codec", "compute_s", "transfer_s", *COUNTS[pb.Contribution])
-_OF_ANSWER = operator.attrgetter("outcome", "held_s", "num_workers", "worker_index", "codec", *COUNTS[pb.Answer])
+_OF_ANSWER = operator.attrgetter(
+    "outcome", "held_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Answer]
+)
 
 _START, _REJECTED = int(pb.Answer.START), int(pb.Answer.REJECTED)  # looked up once: it costs as much as all the rest
 
@@ -269,11 +272,12 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
 
 
 def _is_sound_answer(answer: pb.Answer) -> bool:
-    outcome, held_s, num_workers, worker_index, codec, *counts = _OF_ANSWER(answer)
+    outcome, held_s, num_workers, worker_index, other, codec, *counts = _OF_ANSWER(answer)
     return (
         _START < outcome <= _REJECTED
         and 0 <= held_s <= _MAX_SECONDS
         and worker_index < num_workers <= MAX_RANK
+        and other < MAX_RANK
         and max(counts) <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()

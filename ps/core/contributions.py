@@ -98,7 +98,7 @@ class Contributions:
         if event.num_steps is None:
             event.num_steps = policy.told_steps(rank)
         contribution = Contribution(
-            event.number, event.base_version, event.num_samples, event.num_steps, event.part,
+            event.number, event.base_version, event.num_samples or 1, event.num_steps, event.part,
             event.epoch, event.is_broken, event.has_body, round(event.compute_s, 6),
         )  # fmt: skip
         worker.staleness = policy.staleness(rank, contribution)
@@ -312,6 +312,7 @@ class Contributions:
             policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
             policy.has_newest_weights, policy.brings(rank), is_continued=is_continued,
             rates=self.rates.of(rank) if is_start else None,
+            twin=self._data.twins.pop(rank, None) if self._data.twins else None,
         ))  # fmt: skip
         worker.waiting_since, worker.staleness, worker.evaluates, worker.held = None, 0, False, -1
 

@@ -174,7 +174,7 @@ class Contributed(OfAWorker):
     is_gathered: ClassVar[bool] = True
     number: int
     base_version: int
-    num_samples: int = 1
+    num_samples: int = 1  # 0: nobody said; it weighs as 1
     wants_weights: bool = True
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as before
     judgement: Judgement = SOUND

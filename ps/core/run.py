@@ -14,6 +14,7 @@ from typing import Any
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
 from ...common.reporting.curve import Curve, Point
+from ...common.reporting.summary import total_or_unknown
 from ..policies.base import Decision, Policy
 from . import controls, effects, events, saving
 from .contributions import Contributions
@@ -452,7 +453,7 @@ class Run:
         if self.curve.points and self.curve.points[-1].version == of:
             return
         elapsed_s = round(self.contributions.elapsed_s(at, self.is_over), 3)
-        samples = sum(one.samples for one in self.roster.stats.values())
+        samples = total_or_unknown([one.known_samples for one in self.roster.stats.values()])
         is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures, samples=samples))
         yield effects.Evaluated(of, step, elapsed_s, figures, is_best, samples)
         if version is not None:

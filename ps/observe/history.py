@@ -39,7 +39,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
         case effects.ContributionTaken((rank, incarnation, number)):
             return "accept", {
                 "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
-                "version": fact.version, "outcome": fact.outcome, "samples": fact.num_samples,
+                "version": fact.version, "outcome": fact.outcome, "samples": fact.num_samples or None,
                 "compute_s": round(fact.compute_s, 6), "transfer_s": round(fact.transfer_s, 6),
                 **({} if fact.num_steps is None else {"num_steps": fact.num_steps}),
                 **({"part": fact.part} if fact.part else {}),

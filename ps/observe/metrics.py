@@ -11,6 +11,7 @@ few connections at once, each silent for a few seconds at most, and the run is r
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -78,7 +79,7 @@ class _Sums(NamedTuple):
     """What is counted of one rank in its exchanges with this process."""
 
     contributions: float = 0
-    samples: float = 0
+    samples: float = 0  # NaN: nobody said them
     num_sent: float = 0
     num_received: float = 0
     compute_s: float = 0.0
@@ -230,7 +231,8 @@ class MetricsSink(Sink, Collector):
         for name, what, key in _OF_EACH_RANK:
             family = CounterMetricFamily(f"paramserver_{name}", what, labels=["rank"])
             for rank, sums in zip(names, grown, strict=True):
-                family.add_metric([rank], getattr(sums, key))
+                if not math.isnan(value := getattr(sums, key)):
+                    family.add_metric([rank], value)
             yield family
         what = "What the worker's time went to"
         seconds = CounterMetricFamily("paramserver_worker_seconds", what, labels=["rank", "activity"])
@@ -258,7 +260,8 @@ def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple
 def _sums(engine: Engine, rank: int) -> _Sums:
     stats, traffic = engine.run.roster.stats[rank], engine.traffic.get(rank)
     sent, received = (traffic.num_sent, traffic.num_received) if traffic is not None else (0, 0)
-    return _Sums(stats.contributions, stats.samples, sent, received, stats.compute_s, stats.transfer_s, stats.wait_s)
+    samples = math.nan if stats.unsaid else stats.samples
+    return _Sums(stats.contributions, samples, sent, received, stats.compute_s, stats.transfer_s, stats.wait_s)
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from heapq import nsmallest
 
 from ...common.reporting.curve import Point
 from ...common.reporting.status import Status, Total, WorkerStatus
-from ...common.reporting.summary import Cost, ShardSummary, Summary, WorkerSummary
+from ...common.reporting.summary import Cost, ShardSummary, Summary, WorkerSummary, total_or_unknown
 from ...common.reporting.watched import Totals
 from ..core.counting.stats import WorkerStats
 from ..engine.engine import Engine
@@ -35,7 +35,7 @@ def status(engine: Engine) -> Status:
         step=run.policy.min_steps_done,
         steps=run.policy.training_steps or 0,
         num_joined=len(run.roster.workers),
-        samples=sum([one.samples for one in stats.values()]),
+        samples=total_or_unknown([one.known_samples for one in stats.values()]),
         num_bytes=_all_bytes(engine),
         evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
@@ -59,8 +59,12 @@ def _shown(engine: Engine) -> list[int]:
 
 def _total(stats: Iterable[WorkerStats]) -> Total:
     of_each = [(one.loss, one.samples_per_s) for one in stats]
-    losses, samples_per_s = [loss for loss, _ in of_each if math.isfinite(loss)], sum([rate for _, rate in of_each])
-    return Total(loss=sum(losses) / len(losses) if losses else None, samples_per_s=round(samples_per_s, 1))
+    losses, rate = [loss for loss, _ in of_each if math.isfinite(loss)], total_or_unknown([rate for _, rate in of_each])
+    return Total(loss=sum(losses) / len(losses) if losses else None, samples_per_s=_rounded(rate))
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 1)
 
 
 def _worker(
@@ -76,7 +80,7 @@ def _worker(
         step=policy.steps_done(rank),
         lead=policy.lead(rank) if rank in policy.members else 0,
         loss=stats.loss if math.isfinite(stats.loss) else None,
-        samples_per_s=round(stats.samples_per_s, 1),
+        samples_per_s=_rounded(stats.samples_per_s),
         compute_share=round(compute, 3),
         transfer_share=round(transfer, 3),
         wait_share=round(wait, 3),
@@ -84,7 +88,7 @@ def _worker(
         lane=traffic.lane,
         codec=traffic.codec,
         contributions=stats.contributions,
-        samples=stats.samples,
+        samples=stats.known_samples,
         compute_s=round(stats.compute_s, 3),
         transfer_s=round(stats.transfer_s, 3),
         wait_s=round(stats.wait_s, 3),
@@ -201,9 +205,9 @@ def totals(engine: Engine, taken: Status) -> Totals:
     return found
 
 
-def _epochs(engine: Engine, num_samples: int) -> float | None:
+def _epochs(engine: Engine, num_samples: int | None) -> float | None:
     epoch_samples = engine.run.contributions.epoch_samples
-    return num_samples / epoch_samples if epoch_samples else None
+    return num_samples / epoch_samples if epoch_samples and num_samples is not None else None
 
 
 def _direction(engine: Engine) -> tuple[float | None, float | None]:

@@ -242,7 +242,12 @@ class ParameterServerService:
         """Where the run stands."""
         status = reports.status(self._engine)
         workers = [
-            _message(pb.WorkerStatus, worker, loss=math.nan if worker.loss is None else worker.loss)
+            _message(
+                pb.WorkerStatus,
+                worker,
+                loss=math.nan if worker.loss is None else worker.loss,
+                samples_per_s=math.nan if worker.samples_per_s is None else worker.samples_per_s,
+            )
             for worker in status.workers
         ]
         settings = settings_of(self._config, self._engine.run)

@@ -222,7 +222,7 @@ class _Replay:
         if worker is not None and worker.incarnation == line["incarnation"]:
             self._offers(rank, line)
         event = events.Contributed(
-            rank, line["incarnation"], line["step"], line["base_version"], num_samples=get("samples", 1),
+            rank, line["incarnation"], line["step"], line["base_version"], num_samples=get("samples", None) or 1,
             judgement=_JUDGED.get(line["outcome"], SOUND), compute_s=get("compute_s", 0.0),
             transfer_s=get("transfer_s", 0.0), num_steps=get("num_steps"), part=get("part", 0),
             steps=get("run_steps", 0),

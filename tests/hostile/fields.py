@@ -163,6 +163,7 @@ Answer            step version body_bytes training_steps batches steps reference
 Answer            next_local_steps in_step : whole any
 Answer            staleness : whole unread
 Answer            held_s : real header
+Answer            same_batches_as : whole header
 Answer            reason : text shown
 Answer            segment : part open_segment
 Answer            codec : text header

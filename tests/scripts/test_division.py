@@ -108,14 +108,53 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
         assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", pytest.param("localsgd", marks=pytest.mark.slow)])
-def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: str) -> None:
-    server = cluster.server("--mode", mode, "--workers", "2", "--steps", "4")
-    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py")) for rank in range(2)]
-    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
-    (said,) = server.events("same_batches")
-    assert sorted(said["ranks"]) == [0, 1] and said["level"] == "warning"
+def own_loaders(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Process, list[Process]]:
+    """Each rank's script has a loader of its own; all have ended well."""
+    flags = ("--local-steps", "2") if mode in ("localsgd", "diloco", "async_diloco") else ()
+    server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *flags)
+    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), **env) for rank, env in enumerate(envs)]
+    assert [one.wait() for one in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
+    return server, ranks
+
+
+@pytest.mark.parametrize(
+    ("mode", "env"),
+    [
+        ("sync", {}),
+        *(
+            pytest.param(mode, env, marks=pytest.mark.slow)
+            for mode, env in (
+                ("async", {}), ("buffered", {}), ("ssp", {}), ("dssp", {}), ("localsgd", {}), ("diloco", {}),
+                ("async_diloco", {}), ("allreduce", {}), ("allreduce", {"WIDTH": "100000"}),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: str, env: dict[str, str]) -> None:
+    """In the server's log once, and in that of each of them."""
+    server, ranks = own_loaders(cluster, mode, env, env)
+    for process in (server, *ranks):
+        (said,) = process.events("same_batches")
+        assert sorted(said["ranks"]) == [0, 1] and said["level"] == "warning"
+        assert "equal to the bit" in said["meaning"] and "same batches" in said["meaning"]
+        assert all(way in said["fix"] for way in ("session.shard(", "DistributedSampler", "another seed"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "envs"),
+    [
+        ("sync", [{"EQUAL": "1"}] * 2),
+        pytest.param("sync", [{"ZERO": "1"}] * 2, marks=pytest.mark.slow),
+        pytest.param("allreduce", [{"SEED": "1"}, {"SEED": "2"}], marks=pytest.mark.slow),
+        pytest.param("localsgd", [{"SEED": "1"}, {"SEED": "2"}], marks=pytest.mark.slow),
+    ],
+    ids=["divided data of equal samples", "gradients of zero", "other seeds", "other seeds, local steps"],
+)
+def test_ranks_on_batches_of_their_own_hear_nothing_of_it(
+    cluster: Cluster, mode: str, envs: list[dict[str, str]]
+) -> None:
+    server, ranks = own_loaders(cluster, mode, *envs)
+    assert not [event for process in (server, *ranks) for event in process.events("same_batches")]
 
 
 @pytest.mark.slow

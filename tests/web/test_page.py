@@ -324,6 +324,21 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
     assert asked[1:] == [{"do": "evict", "rank": 1}, {"do": "set", "name": "staleness", "value": 5}]
 
 
+def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab]) -> None:
+    told = tick(1)
+    told.totals.samples = None
+    for worker in told.status.workers:
+        worker.samples = worker.samples_per_s = None
+    page.begin(Watched(about=about()))
+    page.push(told)
+    shown = tab()
+    shown.page.goto(f"http://{page.address}/")
+    until(shown, f"() => ({STEP})() === 1")
+    assert shown.figure("samples") == shown.figure("samples/s") == "–"
+    cells = shown.page.locator("#workers tbody tr").first.locator("td").all_text_contents()
+    assert cells.count("–") == 2
+
+
 def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) -> None:
     """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
     happened = [Happened(at=1.7e9, kind="joined", text="worker 0 joined")]

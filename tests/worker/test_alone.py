@@ -155,3 +155,14 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
     with RunStore(store) as runs:
         [kept] = runs.runs()
         assert (kept.mode, runs.config(kept)["run"]["mode"]) == ("single", "single")
+
+
+@pytest.mark.parametrize(("num_said", "known"), [(0, None), (5, 10)])
+def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) -> None:
+    session, model = told(steps=2), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert session.known_samples == 0
+    for _ in range(2):
+        session.record(loss=0.0, num_samples=num_said)
+        optimizer.step()
+    assert session.known_samples == known

@@ -18,6 +18,7 @@ from torch.utils.data import (
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
+from paramserver.worker.training.batches import digest_of
 from paramserver.worker.training.place.loaders import Source, source_of
 
 
@@ -226,3 +227,13 @@ def test_a_validation_loop_is_not_training_data() -> None:
     with torch.no_grad(), pytest.raises(UsageError, match=r"under torch\.no_grad"):
         next(iter(one.shard(data(), batch_size=2)))
     next(batches)
+
+
+def test_a_digest_tells_gradients_apart_beyond_their_beginnings_and_knows_none_of_zeros() -> None:
+    one = torch.zeros(1000, 4)
+    assert digest_of([one, torch.zeros(3)]) == digest_of([]) == 0
+    one[900] = 1.0
+    other = one.clone()
+    assert digest_of([one]) == digest_of([other]) != 0
+    other[901] = 0.5
+    assert digest_of([one]) != digest_of([other])

@@ -20,7 +20,7 @@ export function inPlace(parent, keys, build, change = () => {}) {
 export function say(node, text) { if (node.textContent !== String(text)) node.textContent = text; }
 export const $ = id => document.getElementById(id);
 const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 }); // one for all: making one takes longer than a row
-export const whole = value => WHOLE.format(Math.round(value));
+export const whole = value => value === null ? '–' : WHOLE.format(Math.round(value));
 export function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);

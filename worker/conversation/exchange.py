@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import Reason, UnreachableError, refusal, shown
+from ...common.errors import Reason, UnreachableError, refusal, same_batches, shown
 from ...common.registry import AUTO, CODECS
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
@@ -502,6 +502,8 @@ class Exchange:
                 version=answer.version,
                 outcome=Answer.Outcome.Name(answer.outcome),
             )
+        if answer.HasField("same_batches_as"):
+            log.warning("same_batches", **same_batches(answer.same_batches_as, self.progress.rank or 0))
         if answer.outcome == Answer.REJECTED:
             reason = shown(answer.reason, 2_000)
             log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=reason)

@@ -81,7 +81,7 @@ class RowGradients(NamedTuple):
 class Work(NamedTuple):
     """What a contribution says about itself; seconds, and the mean training loss since the last one."""
 
-    num_samples: int
+    num_samples: int  # 0: nobody said
     loss: float
     compute_s: float
     hyperparameters: list[Hyperparameters]  # empty: as before
@@ -192,7 +192,7 @@ def contribution(
     header = message.contribution  # set field by field, which takes a third of making it from them
     header.step = progress.next_number
     header.base_version = progress.version
-    header.num_samples = max(1, work.num_samples)
+    header.num_samples = work.num_samples
     header.body_bytes = body_bytes
     header.wants_weights = progress.wants_weights or work.evaluates
     header.evaluates = work.evaluates

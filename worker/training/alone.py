@@ -63,6 +63,8 @@ class AloneSession(Session):
         self._here: list[Table] = []  # what a server would have
         self.num_steps = 0
         self.num_samples = 0
+        self._fresh_samples = 0  # recorded since the last step
+        self._is_unsaid = False  # nobody said how many samples a step had
         self._progress = Progress(total_steps=config.run.steps)
         self.length = Length(config.run.epochs)
         self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_figures)
@@ -90,6 +92,11 @@ class AloneSession(Session):
     @property
     def _position(self) -> int:
         return self.num_steps
+
+    @property
+    def known_samples(self) -> int | None:
+        """None where nobody said how many samples a step has."""
+        return None if self._is_unsaid else self.num_samples
 
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
@@ -147,7 +154,10 @@ class AloneSession(Session):
                 table.step(*taken)
         assert self._taken is not None
         self.evaluation.begin(self._progress, self._taken)
-        self.num_samples += self._taken.step()[1]
+        drawn = self._taken.step()[1]
+        self.num_samples += drawn
+        self._is_unsaid |= not (drawn or self._fresh_samples or self._taken.is_used)
+        self._fresh_samples = 0
         self.num_steps += 1
         now = time.perf_counter()
         self.stepped_at = now if self.num_steps == 1 else self.stepped_at[0], now
@@ -202,6 +212,7 @@ class AloneSession(Session):
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         self.num_samples += num_samples
+        self._fresh_samples += num_samples
         if loss is not None:
             self.loss = loss
         super().record(loss=loss)
@@ -256,13 +267,13 @@ class _Kept:
 
 
 def _status(session: AloneSession) -> Status:
-    elapsed_s = time.perf_counter() - session.started_at
+    elapsed_s, samples = time.perf_counter() - session.started_at, session.known_samples
     worker = WorkerStatus(
         rank=0,
         state="computing",
         step=session.num_steps,
         loss=session.loss if math.isfinite(session.loss) else None,
-        samples_per_s=round(session.num_samples / elapsed_s, 1) if elapsed_s else 0.0,
+        samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
         compute_share=1.0,
     )
     return Status(
@@ -301,7 +312,7 @@ def _write_alone(session: AloneSession, config: Config) -> None:
     model_tensors = session.tensors()
     if session.figures and session.curve.points:
         session.measured(session.figures, model_tensors)
-    steps, samples = session.num_steps, session.num_samples
+    steps, samples = session.num_steps, session.known_samples
     first, last = session.stepped_at
     wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
     worker = WorkerSummary(rank=0, steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3))
@@ -309,7 +320,7 @@ def _write_alone(session: AloneSession, config: Config) -> None:
         mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
         ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
         best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
-        steady_samples=samples - session.first_samples, steady_steps=max(0, steps - 1),
+        steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
     )  # fmt: skip
     if (rate := config.cost.rate) is not None:
         summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)

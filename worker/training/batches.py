@@ -188,10 +188,12 @@ class Batches:
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the beginnings of dense tensors, 64 bits; 0 when all are zero, as they are for many batches."""
+    """Of the beginnings and the sums of dense tensors, 64 bits; 0 when all are zero, as they are for many batches."""
     tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
-    begins = [tensor.detach().flatten()[:_NUM_DIGESTED].double() for tensor in tensors if not tensor.is_sparse]
-    seen = torch.cat(begins).cpu() if begins else torch.zeros(1)
+    dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
+    begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
+    sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in dense]  # many batches touch no first row
+    seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)
     if not seen.any():
         return 0
     return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")

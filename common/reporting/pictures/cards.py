@@ -33,7 +33,7 @@ def of_summary(summary: Any) -> Card:
     shown = [(name, figure(value)) for name, value in summary.final.items()]
     shown += [
         ("updates", f"{summary.updates:,}"), ("time", duration(summary.wall_s)),
-        ("samples", f"{summary.num_samples:,}"),
+        ("samples", "-" if summary.num_samples is None else f"{summary.num_samples:,}"),
         ("waiting", share(summary.wait_share)), ("stale mean", f"{summary.staleness_mean:.2f}"),
         ("stale max", str(summary.staleness_max)),
         ("traffic", size(summary.num_bytes)), ("workers", str(len(summary.workers))),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from ....common.errors import same_batches
 from ..effects import Effect, Log
 
 
@@ -55,8 +56,9 @@ class Data:
     """What workers say of their data with their first contribution, and mistakes that it shows; each is said once."""
 
     def __init__(self) -> None:
-        self._version = 0
-        self._firsts: dict[int, int] = {}  # ranks, by digest, of those that began with this version
+        self._firsts: dict[tuple[int, int], int] = {}  # rank, by the version it began with and digest
+        self._began: dict[int, tuple[int, int]] = {}  # the same by rank, of the newest
+        self.twins: dict[int, int] = {}  # by rank, until it is told: another that began with the same result
         self._lengths: dict[int, int] = {}  # by rank, of its data set
         self._num_of: Counter[int] = Counter()  # ranks, by that length
         self._is_said: set[str] = set()
@@ -68,18 +70,9 @@ class Data:
 
     def told(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
         """Both 0 where they are not known."""
-        if version != self._version:
-            self._version, self._firsts = version, {}
-        other = self._firsts.setdefault(digest, rank) if digest else rank
-        if other != rank:
-            yield from self._warn(
-                "same_batches",
-                ranks=[other, rank],
-                meaning=f"ranks {other} and {rank} began with the same result from the same weights: each seems to "
-                "train on the same batches, so that one alone would do",
-                fix="loop over session.shard(dataset), or divide the data (DistributedSampler with session.num_workers "
-                "and session.rank), or seed each rank's loader differently",
-            )
+        if (other := self._twin(rank, version, digest)) is not None:
+            self.twins |= {rank: other, other: rank}
+            yield from self._warn("same_batches", **same_batches(other, rank))
         if not num_samples:
             return
         if rank in self._lengths:
@@ -96,6 +89,15 @@ class Data:
                 fix="give every worker the whole data set; where each has its own, a DataLoader instead of "
                 "session.shard()",
             )
+
+    def _twin(self, rank: int, version: int, digest: int) -> int | None:
+        """Another rank that began with the same result from the same weights."""
+        before, now = self._began.get(rank), (version, digest)
+        if before is not None and self._firsts.get(before) == rank:
+            del self._firsts[before]
+        self._began[rank] = now
+        other = self._firsts.setdefault(now, rank) if digest else rank
+        return other if other != rank else None
 
     def _warn(self, name: str, **fields: Any) -> Iterator[Effect]:
         if name not in self._is_said:

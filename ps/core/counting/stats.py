@@ -33,7 +33,8 @@ class WorkerStats:
     rank: int
     contributions: int = 0  # that count
     training_steps: int = 0  # in those
-    samples: int = 0
+    samples: int = 0  # that were said
+    unsaid: int = 0  # contributions whose samples nobody said
     staleness_sum: int = 0
     staleness_max: int = 0
     lead_max: int = 0
@@ -61,6 +62,7 @@ class WorkerStats:
         self.contributions += 1
         self.training_steps += num_steps
         self.samples += num_samples
+        self.unsaid += not num_samples
         self.staleness_sum += staleness
         if staleness > self.staleness_max:
             self.staleness_max = staleness
@@ -98,10 +100,11 @@ class WorkerStats:
         """What a snapshot keeps; contributions that no version holds yet are not counted."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_SAVED}
         staleness_sum = self.staleness_sum - sum(self.newest_staleness(num_open))
-        samples = self.samples - sum(samples for _, samples, _, _ in self._newest(num_open))
+        newest = [samples for _, samples, _, _ in self._newest(num_open)]
         training_steps = self.training_steps - sum(steps for *_, steps in self._newest(num_open))
         return {
-            **values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum, "samples": samples,
+            **values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum,
+            "samples": self.samples - sum(newest), "unsaid": self.unsaid - newest.count(0),
             "training_steps": training_steps,
         }  # fmt: skip
 
@@ -125,7 +128,15 @@ class WorkerStats:
         return self.staleness_sum / self.contributions if self.contributions else 0.0
 
     @property
-    def samples_per_s(self) -> float:
+    def known_samples(self) -> int | None:
+        """None where nobody said them of some contribution."""
+        return None if self.unsaid else self.samples
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None where nobody says them."""
+        if self.unsaid:
+            return None
         if len(self.recent) < 2:
             return 0.0
         elapsed_s = self.recent[-1][0] - self.recent[0][0]
@@ -141,4 +152,5 @@ class WorkerStats:
 
     def summary(self) -> WorkerSummary:
         same = {name: getattr(self, name) for name in WorkerSummary.model_fields if hasattr(self, name)}
+        same["samples"] = self.known_samples
         return WorkerSummary(**same, steps=self.training_steps, restarts=max(0, self.num_joins - 1))

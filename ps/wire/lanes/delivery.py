@@ -60,6 +60,8 @@ def answer_message(
         answer.batches = said.num_batches
     if said.rates is not None:
         answer.rates.MergeFrom(pb.Rates(**said.rates._asdict()))
+    if said.twin is not None:
+        answer.same_batches_as = said.twin
     if segment is not None:
         answer.segment.CopyFrom(segment)
     if said.epoch:

@@ -43,8 +43,25 @@ def test_the_same_result_from_the_same_weights_is_said_once() -> None:
     assert not list(data.told(2, 0, 0, 0)), "not known"
     (said,) = data.told(2, 0, 0, 5)
     assert (said.event, said.fields["ranks"]) == ("same_batches", [0, 2])
-    assert not list(data.told(3, 0, 0, 5))
+    assert data.twins == {0: 2, 2: 0}
+    assert not list(data.told(3, 0, 0, 5)) and data.twins[3] == 0, "the server has said it; the worker has not heard"
     assert not list(Data().told(1, 4, 0, 5))
+
+
+def test_ranks_that_began_with_other_weights_in_between_are_compared_too() -> None:
+    data = Data()
+    assert not list(data.told(0, 0, 0, 5))
+    assert not list(data.told(1, 3, 0, 7))
+    assert not list(data.told(1, 3, 0, 7)), "its own again"
+    assert [one.event for one in data.told(2, 0, 0, 5)] == ["same_batches"]
+
+
+def test_what_a_rank_began_with_before_is_forgotten() -> None:
+    """Its process was replaced, and the new one has other batches."""
+    data = Data()
+    assert not list(data.told(0, 0, 0, 5))
+    assert not list(data.told(0, 4, 0, 6))
+    assert not list(data.told(1, 0, 0, 5))
 
 
 def test_data_sets_of_different_lengths_are_said_with_who_has_what() -> None:

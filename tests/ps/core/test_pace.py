@@ -104,3 +104,12 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
             run.apply(told)
     rows = [run.roster.stats[rank].summary() for rank in range(2)]
     assert [(row.steps, row.contributions) for row in rows] == [(4, 8)] * 2
+
+
+def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them() -> None:
+    stats = WorkerStats(0)
+    stats.accepted(0, 32, 0, 1.0)
+    stats.accepted(0, 0, 0, 2.0)
+    assert (stats.known_samples, stats.samples_per_s) == (None, None) and stats.summary().samples is None
+    assert WorkerStats.restored(0, stats.saved(num_open=0)).known_samples is None
+    assert WorkerStats.restored(0, stats.saved(num_open=1)).known_samples == 32  # no version has the second one yet

@@ -266,6 +266,20 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
     asyncio.run(body())
 
 
+def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
+    async def body() -> None:
+        stats, other = WorkerStats(0), WorkerStats(1)
+        async with metrics_of(stats, other) as (_, sink):
+            stats.accepted(0, 0, 0, 1.0)
+            other.accepted(0, 32, 0, 1.0)
+            now = await read(sink)
+            assert now['paramserver_worker_steps_total{rank="0"}'] == 1
+            assert 'paramserver_worker_samples_total{rank="0"}' not in now
+            assert now['paramserver_worker_samples_total{rank="1"}'] == 32
+
+    asyncio.run(body())
+
+
 def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:
     """Counted are calls and returns: a busy machine makes no more of them."""
 

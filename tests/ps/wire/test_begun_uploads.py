@@ -73,8 +73,8 @@ def _end_begun(worker: Worker, how: str) -> None:
             worker.piece(0, 4000)
         case "placed":
             worker.send(placed=400, offset=8000)
-        case "no samples":
-            worker.announce(num_samples=0)
+        case "too many samples":
+            worker.announce(num_samples=2**63)
         case "another step":
             worker.announce(step=7)
             worker.piece(4000, 396_000)
@@ -97,7 +97,7 @@ BEGUN_ENDS = {
     "begun in another way": "BAD_REQUEST",
     "the same piece": "BAD_REQUEST",
     "placed": "BAD_REQUEST",
-    "no samples": "BAD_REQUEST",
+    "too many samples": "BAD_REQUEST",
     "another step": "STEP_GAP",
     "two contributions": "BAD_REQUEST",
     "begin after contribution": "BAD_REQUEST",

@@ -91,7 +91,8 @@ class Steps:
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # recorded since the last step
         self._hyperparameters: list[Hyperparameters] = []
-        self._told_at = -1
+        self._told_at = self._digested_at = -1  # by `num_starts`
+        self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
         if taken.is_parted:  # a process that comes into the middle of a training step does the rest of it
@@ -141,6 +142,7 @@ class Steps:
         """What of a step() is done here is done: contribute when it is time to."""
         if self._begins:
             self._newest = part
+            self._note_gradients(part)
             self.num_steps += 1
             num_batches, weight = self.taken.step()
             self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
@@ -167,6 +169,8 @@ class Steps:
     def _contribute(self, part: Part) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
+        if self.taken.is_used:
+            num_samples = max(1, num_samples)  # 0, as of a batch whose gradient was thrown away, is for nobody said
         hyperparameters = self._current_hyperparameters()
         if self._begins:
             self._began = self.memory.take()
@@ -176,7 +180,7 @@ class Steps:
             is_due = self.strategy.agreed(is_due)
         work = Work(
             num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
-            data=(data := self._data(part)), rates=self._first_rates or () if data else (), began=self._began,
+            data=(data := self._data()), rates=self._first_rates or () if data else (), began=self._began,
             rows=self._rows(),
         )  # fmt: skip
         if self.taken.is_parted:
@@ -217,13 +221,20 @@ class Steps:
             self._hyperparameters = found
         return self._hyperparameters
 
-    def _data(self, part: Part) -> tuple[int, int, int] | None:
+    def _data(self) -> tuple[int, int, int] | None:
         """What the first contribution says of the data; again after each start, for a server that has forgotten it."""
         if self._told_at == self.progress.num_starts:
             return None
         self._told_at = self.progress.num_starts
+        return self.taken.num_samples, self._digest, self.taken.run_steps
+
+    def _note_gradients(self, part: Part) -> None:
+        """Of the first step after a start. Batches that `session.shard()` divides need no comparison."""
+        if self._digested_at == self.progress.num_starts or self.progress.is_replaying:
+            return
+        self._digested_at = self.progress.num_starts
         gradients = [one.grad for one in part.parameters if one.grad is not None]
-        return self.taken.num_samples, digest_of(gradients), self.taken.run_steps
+        self._digest = 0 if self.taken.is_used else digest_of(gradients)
 
     def _slow_down(self) -> None:
         """Add the configured delay, and count the whole step as compute."""
