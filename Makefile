@@ -6,7 +6,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sample docker-test trainers trackers campaigns docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow test-sample docker-test trainers trackers campaigns gpu-test gpu-packages docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,7 +25,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
 test: .venv/installed  ## every test but those of 10 seconds and more, about 8 minutes on 2 cores
-	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers and not gpu"
 
 test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, lanes, kills, peers; ALL=1 every case
 	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" $(if $(ALL),,--one-of-each test)
@@ -55,6 +55,18 @@ docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about
 
 campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; LANE=grpc is the other
 	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --lane $(or $(LANE),direct)
+
+# PYTHON= on the command line: that interpreter with its own torch, and nothing is installed.
+DEVICE ?= cuda
+GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+gpu-test: $(if $(filter command line,$(origin PYTHON)),,.venv/installed)  ## on one GPU, at most 10 minutes; skipped, loudly, without; PYTHON=python3.12 with its own torch; DEVICE=cpu tries it out
+	$(GPU_PYTHON) tests/gpu/run.py --device $(DEVICE)
+
+# All that gpu-test needs but torch and numpy, for the interpreter of a machine that reaches no index.
+FOR ?= 3.11
+gpu-packages: .venv/installed  ## in build/gpu-packages-VERSION, for FOR=3.12: what an interpreter with nothing but torch lacks
+	rm -rf build/gpu-packages-$(FOR)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --target build/gpu-packages-$(FOR) --python-version $(FOR) --only-binary :all: $$($(BIN)/python tests/gpu/run.py --requirements)
 
 docs: .venv/docs  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -11,6 +11,7 @@ import typer
 from ..common.config.cli import Drained, make_app, run_app
 from ..common.errors import UsageError
 from .options import (
+    DeviceOption,
     JsonOption,
     KeepOption,
     LaneOption,
@@ -18,6 +19,7 @@ from .options import (
     ModeOption,
     OptimizerOption,
     PeersOption,
+    check_bench_device,
     check_lane,
     check_peers,
     check_range,
@@ -99,6 +101,7 @@ def exchange(
     tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
     store: StoreOption = False,
     page: PageOption = False,
+    device: DeviceOption = "cpu",
     peers: PeersOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
@@ -114,11 +117,12 @@ def exchange(
     names = check_peers(peers)
     check_plot(plot, sweep)
     check_range(min_kb, max_mb)
+    check_bench_device(device)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.exchange import ExchangeOptions, measure_exchange
 
     options = ExchangeOptions(
-        mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb, watched_by(store, page)
+        mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb, watched_by(store, page), device
     )
     show(measure_exchange(options, names), json_path, keep, plot)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,9 @@ OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, ad
 LaneOption = Annotated[
     str, typer.Option("--lane", help="grpc, direct, shared (memory, same host) or all", rich_help_panel=_RUN)
 ]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda[:I]", help="Where the worker's model is.", rich_help_panel=_RUN)
+]
 PeersOption = Annotated[
     str | None,
     typer.Option("--peers", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.", rich_help_panel=_RUN),
@@ -29,6 +33,15 @@ JsonOption = Annotated[
     typer.Option("--json", metavar="FILE", help="Write figures, machine and versions too.", rich_help_panel=_OUTPUT),
 ]
 KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmarks/results.", rich_help_panel=_OUTPUT)]
+
+
+def check_bench_device(name: str) -> None:
+    """UsageError for one that is not here."""
+    from ..common.config.preflight.machine import check_device
+
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UsageError(f"--device {name}: no such device", fix="cpu, cuda or cuda:I")
+    check_device(name)
 
 
 def check_lane(lane: str) -> None:

@@ -46,6 +46,7 @@ class ExchangeOptions:
     min_kb: int = 4
     max_mb: int = 1100
     watched: tuple[str, ...] = ()
+    device: str = "cpu"
 
     @property
     def sizes(self) -> list[int]:
@@ -73,7 +74,9 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     warmup = _NUM_WARMUP if num_bytes < _LARGE_BYTES else _LARGE_WARMUP
     num_floats, num_steps = num_bytes // 4, warmup + options.runs * per_turn
     ours = {
-        variant.name: OurExchange(variant, options.mode, options.optimizer, options.codec, num_floats, num_steps)
+        variant.name: OurExchange(
+            variant, options.mode, options.optimizer, options.codec, num_floats, num_steps, options.device
+        )
         for variant in variants_of(options.lane, options.tls, options.watched)
     }
     contestants: dict[str, Callable[[], Contestant]] = {name: one.opened for name, one in ours.items()}
@@ -160,7 +163,8 @@ def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
 
 
 def _tables(options: ExchangeOptions, found: list[dict[str, Any]], notes: list[str]) -> RenderableType:
-    title = f"float32, {options.mode}, {options.optimizer}, codec {options.codec}; {options.runs} runs, medians"
+    how = f"{options.mode}, {options.optimizer}, codec {options.codec}, {options.device}"
+    title = f"float32, {how}; {options.runs} runs, medians"
     if options.sweep:
         return page(f"Sweep of sizes, {title}", _sweep_table(found), notes=notes)
     only = found[0]

@@ -92,6 +92,7 @@ class OurExchange:
     codec: str
     num_floats: int
     num_steps: int
+    device: str = "cpu"  # of the model
     facts: Facts = field(default_factory=Facts)
 
     @contextmanager
@@ -106,8 +107,8 @@ class OurExchange:
             watching(self.variant.watched) as more,
             running_server(*first_flags, *flags, *more) as both_ways,
             running_server(*second_flags, *flags, *more) as one_way,
-            joined_worker(both_ways.address, 0, *size, ca=ca) as first,
-            joined_worker(one_way.address, 0, *size, ca=ca) as second,
+            joined_worker(both_ways.address, 0, *size, ca=ca, device=self.device) as first,
+            joined_worker(one_way.address, 0, *size, ca=ca, device=self.device) as second,
         ):
             self.facts.body_bytes, self.facts.sent_bytes = first.body_bytes, first.sent_bytes
             self.facts.lane = first.lane
@@ -128,6 +129,7 @@ class OurExchange:
         if self.variant.renews:
             worker.renew_gradients()
         worker.optimizer.step()
+        worker.wait()
         total_s = time.perf_counter() - began
         at = worker.watch.last
         assert at is not None

@@ -28,6 +28,14 @@ class JoinedWorker:
     body_bytes: int  # of the parameters
     sent_bytes: int  # of a contribution, as the codec has it
     watch: Watch
+    device: str = "cpu"
+
+    def wait(self) -> None:
+        """Until the weights of the last exchange are on the device."""
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.device)
 
     @property
     def lane(self) -> str:
@@ -49,9 +57,10 @@ def joined_worker(
     codec: str = "raw",
     lane: str = "shared",
     ca: str | None = None,
+    device: str = "cpu",
 ) -> Iterator[JoinedWorker]:
-    """Join the run at `address` with a synthetic model of `num_floats`, over `lane` or what comes after it, in TLS if
-    there is a `ca`; leave it at the end of the block."""
+    """Join the run at `address` with a synthetic model of `num_floats` on `device`, over `lane` or what comes after
+    it, in TLS if there is a `ca`; leave it at the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
     set_lane(lane)
@@ -63,7 +72,7 @@ def joined_worker(
     from ...worker.tensors.transfer import ModelTensors
     from .model import fill_gradients, synthetic_model
 
-    model = synthetic_model(num_floats)
+    model = synthetic_model(num_floats).to(device)
     with paramserver.connect(address, rank=rank) as session:
         inner = find_optimizer(optimizer)(model.parameters(), lr=_LEARNING_RATE)  # type: ignore[call-arg]
         layout = ModelTensors(model).layout
@@ -73,7 +82,7 @@ def joined_worker(
         gradients = [parameter.grad for parameter in parameters]
         sent_bytes = CODECS.load(codec)().encoded_bytes(layout)
         watch = Watch(session)
-        yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes, watch)
+        yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes, watch, device)
 
 
 def set_lane(lane: str) -> None:

@@ -108,6 +108,15 @@ def test_nccl_is_for_a_gpu_each():
     assert backends.backend_of([backends.device_name(torch.device("cpu"))] * 2) == "gloo"
 
 
+def test_why_gpus_do_not_average_over_nccl_is_said():
+    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cuda/GPU-2"]) == ""
+    assert backends.why_not_nccl(["a/cpu", "b/cpu"]) == "", "nobody expects NCCL without a GPU"
+    told = "2 processes share 1 GPU, and NCCL takes one process for each GPU"
+    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cuda/GPU-1"]) == told
+    told = "1 of 2 processes have no GPU, or a torch without NCCL"
+    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == told
+
+
 def pair(meeting):
     """Both members of an epoch, each made by a thread of its own."""
     epoch = Epoch(1, (0, 1), meeting.address)

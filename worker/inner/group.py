@@ -84,8 +84,15 @@ class Group(Channel):
             undo = backends.without_watchdog()
             try:
                 self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
+            except RuntimeError as error:
+                raise UnreachableError(
+                    f"inner rank {self.rank}: NCCL makes no group of the {self.size} processes: {first_line(error)}",
+                    fix="NCCL_DEBUG=WARN in the environment says more; each process needs a GPU of its own",
+                ) from None
             finally:
                 undo()
+        if reason := backends.why_not_nccl([one["device"] for one in found]):
+            log.info("not_over_nccl", inner=self.rank, reason=reason)
         log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
     def _store_of(self, member: Member, place: Place, server: StoreServer | None, wait_s: float) -> Store:

@@ -175,6 +175,8 @@ class Equals(Direct):
             self._failed(epoch.members, broken)
             return False
         self._num_failed = 0
+        if group.not_over_nccl:
+            log.info("not_over_nccl", rank=rank, reason=group.not_over_nccl)
         log.routine("group", rank=rank, epoch=epoch.number, members=len(epoch.members), backend=group.backend)
         return True
 

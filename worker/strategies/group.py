@@ -94,6 +94,7 @@ class Group:
             raise
         self._ends.update(one.listens for one in members)
         self.backend = backends.backend_of([one.device for one in members])
+        self.not_over_nccl = backends.why_not_nccl([one.device for one in members])
         self._device = device if self.backend == "nccl" else _HOST  # of what is averaged
         size = len(epoch.members)
         try:

@@ -32,6 +32,19 @@ def backend_of(devices: Sequence[str]) -> str:
     return "nccl" if have_nccl and len(set(devices)) == len(devices) else "gloo"
 
 
+def why_not_nccl(devices: Sequence[str]) -> str:
+    """Why processes with these devices average over Gloo although some have a GPU; empty where they do not."""
+    on_gpus = [device for device in devices if "/cuda" in device]
+    if not on_gpus or backend_of(devices) == "nccl":
+        return ""
+    if without := sum("/cuda/" not in device for device in devices):
+        return f"{without} of {len(devices)} processes have no GPU, or a torch without NCCL"
+    gpus = len(set(devices))
+    return (
+        f"{len(devices)} processes share {gpus} GPU{'s' if gpus > 1 else ''}, and NCCL takes one process for each GPU"
+    )
+
+
 def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> Any:
     """RuntimeError where members do not connect. `at`: torch's device for Gloo, where this process listens."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
