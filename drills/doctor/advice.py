@@ -194,7 +194,7 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
         f"First try: --mode {best.mode}"
         + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
         + (f" --set worker.codec={best.codec} --set worker.answer_codec={best.codec}" if best.codec != "raw" else "")
-        + f": {best.steps_per_s:,.1f} steps a second of all workers are foreseen, {best.of_ideal:.0%} of ideal."
+        + f": about {best.steps_per_s:,.1f} steps a second of all workers, who compute {best.of_ideal:.0%} of the time."
     )
     return told
 

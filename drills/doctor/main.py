@@ -24,8 +24,10 @@ Measure the machines and the network between them, and say which mode that carri
   ps-launch doctor --mb 400 --compute 250ms        a model that is not there yet
   ps-launch doctor configs/digits.yaml --verify    and how wrong the advice is, by real runs
 
-Real processes exchange real frames: round trips first, then the model over each lane, the way up
-alone and both ways. Nothing is kept. Exit code 1 when something would fail a run.
+Real processes exchange real frames: the model over each transport, the way up alone and both ways,
+round by round until three rounds agree within 5 %, or until --budget seconds are over. Ctrl-C shows
+what has been measured so far (exit code 130). Nothing is kept. Exit code 1 when something would fail
+a run.
 """
 
 app = make_app(_HELP)
@@ -38,7 +40,8 @@ def doctor(
     hosts: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Machines, see docs/remote.md.")] = None,
     megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; none: the task's.")] = None,
     compute: Annotated[str | None, typer.Option(metavar="TIME", help="Of a step; none: the task's, measured.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement and worker.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of a worker's turn, each round and transport.")] = 0.3,
+    budget: Annotated[float, typer.Option(min=1, metavar="S", help="Stop measuring after so long.")] = 40.0,
     lanes: Annotated[str, typer.Option(metavar="NAME,...", help="Only these.")] = ",".join(LANES),
     verify: Annotated[bool, typer.Option("--verify", help="Run each mode for a moment, beside what was said.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
@@ -62,7 +65,9 @@ def doctor(
     from .run import Request, examine
 
     return examine(
-        Request(config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), verify, as_json, sets or [])
+        Request(
+            config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), budget, verify, as_json, sets or []
+        )
     )
 
 

@@ -1,25 +1,32 @@
-"""Runs `ps-launch` with the probe as each worker: once for each lane and way, and once for round trips."""
+"""Runs `ps-launch` once, with the probe as each worker, and reads its figures until they agree."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...common.errors import ParamServerError, UsageError
 from ...common.wire.json_text import read_json
+from .rounds import Rounds
 
 PROBE = Path(__file__).with_name("probe.py")
 LANES = ("shared", "direct", "grpc")
 TINY_MB = 256 / 1e6
 _MARK = "PROBE "
 _STEPS = "100000000"  # the probe ends when its time is over
-_NEVER = 1_000_000  # contributions until weights are fetched: only the way up is measured
+_PULL_EVERY = 2  # contributions: one goes up alone, the next both ways
+_MOST_ROUNDS = 1_000
+_END_S = 10.0  # for a launcher to end what it started
 
 
 @dataclass
@@ -49,124 +56,180 @@ class Measured:
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, lane, and why it was not given
     server: dict[str, Any] = field(default_factory=dict)  # its machine, where no worker is on it
     security: str = "none"  # of the connections, as a server says it: `mutual TLS, token`
+    compute_s: float = 0.0  # of a training step of the task; 0: not measured
+    ended: str = ""  # why no more was measured, a sentence
+    is_partial: bool = False  # ended by Ctrl-C
 
     def of_rank(self, rank: int) -> list[Link]:
         """The best lane first."""
         return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
 
 
-@dataclass
-class Given:
-    """What a job's processes were given."""
+@dataclass(frozen=True)
+class Plan:
+    """What a probe measures."""
 
-    lanes: dict[int, str] = field(default_factory=dict)  # by rank
-    reasons: dict[int, str] = field(default_factory=dict)  # why not one that is wanted more; by rank
-    security: str = ""
+    seconds: float  # of a turn, for each worker and transport
+    megabytes: float | None  # of the model; None: the task's
+    lanes: tuple[str, ...]
+    task: dict[str, Any] | None = None  # name, args, batch_size, accumulate, precision; None: its step is not measured
+    rounds: int = _MOST_ROUNDS
 
 
 @dataclass(frozen=True)
 class Job:
-    """How jobs are started: what `ps-launch` is told beside the probe's own."""
+    """How a job is started: what `ps-launch` is told beside the probe's own."""
 
     arguments: tuple[str, ...]  # CONFIG, -n, --hosts, ...
-    seconds: float  # for each worker and measurement
     num_workers: int
-    say: Callable[[str], None]
 
-    def probe(
-        self, megabytes: float, lane: str, *sets: str, order: str = "in-turn"
-    ) -> tuple[dict[int, dict[str, Any]], Given]:
-        """What each rank's probe said, and what it was given. ParamServerError where a job fails."""
-        settings = (
-            "run.mode=async",
-            "output.store=false",
-            f"worker.lanes={lane if lane == 'grpc' else f'{lane},grpc'}",
-            *sets,
-        )
+    def said(self, plan: Plan, secured: Callable[[str], object]) -> Generator[dict[str, Any]]:
+        """What the probes say, as they say it; the job ends with the iterator. ParamServerError where it fails."""
+        settings = ("run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}")
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
             "--log-format", "json", "--steps", _STEPS, *(f"--set={one}" for one in settings),
-            "--max-restarts", "0", "--", f"{megabytes:.6f}", str(self.seconds), order,
+            "--max-restarts", "0", "--", json.dumps(asdict(plan)),
         ]  # fmt: skip
-        found: dict[int, dict[str, Any]] = {}
-        given = Given()
         last: list[str] = []
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+        )
         assert process.stdout is not None
-        for line in process.stdout:
-            last = [*last[-8:], line.rstrip()]
-            self._read(line, found, given)
-        code = process.wait()
-        if code or len(found) < self.num_workers:
-            error = ParamServerError(
-                f"the probe over {lane} ended with exit code {code}, and {len(found)} of {self.num_workers} workers "
-                "said something:\n" + "\n".join(last)
-            )
-            error.exit_code = code or 1
-            raise error
-        return found, given
-
-    def _read(self, line: str, found: dict[int, dict[str, Any]], given: Given) -> None:
-        text = line
-        if line.startswith("{"):
-            try:
-                event = read_json(line, nan=True)
-            except ValueError:
-                return
-            match event.get("event"):
-                case "admitted" | "resumed" if "tensors" in event:
-                    given.lanes[event["rank"]] = event["tensors"]
-                case "tensors" if event.get("reason") and "rank" in event:
-                    given.reasons[event["rank"]] = event["reason"]
-                case "listening":
-                    given.security = str(event.get("security", ""))
-            text = str(event.get("line", ""))
-        at = text.find(_MARK)
-        if at >= 0:
-            said = read_json(text[at + len(_MARK) :])
-            said["arrived"] = time.time()
-            found[said["rank"]] = said
+        try:
+            for line in process.stdout:
+                last = [*last[-8:], line.rstrip()]
+                if (said := _read(line, secured)) is not None:
+                    yield said
+            if code := process.wait():
+                error = ParamServerError(f"the measuring run ended with exit code {code}:\n" + "\n".join(last))
+                error.exit_code = code
+                raise error
+        finally:
+            _end(process)
 
 
-def measure(job: Job, megabytes: float, lanes: Sequence[str] = LANES) -> Measured:
-    """Round trips, then each lane up and both ways. A lane that nobody was given is left out."""
-    if megabytes <= 0:
-        raise UsageError(f"the model has {megabytes:g} MB", fix="--mb 10")
-    measured = Measured(megabytes)
-    job.say("round trips")
-    small, given = job.probe(TINY_MB, "direct")
-    measured.security = given.security
-    for rank, said in small.items():
-        measured.machines[rank] = said
-        measured.clocks[rank] = said["arrived"] - said["time"]
-        measured.round_trips[rank] = said["median_s"], said["p99_s"]
-    for lane in lanes:
-        job.say(f"{megabytes:g} MB over {lane}")
-        both, given = job.probe(megabytes, lane)
-        wanted = {"shared": "shared memory"}.get(lane, lane)
-        ranks = [rank for rank in both if given.lanes.get(rank, lane) == wanted]
-        measured.refused += [(rank, lane, why) for rank, why in given.reasons.items() if rank not in ranks]
-        if not ranks:
-            continue
-        up, _ = job.probe(megabytes, lane, f"policy.pull_every={_NEVER}")
-        for rank in ranks:
-            num, trip = both[rank]["bytes"], measured.round_trips[rank][0]
-            up_s = max(0.05 * up[rank]["median_s"], up[rank]["median_s"] - trip)
-            # Two medians: what is between them may be less than their noise, where weights come as fast as that.
-            down_s = max(0.05 * both[rank]["median_s"], both[rank]["median_s"] - up[rank]["median_s"])
-            measured.links.append(Link(rank, lane, num / up_s, num / down_s, both[rank]["median_s"]))
-    if job.num_workers > 1:
-        _together(job, measured)
+def _end(process: subprocess.Popen[str]) -> None:
+    """The launcher, which ends the others. Of what they still say nothing is read."""
+    assert process.stdout is not None
+    process.stdout.close()
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and what it started ends with it
+            process.wait()
+
+
+def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
+    text = line
+    if line.startswith("{"):
+        try:
+            event = read_json(line, nan=True)
+        except ValueError:
+            return None
+        if event.get("event") == "listening":
+            secured(str(event.get("security", "")))
+        text = str(event.get("line", ""))
+    at = text.find(_MARK)
+    if at < 0:
+        return None
+    said: dict[str, Any] = read_json(text[at + len(_MARK) :])
+    said["arrived"] = time.time()
+    return said
+
+
+class Figures:
+    """What the probes have said so far, and what that comes to."""
+
+    def __init__(self, num_workers: int, lanes: tuple[str, ...]) -> None:
+        self._num_workers, self._lanes = num_workers, lanes
+        self.security = ""
+        self._machines: dict[int, dict[str, Any]] = {}
+        self._said: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
+        self._together: dict[int, list[dict[str, Any]]] = {}
+        self._refused: dict[tuple[int, str], str] = {}
+
+    def add(self, said: dict[str, Any]) -> None:
+        rank = said["rank"]
+        match said["kind"]:
+            case "machine":
+                self._machines[rank] = said
+            case "lane" if said["given"] == said["lane"]:
+                self._said.setdefault((rank, said["lane"]), []).append(said)
+            case "lane":
+                self._refused[rank, said["lane"]] = said["reason"]
+            case "together":
+                self._together.setdefault(rank, []).append(said)
+
+    @property
+    def num_rounds(self) -> int:
+        """That all workers have finished."""
+        found = [len(one) for one in self._together.values()]
+        return min(found) if len(found) == self._num_workers else 0
+
+    def of_round(self, number: int) -> dict[Any, float]:
+        """What has to agree with other rounds: seconds of an exchange, by worker and transport."""
+        return {key: found[number]["both_s"] for key, found in self._said.items() if len(found) > number}
+
+    @property
+    def measured(self) -> Measured:
+        """Medians of all rounds, also of one that is not over."""
+        first = next(iter(self._machines.values()), {})
+        found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self.security)
+        found.compute_s = median([one["compute_s"] or 0.0 for one in self._machines.values()] or [0.0])
+        found.clocks = {rank: one["arrived"] - one["time"] for rank, one in found.machines.items()}
+        found.refused = [(rank, lane, why) for (rank, lane), why in sorted(self._refused.items())]
+        for rank in found.machines:
+            if trips := [one for (of, _), all_said in self._said.items() if of == rank for one in all_said]:
+                found.round_trips[rank] = (
+                    median(one["trip_s"] for one in trips),
+                    max(one["trip_p99_s"] for one in trips),
+                )
+        for (rank, lane), said in sorted(self._said.items()):
+            found.links.append(self._link(rank, lane, said, found))
+        return found
+
+    def _link(self, rank: int, lane: str, said: list[dict[str, Any]], found: Measured) -> Link:
+        up_s, both_s = median(one["up_s"] for one in said), median(one["both_s"] for one in said)
+        num, trip_s = found.machines[rank]["bytes"], found.round_trips[rank][0]
+        # Two medians: what is between them may be less than their noise, where weights come as fast as that.
+        down_s = max(0.05 * both_s, both_s - up_s)
+        link = Link(rank, lane, num / max(0.05 * up_s, up_s - trip_s), num / down_s, both_s)
+        together = [one["both_s"] for one in self._together.get(rank, []) if one["lane"] == lane]
+        if together and self._num_workers > 1:
+            link.together = max(1.0, median(together) / both_s)
+        return link
+
+
+def measure(
+    job: Job, plan: Plan, most_s: float, say: Callable[[float, str], None], clock: Callable[[], float] = time.monotonic
+) -> Measured:
+    """Round by round, until figures agree, `most_s` are over, or Ctrl-C. `say`: which part (0..1) is done, and what
+    comes now. A transport that nobody was given is left out."""
+    if plan.megabytes is not None and plan.megabytes <= 0:
+        raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
+    found, rounds, why = Figures(job.num_workers, plan.lanes), Rounds(clock(), most_s), ""
+
+    def secured(told: str) -> None:
+        found.security = told
+
+    say(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
+    is_partial = False
+    try:
+        with closing(job.said(plan, secured)) as saying:
+            for said in saying:
+                found.add(said)
+                while rounds.num < found.num_rounds:
+                    rounds.add(found.of_round(rounds.num))
+                if why := rounds.why_stop(clock()) or (f"{rounds.num} round" if rounds.num >= plan.rounds else ""):
+                    break
+                say(rounds.part_done(clock()), f"measuring {', '.join(plan.lanes)}: round {rounds.num + 1}")
+    except KeyboardInterrupt:
+        is_partial = True
+        why = f"{rounds.num} whole round{'' if rounds.num == 1 else 's'}, then Ctrl-C"
+    measured = found.measured
+    measured.ended, measured.is_partial = why, is_partial
     return measured
-
-
-def _together(job: Job, measured: Measured) -> None:
-    """How much longer an exchange takes while all exchange: the server's link, and its cores, are everybody's."""
-    best = {rank: links[0] for rank in measured.machines if (links := measured.of_rank(rank))}
-    for lane in sorted({link.lane for link in best.values()}):
-        job.say(f"all workers at once over {lane}")
-        both, _ = job.probe(measured.megabytes, lane, order="together")
-        for rank, link in best.items():
-            if link.lane == lane:
-                link.together = max(1.0, both[rank]["median_s"] / link.exchange_s)

@@ -1,9 +1,13 @@
-"""A training script that measures: its machine, and what exchanges with the server take over the lane it was given.
+"""A training script that measures: its machine, a step of the task, and exchanges with the server over each transport.
 
-    python probe.py MEGABYTES SECONDS in-turn|together
+    python probe.py PLAN         as JSON: see `Plan` in measure.py
 
-Started by `ps-launch doctor` as each worker; says one line `PROBE {...}`. In turn, each has the server to itself for so
-many seconds; together, all have it at once.
+Started by `ps-launch doctor` as each worker. It measures the same again and again, round by round, and says one line
+`PROBE {...}` for each figure; the doctor ends it when figures agree.
+
+In a round the workers take turns: each has the server to itself over one transport after another. Then all exchange at
+once, each over its best. Whose turn it is they read from the server's status: each contribution carries the number of
+the newest phase that its worker has finished, in place of a loss.
 """
 
 import json
@@ -15,38 +19,143 @@ import statistics
 import sys
 import tempfile
 import time
+from typing import Any
 
 import torch
 
 import paramserver
+from paramserver.common.config.sources import load_config
 from paramserver.common.version import PROGRAM_VERSION
 
 _FSYNC_BYTES = 1 << 20
+_LOOK_S = 0.02
+_NUM_TRIPS = 20  # in a turn
+_LEAST = 2  # exchanges of each kind in a turn
+_TASK_S, _TASK_STEPS = 2.0, 200  # steps of the task: at most so long and so many, at least three
+_NAMES = {"shared memory": "shared"}
 
 
-def main(megabytes: float, seconds: float, order: str) -> None:
-    """Measure, and say it."""
-    size = max(16, int(megabytes * 1e6 / 4))
+def main(plan: dict[str, Any]) -> None:
+    """Measure, and say it, until `rounds` are over or somebody ends this process."""
+    config = load_config(None, {}, [], os.environ).config
+    compute_s, num_bytes = (None, 0) if plan["task"] is None else of_task(plan["task"], config)
+    if plan["megabytes"] is not None:
+        num_bytes = int(plan["megabytes"] * 1e6)
+    size = max(16, num_bytes // 4)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size))])
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
         model[0].grad = torch.full((size,), 1e-3)
+        session.record(loss=0.0)
         optimizer.step()  # memory is touched, and all are here
-        begins = time.monotonic() + (session.rank * seconds if order == "in-turn" else 0.0)
-        while time.monotonic() < begins:  # in turn; so that nobody is missed the time is not slept through
-            time.sleep(0.01)
-        taken: list[float] = []
-        while time.monotonic() < begins + seconds or len(taken) < 3:
+        say(session, "machine", bytes=4 * size, compute_s=compute_s, **machine())
+        turns = Turns(session, optimizer, plan["seconds"])
+        for number in range(plan["rounds"]):
+            one_round(turns, number, plan["lanes"])
+
+
+class Turns:
+    """Takes turns with the other workers, and measures exchanges in its own."""
+
+    def __init__(self, session: Any, optimizer: Any, seconds: float) -> None:
+        self.session, self._optimizer, self._seconds = session, optimizer, seconds
+        self.exchange = session._exchange
+        self.ask = self.exchange._shards[0].client.status
+        self.phase = 0  # this one; those before it are over for this worker
+
+    def wait(self, in_turn: bool) -> None:
+        """Until all have finished the phases before, and in turn those of lower rank this one too."""
+        rank = self.session.rank
+        while True:
+            done = {one.rank: one.loss for one in self.ask().workers}
+            if all(done.get(one, 0) >= self.phase + (in_turn and one < rank) for one in done if one != rank):
+                return
+            time.sleep(_LOOK_S)
+
+    def measured(self) -> tuple[float, float]:
+        """Medians, seconds: of an exchange on the way up alone, and of one both ways."""
+        taken: dict[bool, list[float]] = {True: [], False: []}
+        self._step(self.phase)  # the first one on new streams
+        until = time.monotonic() + self._seconds
+        while time.monotonic() < until or min(map(len, taken.values())) < _LEAST:
+            fetches, took_s = self._step(self.phase)
+            taken[fetches].append(took_s)
+        self.phase += 1
+        self._step(self.phase)
+        return statistics.median(taken[False]), statistics.median(taken[True])
+
+    def _step(self, done: int) -> tuple[bool, float]:
+        """Whether it fetched weights, and seconds."""
+        progress = self.session._progress
+        fetches = progress.next_number % progress.pull_every == 0
+        self.session.record(loss=float(done))
+        began = time.perf_counter()
+        self._optimizer.step()
+        return fetches, time.perf_counter() - began
+
+    def trips(self) -> list[float]:
+        """Seconds of small calls there and back."""
+        found = []
+        for _ in range(_NUM_TRIPS):
             began = time.perf_counter()
-            optimizer.step()
-            taken.append(time.perf_counter() - began)
-        rank = session.rank
-    taken.sort()
-    found = {
-        "rank": rank, "bytes": 4 * size, "num": len(taken), "median_s": statistics.median(taken),
-        "p99_s": taken[min(len(taken) - 1, int(0.99 * len(taken)))], **machine(),
-    }  # fmt: skip
-    print("PROBE", json.dumps(found), flush=True)
+            self.ask()
+            found.append(time.perf_counter() - began)
+        return sorted(found)
+
+
+def one_round(turns: Turns, number: int, lanes: list[str]) -> None:
+    """Each transport in turn, then all workers at once over their best ones."""
+    session, best = turns.session, (float("inf"), "grpc")
+    for lane in lanes:
+        turns.wait(in_turn=True)
+        turns.exchange.use_lanes(tuple(dict.fromkeys((lane, "grpc"))))
+        given = _NAMES.get(turns.exchange.lane, turns.exchange.lane)
+        trips = turns.trips()
+        up_s, both_s = turns.measured()
+        if given == lane:
+            best = min(best, (both_s, lane))
+        reason = turns.exchange._shards[0].lanes.reason
+        say(session, "lane", round=number, lane=lane, given=given, reason=reason, up_s=up_s, both_s=both_s,
+            trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
+    turns.wait(in_turn=False)
+    turns.exchange.use_lanes(tuple(dict.fromkeys((best[1], "grpc"))))
+    say(session, "together", round=number, lane=best[1], both_s=turns.measured()[1])
+
+
+def say(session: Any, kind: str, **figures: Any) -> None:
+    print("PROBE", json.dumps({"rank": session.rank, "kind": kind, **figures}), flush=True)
+
+
+def of_task(task: dict[str, Any], config: Any) -> tuple[float, int]:
+    """Seconds that a training step of the task computes, and the bytes of its contribution."""
+    from paramserver.worker.tensors.transfer import ModelTensors
+    from paramserver.worker.trainer import choose_device
+    from paramserver.worker.training.data import to_device
+    from paramserver.worker.training.slowdown import Slowdown
+    from paramserver.worker.training.tasks.loading import load_task
+
+    device = choose_device(config.worker.device)
+    made = load_task(task["name"], task["args"], seed=config.run.seed, device=device)
+    model = made.model().to(device)
+    batches = torch.utils.data.DataLoader(made.train_data(), task["batch_size"], shuffle=True)
+    delays = Slowdown(config.slowdown, config.worker.rank or 0, config.run.seed)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(task["precision"])
+    taken: list[float] = []
+    until, began = time.monotonic() + _TASK_S, time.perf_counter()
+    while len(taken) < 4 or (time.monotonic() < until and len(taken) < _TASK_STEPS):
+        for batch in batches:
+            model.zero_grad()
+            with torch.autocast(device.type, precision, enabled=precision is not None):
+                loss = made.loss(model, to_device(batch, device))
+            loss.backward()
+            loss.item()
+            took_s = time.perf_counter() - began
+            taken.append(took_s + delays.delay_s(len(taken) + 1, took_s))
+            began = time.perf_counter()
+            if len(taken) >= _TASK_STEPS or (time.monotonic() >= until and len(taken) >= 4):
+                break
+    # The first step loads and allocates.
+    return task["accumulate"] * statistics.median(taken[1:]), ModelTensors(model).layout.exchange_bytes
 
 
 def machine() -> dict[str, object]:
@@ -83,4 +192,4 @@ def _fsync_s() -> float:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    main(json.loads(sys.argv[1]))

@@ -18,7 +18,8 @@ def as_json(
 ) -> str:  # fmt: skip
     trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
     return json.dumps({
-        "megabytes": found.megabytes, "compute_s": compute_s, "security": found.security,
+        "megabytes": found.megabytes, "compute_s": compute_s, "ended": found.ended,
+        "is_partial": found.is_partial, "security": found.security,
         "machines": found.machines, "server": found.server, "clocks_s": found.clocks, "round_trips": trips,
         "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
         "foreseen": [asdict(one) for one in foreseen], "advice": told,
@@ -34,26 +35,32 @@ def show(
     beside: list[tuple[advice.Foreseen, float]],
 ) -> None:  # fmt: skip
     console = report_console()
-    columns = ("up MB/s", "down MB/s", "exchange", "all at once", "round trip", "99 %")
-    links = Table("worker", "host", "lane", *columns, box=None)
+    columns = ("up MB/s", "down MB/s", "exchange", "while all exchange", "round trip", "slowest 1 %")
+    links = Table("worker", "host", "transport", *columns, box=None)
     for link in sorted(found.links, key=lambda one: (one.rank, one.exchange_s)):
         trip, worst = found.round_trips[link.rank]
         links.add_row(
             str(link.rank), str(found.machines[link.rank]["host"]), link.lane, f"{link.up / 1e6:,.1f}",
             f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
-            f"{link.together:.1f} times" if link.together > 1 else "", f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
+            f"{link.together:.1f} times as long" if link.together > 1 else "",
+            f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
         )  # fmt: skip
     console.print(links)
     console.print(_machines(found))
     for check in checks:
         style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
         console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
-    modes = Table("mode", "local steps", *(f"{codec} steps/s" for codec in advice.CODECS), "of ideal", box=None)
+    console.print(f"Measured {found.ended}.", style="dim", highlight=False)
+    title = "steps a second of all workers, by codec (and the part of the time that workers compute)"
+    modes = Table("mode", "local steps", *advice.CODECS, box=None, title=title, title_justify="left")
     for mode in dict.fromkeys(one.mode for one in foreseen):
         row = {one.codec: one for one in foreseen if one.mode == mode}
         local = "/".join(dict.fromkeys(str(one.local_steps) for one in row.values()))
-        cells = [f"{row[codec].steps_per_s:,.1f}" if codec in row else "-" for codec in advice.CODECS]
-        modes.add_row(mode, local, *cells, " ".join(share(one.of_ideal) for one in row.values()))
+        cells = [
+            f"{row[codec].steps_per_s:,.1f} ({share(row[codec].of_ideal)})" if codec in row else "-"
+            for codec in advice.CODECS
+        ]
+        modes.add_row(mode, local, *cells)
     console.print(modes)
     if beside:
         real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
@@ -67,18 +74,8 @@ def show(
 
 def _machines(found: Measured) -> Table:
     """Also what is as it should be."""
-    names = (
-        "clock",
-        "cores",
-        "load",
-        "memory free",
-        "disk free",
-        "shm free",
-        "1 MiB on disk",
-        "files",
-        "GPUs",
-        "security",
-    )
+    free = ("memory free", "disk free", "shared memory free")
+    names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
     table = Table("machine", *names, box=None)
     rows = [(f"worker {rank}", one, found.clocks.get(rank)) for rank, one in sorted(found.machines.items())]
     if found.server:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...common.config.schema import Config
 from ...common.config.sources import load_config, of_mode
-from ...common.errors import ParamServerError, UsageError
+from ...common.errors import EXIT_INTERRUPTED, ParamServerError, UsageError
+from ...common.reporting.pictures.progress import Steps
 from ...common.reporting.summary import Summary
 from ...launch.plan.hosts import load_hosts
 from ...launch.plan.placement import place_servers, place_workers
 from . import advice
-from .measure import TINY_MB, Job, measure
+from .measure import TINY_MB, Job, Measured, Plan, measure
 from .results import as_json, show
 
-_STEPS = 30
+PROGRAM = "ps-launch doctor"
+_MEASURING = 0.9  # of the whole time; what is simulated afterwards takes the rest
+_SERVER_S = 30.0
+
+_Tried = tuple[advice.Foreseen, float]  # and the steps a second that were measured
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,9 @@ class Request:
     hosts: str | None
     megabytes: float | None  # None: the task's
     compute_s: float | None  # of a step; None: the task's, measured
-    seconds: float  # of each measurement and worker
+    seconds: float  # of each turn
     lanes: tuple[str, ...]
+    budget_s: float  # for measuring
     verify: bool
     as_json: bool
     sets: list[str]
@@ -43,32 +50,65 @@ def examine(wanted: Request) -> int:
     """Measure, print what was found, and return the exit code. Raises ParamServerError."""
     machines = ["--hosts", wanted.hosts, "--sync-code"] if wanted.hosts else []
     where = (*([wanted.config] if wanted.config else []), "-n", str(wanted.workers), *machines)
-    sets, seconds = wanted.sets, wanted.seconds
-    load_config(wanted.config, {}, sets, {}, is_worker=False)
-    compute_s, megabytes = wanted.compute_s, wanted.megabytes
-    if compute_s is None or megabytes is None:
-        _say("a step of the task")
-        found_s, found_mb = _step(where, seconds, sets)
-        compute_s, megabytes = compute_s or found_s, megabytes or found_mb
-    found = measure(Job((*where, *_sets("async", sets)), seconds, wanted.workers, _say), megabytes, wanted.lanes)
-    if wanted.hosts:
-        found.server = _server_of(wanted.hosts, wanted.workers, seconds, sets)
-    links = advice.best_links(found)
-    if not links:
-        why = f": {found.refused[0][2]}" if found.refused else ""
-        raise UsageError(f"no worker was given a lane of {','.join(wanted.lanes)}{why}", fix="leave --lanes out")
-    link = advice.typical(links)
-    trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
-    foreseen = advice.foresee(wanted.config, wanted.workers, megabytes, compute_s, link, trip_s, sets)
+    sets = wanted.sets
+    config = load_config(wanted.config, {}, sets, {}, is_worker=False).config
+    needs_task = wanted.compute_s is None or wanted.megabytes is None
+    plan = Plan(wanted.seconds, wanted.megabytes, wanted.lanes, _task(config) if needs_task else None)
+    job = Job((*where, *_sets("async", sets)), wanted.workers)
+    with Steps() as steps:
+        found = measure(job, plan, wanted.budget_s, lambda part, what: steps.at(_MEASURING * part, what))
+        if not found.links:
+            return _nothing(found, wanted)
+        if wanted.hosts and not found.is_partial:
+            steps.at(_MEASURING, "measuring the server's machine")
+            found.server = _server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
+        compute_s = wanted.compute_s or found.compute_s
+        link = advice.typical(advice.best_links(found))
+        trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
+        steps.at(_MEASURING, "simulating each mode with these figures")
+        foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
-    told = advice.sentences(foreseen, link, trip_s, compute_s, megabytes)
+    told = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
     over = f"worker.lanes={','.join(dict.fromkeys([*wanted.lanes, 'grpc']))}"
-    beside = _verified(where, foreseen, seconds, wanted.workers, [*sets, over]) if wanted.verify else []
+    beside: list[tuple[advice.Foreseen, float]] = []
+    if wanted.verify and not found.is_partial:
+        with Steps() as steps:
+            tries = _verified(where, foreseen, wanted.seconds, wanted.workers, [*sets, over], steps)
+            found.is_partial = _took_all(tries, beside)
     if wanted.as_json:
         print(as_json(found, checks, foreseen, told, beside, compute_s))
     else:
         show(found, checks, foreseen, told, beside)
+    if found.is_partial:
+        return EXIT_INTERRUPTED
     return 1 if any(one.level == "fail" for one in checks) else 0
+
+
+def _nothing(found: Measured, wanted: Request) -> int:
+    """No figure of any transport: the exit code, or UsageError where no worker was given one."""
+    if found.is_partial:
+        print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    why = f": {found.refused[0][2]}" if found.refused else ""
+    raise UsageError(f"no worker was given a lane of {','.join(wanted.lanes)}{why}", fix="leave --lanes out")
+
+
+def _took_all(tries: Iterator[_Tried], beside: list[_Tried]) -> bool:
+    """Put them into `beside`; whether Ctrl-C came before the last."""
+    try:
+        for one in tries:
+            beside.append(one)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _task(config: Config) -> dict[str, Any]:
+    """What a probe needs to take steps of it."""
+    return {
+        "name": config.task.name, "args": config.task.args, "batch_size": config.run.batch_size,
+        "accumulate": config.train.accumulate, "precision": config.train.precision,
+    }  # fmt: skip
 
 
 def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:
@@ -78,17 +118,13 @@ def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) ->
     host = place_servers(known, 1)[0]
     if host.host in {one.host for one in place_workers(known, num_workers)}:
         return {}
-    _say(f"the server's machine, {host.host}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hosts.yaml"
         alone = {**host.model_dump(mode="json", exclude_defaults=True), "slots": 1}
         path.write_text(json.dumps({"hosts": [alone]}))  # JSON is YAML
         where = ("-n", "1", "--hosts", str(path), "--sync-code", *_sets("async", sets))
-        return Job(where, seconds, 1, _say).probe(TINY_MB, "direct")[0][0]
-
-
-def _say(what: str) -> None:
-    print(f"measuring {what}", file=sys.stderr, flush=True)
+        job = Job(where, 1)
+        return measure(job, Plan(seconds, TINY_MB, ("direct",), rounds=1), _SERVER_S, lambda *_: None).machines[0]
 
 
 def _sets(mode: str, sets: list[str]) -> list[str]:
@@ -123,31 +159,15 @@ def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summ
         return Summary.model_validate_json(path.read_text())
 
 
-def _step(where: tuple[str, ...], seconds: float, sets: list[str]) -> tuple[float, float]:
-    """Seconds that a step of the task computes, and the megabytes of its gradients: of quick steps so many that the
-    first, which is slow, does not count."""
-    steps = _STEPS
-    while True:
-        ran = _ran(where, "async", steps, sets)
-        num_steps = sum(worker.steps for worker in ran.workers)
-        compute_s = sum(worker.compute_s for worker in ran.workers) / num_steps
-        if steps > _STEPS or steps * compute_s >= seconds:
-            return compute_s, sum(worker.bytes_sent for worker in ran.workers) / num_steps / 1e6
-        steps = math.ceil(seconds / compute_s)
-
-
 def _verified(
-    where: tuple[str, ...], foreseen: list[advice.Foreseen], seconds: float, workers: int, sets: list[str]
-) -> list[tuple[advice.Foreseen, float]]:
+    where: tuple[str, ...], foreseen: list[advice.Foreseen], seconds: float, workers: int, sets: list[str], steps: Steps
+) -> Iterator[_Tried]:
     """Every mode raw and the first with every codec, as real runs of some `seconds` and at least three rounds: steps a
     second of all workers while they train."""
-    found = []
-    for one in foreseen:
-        if one.codec != advice.CODECS[0] and one.mode != advice.MODES[0]:
-            continue
-        _say(f"{one.mode}, {one.codec}, for real")
+    chosen = [one for one in foreseen if one.codec == advice.CODECS[0] or one.mode == advice.MODES[0]]
+    for number, one in enumerate(chosen):
+        steps.at(number / len(chosen), f"run {number + 1} of {len(chosen)}: {one.mode}, {one.codec}")
         codecs = [f"{way}={one.codec}" for way in ("worker.codec", "worker.answer_codec")]
         rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
         ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *codecs, f"policy.local_steps={one.local_steps}"])
-        found.append((one, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s))
-    return found
+        yield one, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
-from paramserver.drills.doctor.measure import Link, Measured
+from paramserver.drills.doctor.measure import Figures, Link, Measured, Plan, measure
+from paramserver.drills.doctor.rounds import Rounds
 from paramserver.tests.loopback.conftest import Cluster
 from paramserver.tests.overlap.slow_link import why_not
 
@@ -133,6 +135,126 @@ def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
     assert (told.returncode, "nothing that could be run" in told.stderr) == (2, True)
     told = cluster.command("launch", "doctor", "nowhere.yaml")
     assert (told.returncode, told.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_stops_when_three_rounds_agree() -> None:
+    rounds = Rounds(100.0, 40.0)
+    assert rounds.why_stop(1000.0) == "", "the first round is measured whole, however long it takes"
+    for value in (2.0, 1.0, 1.02):
+        assert rounds.why_stop(101.0) == ""
+        rounds.add({(0, "grpc"): value, (1, "grpc"): 5.0})
+    assert rounds.why_stop(101.0) == "", "the first of the three is twice the others"
+    assert rounds.differ_by() == pytest.approx(1.0 / 1.02)
+    rounds.add({(0, "grpc"): 1.04, (1, "grpc"): 5.1})
+    assert rounds.why_stop(101.0) == "4 rounds; the last 3 agree within 5%"
+
+
+def test_it_stops_when_its_time_is_over() -> None:
+    rounds = Rounds(100.0, 40.0)
+    for value in (1.0, 2.0):
+        rounds.add({0: value})
+    assert rounds.why_stop(139.9) == "" and rounds.part_done(139.9) == pytest.approx(39.9 / 40)
+    assert rounds.why_stop(140.0) == "2 rounds: the 40 s of --budget were used up"
+    rounds.add({0: 1.5})
+    assert rounds.why_stop(140.0) == "3 rounds, which differ by up to 67%: the 40 s of --budget were used up"
+
+
+def said_of(rank: int, number: int, both_s: float, lane: str = "direct", given: str = "direct") -> dict:
+    return {
+        "rank": rank, "kind": "lane", "round": number, "lane": lane, "given": given, "reason": "why not",
+        "up_s": both_s / 2, "both_s": both_s, "trip_s": 0.001, "trip_p99_s": 0.002,
+    }  # fmt: skip
+
+
+def test_figures_are_medians_of_what_was_said_so_far() -> None:
+    """Also in the middle of a round, and of a transport that a worker was not given."""
+    found = Figures(2, ("direct", "shared"))
+    for rank in range(2):
+        found.add(
+            {"rank": rank, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 2.0, "time": 1.5, **HEALTHY}
+        )
+    assert found.measured.links == [] and found.num_rounds == 0
+    for number, both_s in enumerate((0.2, 0.4, 0.3)):
+        found.add(said_of(0, number, both_s))
+        found.add(said_of(0, number, 0.1, "shared", "direct"))
+        found.add({"rank": 0, "kind": "together", "lane": "direct", "both_s": 2 * both_s})
+    assert found.num_rounds == 0, "one worker has said nothing"
+    (link,) = found.measured.links
+    assert (link.rank, link.lane, link.exchange_s, link.together) == (0, "direct", 0.3, 2.0)
+    assert link.up == pytest.approx(4000 / (0.15 - 0.001)) and link.down == pytest.approx(4000 / 0.15)
+    assert found.measured.refused == [(0, "shared", "why not")] and found.measured.clocks == {0: 0.5, 1: 0.5}
+    found.add(said_of(1, 0, 1.0))
+    found.add({"rank": 1, "kind": "together", "lane": "direct", "both_s": 1.0})
+    assert found.num_rounds == 1 and found.of_round(0) == {(0, "direct"): 0.2, (1, "direct"): 1.0}
+
+
+class Made:
+    """A job of made-up figures, a second apart."""
+
+    num_workers = 1
+
+    def __init__(self, clock: Clock, values: list[float], interrupted_after: int | None = None) -> None:
+        self._clock, self._values, self._after = clock, values, interrupted_after
+        self.is_ended = False
+
+    def said(self, plan: Plan, secured: object) -> Iterator[dict]:
+        try:
+            yield {
+                "rank": 0,
+                "kind": "machine",
+                "bytes": 4000,
+                "compute_s": 0.1,
+                "arrived": 1.0,
+                **HEALTHY,
+                "time": 1.0,
+            }
+            for number, value in enumerate(self._values):
+                self._clock.now += 1.0
+                yield said_of(0, number, value)
+                if number == self._after:
+                    raise KeyboardInterrupt
+                yield {"rank": 0, "kind": "together", "lane": "direct", "both_s": value}
+        finally:
+            self.is_ended = True
+
+
+@pytest.mark.parametrize(
+    ("values", "after", "ended"),
+    [
+        ([1.0] * 100, None, "3 rounds; the last 3 agree within 5%"),
+        ([1.0, 2.0] * 50, None, "9 rounds, which differ by up to 100%: the 10 s of --budget were used up"),
+        ([1.0, 2.0] * 50, 2, "2 whole rounds, then Ctrl-C"),
+    ],
+)
+def test_the_run_is_ended_when_enough_is_known(values: list[float], after: int | None, ended: str) -> None:
+    clock = Clock()
+    job, parts = Made(clock, values, after), list[float]()
+    found = measure(job, Plan(0.3, 0.004, ("direct",)), 10.0, lambda part, what: parts.append(part), clock)
+    assert found.ended == ended and job.is_ended
+    assert found.is_partial == (after is not None) and len(found.links) == 1
+    assert parts == sorted(parts) and 0 <= parts[0] <= parts[-1] <= 1
+
+
+@pytest.mark.parametrize("told", ["measuring", "starting"])
+def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, told: str) -> None:
+    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.1", "-n", "1", "--lanes", "direct", "--budget", "600")
+    doctor = cluster.start("doctor", "-m", "paramserver.launch", "doctor", *flags, "--set=log.level=debug")
+    wanted = "round 2" if told == "measuring" else "starting"
+    doctor.until(lambda: wanted in doctor.output, wanted)
+    doctor.signal(signal.SIGINT)
+    assert doctor.wait() == 130, doctor.output
+    assert "Traceback" not in doctor.output
+    if told == "measuring":
+        assert "then Ctrl-C" in doctor.output and "First try: --mode" in doctor.output
+    else:
+        assert "ended before anything was measured" in doctor.output
 
 
 @pytest.mark.slow

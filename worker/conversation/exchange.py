@@ -31,6 +31,7 @@ from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
 from ..lanes.auto.measuring import Auto, Passed, round_trip_s
+from ..lanes.choice import Lanes
 from ..lanes.limit import Limit
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
@@ -284,6 +285,13 @@ class Exchange:
                 continue
             log.info("resumed" if answer is None else "rejoined", **self._who, step=self._welcome.step)
             return answer
+
+    def use_lanes(self, names: tuple[str, ...]) -> None:
+        """Come back over the first of these transports that both sides can open: as after a lost connection."""
+        config = self._config.model_copy(update={"lanes": names})
+        for shard in self._shards:
+            shard.lanes = Lanes(config)
+        self._return(Lost(f"other transports are wanted: {', '.join(names)}"))
 
     @property
     def _holds_back(self) -> bool:

@@ -1,0 +1,61 @@
+"""How far a command is that takes a while, and about how much longer it takes: a bar on a terminal, lines elsewhere.
+
+It goes to standard error, so that results on standard output stay what they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from .words import duration
+
+_LEAST_PART, _LEAST_S = 0.05, 1.0  # before that nothing is said about the time left
+
+
+class Steps:
+    """A context manager; `at` says where the command is."""
+
+    def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._began = clock()
+        self._what = ""
+        self._bar: Progress | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[left]}"))
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("", total=1.0, left="")
+
+    def __enter__(self) -> Steps:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def at(self, part: float, what: str) -> None:
+        """`part` (0..1) of all is done, and now comes `what`. Without a terminal one line when `what` changes."""
+        left = self.left(part)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=part, description=what, left=left)
+        elif what != self._what:
+            print(what + (f", {left}" if left else ""), file=self._stream, flush=True)
+        self._what = what
+
+    def left(self, part: float) -> str:
+        """About how much longer, in words; empty where that cannot be said yet."""
+        passed_s = self._clock() - self._began
+        if part < _LEAST_PART or passed_s < _LEAST_S:
+            return ""
+        return f"about {duration(passed_s * (1 - part) / part)} to go"
