@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, ParamServerError
 from ..common.reporting.curve import Point, add_trained
+from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
@@ -48,10 +49,12 @@ class Job:
     """One run of one plan."""
 
     def __init__(
-        self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "", series: Series | None = None
-    ) -> None:
+        self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "",
+        series: Series | None = None, is_enough: Callable[[Status], bool] | None = None,
+    ) -> None:  # fmt: skip
         """`page`: where the run before it was shown, whose readers look for this one there. `series`: which of several
-        runs it is."""
+        runs it is. `is_enough`: whether it may end now."""
+        self._is_enough = is_enough
         self._series = series or Series()
         log = plan.config.log
         # Children tell programs of a worker's normal life at level debug; people are not told.
@@ -63,6 +66,7 @@ class Job:
         self._reached: dict[Child, str] = {}  # and where others reach them
         self._checking: asyncio.Future[None] | None = None
         self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
+        self.interrupted_by = 0  # the last signal
         self.page = page  # where the coordinator shows the run
         self._summary: Summary | None = None
         self._trained: list[Point] = []
@@ -117,6 +121,7 @@ class Job:
 
     def interrupt(self, number: int) -> None:
         """A signal, or the loss of the output, asks the job to end."""
+        self.interrupted_by = number
         if not self._finished.done():
             self._carry_out(self._supervisor.interrupt(number, self._loop.time()))
 
@@ -158,6 +163,9 @@ class Job:
         if (status := parse_status(event)) is not None:
             add_trained(self._trained, status)
             self._screen.status(line, status, self._loop.time())
+            if self._is_enough is not None and self._is_enough(status):
+                self._is_enough = None
+                self._carry_out(self._supervisor.abort(0, "its figures agree, or its time is over", self._loop.time()))
             return True
         if event.name == "summary":
             with suppress(ValidationError):
@@ -259,8 +267,12 @@ class Job:
                 self._screen.note(event, f"{chosen[0].reason}; {what}: {who}{more}", "warning")
 
 
-async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site: Site) -> list[Outcome]:
-    """Run the plans one after another; the first that does not end with 0 is the last."""
+async def run_all(
+    plans: list[Plan], make_backend: Callable[..., Backend], site: Site,
+    is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """Run the plans one after another; the first that does not end with 0 is the last. What `is_enough` makes for a
+    plan says of each status whether the run may end."""
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
@@ -268,8 +280,10 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site:
     outcomes: list[Outcome] = []
     page = ""
     took_s: list[float] = []
-    for number, plan in enumerate(plans, 1):
-        job = Job(plan, make_backend, site, page, Series(number, len(plans), tuple(took_s)))
+    for place, plan in enumerate(plans, 1):
+        job = Job(
+            plan, make_backend, site, page, Series(place, len(plans), tuple(took_s)), is_enough and is_enough(plan)
+        )
         began = loop.time()
         running = asyncio.ensure_future(job.run())
         for number in signals:
@@ -277,6 +291,9 @@ async def run_all(plans: list[Plan], make_backend: Callable[..., Backend], site:
         outcomes.append(await running)
         took_s.append(loop.time() - began)
         page = job.page
+        if job.interrupted_by and not outcomes[-1].finish.exit_code and place < len(plans):
+            finish = Finish(128 + job.interrupted_by, "interrupted while a run ended")  # those to come do not start
+            outcomes[-1] = replace(outcomes[-1], finish=finish)
         if outcomes[-1].finish.exit_code:
             break
     return outcomes

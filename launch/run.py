@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from .plan.settings import SINGLE
 
 # What runs and reports is imported when the settings have been found good.
 if TYPE_CHECKING:
+    from ..common.reporting.status import Status
     from .job import Outcome
 
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
@@ -139,8 +141,11 @@ def show(plans: list[Plan], site: Site) -> None:
             print(line)
 
 
-def start(plans: list[Plan], site: Site) -> list[Outcome]:
-    """Run the plans one after another. Raises ParamServerError before anything starts, where that can be seen."""
+def start(
+    plans: list[Plan], site: Site, is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None
+) -> list[Outcome]:
+    """Run the plans one after another; `is_enough` of a run's status ends it, as if it were over. Raises
+    ParamServerError before anything starts, where that can be seen."""
     from .hosts.here import check_here
 
     backend = backend_of(site.config)
@@ -148,7 +153,7 @@ def start(plans: list[Plan], site: Site) -> list[Outcome]:
         check_here(plans, site.config)
     from .job import run_all
 
-    return asyncio.run(run_all(plans, backend, site))
+    return asyncio.run(run_all(plans, backend, site, is_enough))
 
 
 def run(plans: list[Plan], site: Site) -> int:
