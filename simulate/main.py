@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from ..common.config.cli import SetOption, make_app, run_app
-from ..common.errors import UsageError
+from ..common.errors import EXIT_INTERRUPTED, UsageError
 from ..common.user_code import is_in_file
 
 PROGRAM = "ps-sim"
@@ -31,6 +35,7 @@ Simulate a run: the real rules of its mode, and workers, links and a server that
 
 Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider says it. A server's
 own link is shared by all. No loss is simulated without --learn, which trains the task for real.
+Ctrl-C shows what has been simulated so far (exit code 130).
 """
 
 app = make_app(_HELP)
@@ -155,22 +160,42 @@ def _compare(
     runs: list[Any], labels: list[str], learns: bool, has_baseline: bool, as_json: bool, report: str | None
 ) -> int:
     from ..common.reporting.log import setup_logging
+    from ..common.reporting.pictures.progress import Steps
     from ..common.reporting.report import comparison_table, report_console
-    from .results.summary import as_text, summary, time_cells, time_pictures, time_table
+    from .results.summary import as_text, for_people, sentence, summary, time_cells, time_pictures, time_table
     from .run.simulation import Simulation
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)
     gc.disable()  # a simulation makes millions of small things and no circles
-    done = []
-    for (config, world), label in zip(runs, labels, strict=True):
-        learner = None
-        if learns:
-            from .learning.learner import Learner
+    done: list[Any] = []
+    is_over = False
+    with Steps() as steps, interruptible() as is_interrupted:
+        for number, ((config, world), label) in enumerate(zip(runs, labels, strict=True)):
 
-            learner = Learner(config, world.num_workers)
-        simulation = Simulation(config, world, time.perf_counter, learner=learner)
-        simulation.go()
-        done.append((label, simulation))
+            def looked(part: float, before: int = number, label: str = label) -> None:
+                steps.at((before + part) / len(runs), f"simulating {label}")
+                if is_interrupted():
+                    raise KeyboardInterrupt
+
+            learner = None
+            if learns:
+                from .learning.learner import Learner
+
+                learner = Learner(config, world.num_workers)
+            simulation = Simulation(config, world, time.perf_counter, learner=learner, looked=looked)
+            try:
+                simulation.go()
+            except KeyboardInterrupt:
+                is_over = True
+                label = f"{label}, ended"
+            if simulation.tally.num_steps:
+                done.append((label, simulation))
+            if is_over:
+                break
+    if is_over:
+        print(f"{PROGRAM}: ended: {len(done)} of {len(runs)} runs, the last one not to its end", file=sys.stderr)
+    if not done:
+        return EXIT_INTERRUPTED
     first = done[0][1] if has_baseline else None
     found = [(label, summary(one, first)) for label, one in done]
     if report is not None:
@@ -180,13 +205,11 @@ def _compare(
         write_report(report, "Simulated runs", found, notes, more=([time_cells(done)], time_pictures(done)))
     if as_json:
         print(as_text(done, first))
-        return 0
+        return EXIT_INTERRUPTED if is_over else 0
     console = report_console()
-    console.print(comparison_table(found))
+    console.print(comparison_table(for_people(found)))
     console.print()
     console.print(time_table(done))
-    for label, one in done:
-        print(f"{label}: events {one.tally.digest}")
     if late := [label for label, one in done if not all(worker.incarnation for worker in one.workers)]:
         print(f"{', '.join(late)}: over before all workers of --join-at were to join")
     if learns:
@@ -196,7 +219,25 @@ def _compare(
                 print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.figures['loss']:.4f}")
     else:
         print("no loss simulated (--learn)")
-    return 0
+    print(sentence(found))
+    return EXIT_INTERRUPTED if is_over else 0
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it Ctrl-C only is remembered, for who asks whether it came; a second one is an exception as ever."""
+    told: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if told:
+            raise KeyboardInterrupt
+        told.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(told)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:

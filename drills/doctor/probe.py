@@ -26,6 +26,7 @@ import torch
 import paramserver
 from paramserver.common.config.sources import load_config
 from paramserver.common.version import PROGRAM_VERSION
+from paramserver.common.wire.json_text import read_json
 
 _FSYNC_BYTES = 1 << 20
 _LOOK_S = 0.02
@@ -192,4 +193,4 @@ def _fsync_s() -> float:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(read_json(sys.argv[1]))

@@ -15,7 +15,10 @@ from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 
 _LEAST_PART = 0.001  # what never takes more is not drawn
-_NAMES = ("computing", "held by mode", "max_staged", "server's work", "server's link", "own link")  # of CAUSES
+# Of CAUSES.
+_NAMES = ("computing", "waiting for the mode", "waiting to upload", "server's work", "server's link", "own link")
+# Of `figures`, those that only --json and --report have: for work on the simulator, or another column has them.
+_OWN_FIGURES = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "skew max", "policy us"}
 
 
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
@@ -76,6 +79,26 @@ def figures(simulation: Simulation) -> dict[str, float]:
         "dropped": sum(one.dropped for one in stats),
         "policy us": 1e6 * sum(spent) / len(spent) if spent else 0.0,
     }
+
+
+def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
+    """With the figures that need no knowledge of the simulator."""
+    return [
+        (name, one.model_copy(update={"final": {key: of for key, of in one.final.items() if key not in _OWN_FIGURES}}))
+        for name, one in runs
+    ]
+
+
+def sentence(runs: list[tuple[str, Summary]]) -> str:
+    """What follows, in words."""
+    (name, first), *others = sorted(runs, key=lambda run: -float(run[1].final["steps/s"]))
+    rate = float(first.final["steps/s"])
+    told = f"Fastest is {name}: {rate:,.1f} training steps a second of all workers"
+    told += f", who compute {share(float(first.final['of ideal']))} of the time"
+    if not others or not rate:
+        return f"{told}."
+    rest = ", ".join(f"{other} {share(float(one.final['steps/s']) / rate)}" for other, one in others)
+    return f"{told}. Of that rate the others make: {rest}."
 
 
 def ideal_rate(simulation: Simulation) -> float:

@@ -36,7 +36,8 @@ _MOST_IDLE_TICKS = 100_000
 
 class Simulation:
     """One run of one mode; `go`, then look at it and its `tally`. `tell` is told facts as a server's observers are;
-    `clock` measures what the run's decisions cost; a `learner` trains."""
+    `clock` measures what the run's decisions cost; a `learner` trains; `looked` is told now and then which part (0..1)
+    of all training steps is taken, and may raise."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Simulation:
         clock: Callable[[], float] = lambda: 0.0,
         tell: Callable[[float, effects.Fact], None] | None = None,
         learner: Learner | None = None,
+        looked: Callable[[float], object] = lambda part: None,
     ) -> None:
         self.config, self.world, self.learner = config, world, learner
         self.policy = policy = make_policy(config)
@@ -55,7 +57,7 @@ class Simulation:
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
         self.run = Run(options, policy, "simulated")
         self.tally = Tally()
-        self._clock, self._tell = clock, tell
+        self._clock, self._tell, self._looked = clock, tell, looked
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
         self._is_mean = policy.contribution == "weights"  # what is sent stands on the average that it contains
@@ -293,6 +295,7 @@ class Simulation:
         self.tally.sample(self._agenda.now, max(held) - min(held) if held else 0)
         total = self.world.num_workers * (self.policy.training_steps or 1)
         self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
+        self._looked(min(1.0, self.tally.num_steps / total))
 
     def _done(self, done: effects.TellDone) -> None:
         self._agenda.is_stopped = True
