@@ -61,7 +61,9 @@ def test_a_short_run_ends_when_its_pace_is_steady() -> None:
 def test_bytes_that_travel_once_are_left_out(num_workers: int) -> None:
     """60 rounds of 1,000 bytes each way; the weights once up, and once down to each."""
     workers = [
-        WorkerSummary(rank=rank, steps=60, bytes_sent=60_000 + 1_000 * (rank == 0), bytes_received=61_000)
+        WorkerSummary(
+            rank=rank, steps=60, contributions=60, bytes_sent=60_000 + 1_000 * (rank == 0), bytes_received=61_000
+        )
         for rank in range(num_workers)
     ]
     summary = Summary(mode="sync", local_steps=1, staleness_bound=0, updates=60, version=60, workers=workers)
