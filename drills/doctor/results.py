@@ -51,8 +51,8 @@ def show(
         style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
         console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
     console.print(f"Measured {found.ended}.", style="dim", highlight=False)
-    title = "steps a second of all workers, by codec (and the part of the time that workers compute)"
-    modes = Table("mode", "local steps", *advice.CODECS, box=None, title=title, title_justify="left")
+    console.print("Steps a second of all workers, by codec, and the part of the time that workers compute:")
+    modes = Table("mode", "local steps", *advice.CODECS, box=None)
     for mode in dict.fromkeys(one.mode for one in foreseen):
         row = {one.codec: one for one in foreseen if one.mode == mode}
         local = "/".join(dict.fromkeys(str(one.local_steps) for one in row.values()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import median
 
 _LAST, _WITHIN = 3, 0.05  # rounds that have to agree, by how much
 
@@ -23,16 +24,15 @@ class Rounds:
         self._figures.append(figures)
 
     def differ_by(self) -> float:
-        """The largest difference of a figure in the last three rounds, as a part of its median; inf: too few rounds."""
-        last = self._figures[-_LAST:]
-        if len(last) < _LAST:
+        """How far the last three rounds are apart, or what the medians of all rounds were after each of them, as a part
+        of the middle one, for the figure where that is most; the smaller of the two. inf: too few rounds."""
+        if self.num < _LAST:
             return float("inf")
-        names = set(last[0]).intersection(*last)
-        spreads = []
-        for name in names:
-            low, middle, high = sorted(one[name] for one in last)
-            spreads.append((high - low) / middle if middle else 0.0)
-        return max(spreads, default=0.0)
+        medians = [
+            {name: median(one[name] for one in self._figures[:end] if name in one) for name in self._figures[-1]}
+            for end in range(self.num - _LAST + 1, self.num + 1)
+        ]
+        return min(_spread(self._figures[-_LAST:]), _spread(medians))
 
     def why_stop(self, now: float) -> str:
         """A sentence; empty: go on. The first round is always measured whole."""
@@ -41,13 +41,21 @@ class Rounds:
         rounds = f"{self.num} round{'s' if self.num > 1 else ''}"
         differ = self.differ_by()
         if differ <= _WITHIN:
-            return f"{rounds}; the last {_LAST} agree within {_WITHIN:.0%}"
+            return f"{rounds}; the figures of the last {_LAST} agree within {_WITHIN:.0%}"
         if now >= self._until:
             told = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
             return f"{rounds}{told}: the {self._most_s:g} s of --budget were used up"
         return ""
 
     def part_done(self, now: float) -> float:
-        """Of the whole, 0..1, as far as can be said: three rounds, or the time that may be used."""
-        left_s = max(0.0, self._until - now)
-        return max(min(1.0, self.num / _LAST), 1.0 - left_s / self._most_s)
+        """Of the time that may be used, 0..1."""
+        return min(1.0, 1.0 - (self._until - now) / self._most_s)
+
+
+def _spread(rounds: Sequence[Mapping[Hashable, float]]) -> float:
+    """The largest difference of a figure in three rounds, as a part of the middle one."""
+    spreads = []
+    for name in set(rounds[0]).intersection(*rounds):
+        low, middle, high = sorted(one[name] for one in rounds)
+        spreads.append((high - low) / middle if middle else 0.0)
+    return max(spreads, default=0.0)

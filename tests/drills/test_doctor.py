@@ -151,9 +151,9 @@ def test_it_stops_when_three_rounds_agree() -> None:
         assert rounds.why_stop(101.0) == ""
         rounds.add({(0, "grpc"): value, (1, "grpc"): 5.0})
     assert rounds.why_stop(101.0) == "", "the first of the three is twice the others"
-    assert rounds.differ_by() == pytest.approx(1.0 / 1.02)
+    assert rounds.differ_by() == pytest.approx((2.0 - 1.02) / 1.5), "of the medians so far: 2, 1.5, 1.02"
     rounds.add({(0, "grpc"): 1.04, (1, "grpc"): 5.1})
-    assert rounds.why_stop(101.0) == "4 rounds; the last 3 agree within 5%"
+    assert rounds.why_stop(101.0) == "4 rounds; the figures of the last 3 agree within 5%"
 
 
 def test_it_stops_when_its_time_is_over() -> None:
@@ -163,7 +163,18 @@ def test_it_stops_when_its_time_is_over() -> None:
     assert rounds.why_stop(139.9) == "" and rounds.part_done(139.9) == pytest.approx(39.9 / 40)
     assert rounds.why_stop(140.0) == "2 rounds: the 40 s of --budget were used up"
     rounds.add({0: 1.5})
-    assert rounds.why_stop(140.0) == "3 rounds, which differ by up to 67%: the 40 s of --budget were used up"
+    assert rounds.why_stop(140.0) == "3 rounds, which differ by up to 33%: the 40 s of --budget were used up"
+
+
+def test_it_stops_when_medians_agree_although_rounds_do_not() -> None:
+    """A busy machine: single rounds never agree."""
+    rounds, values = Rounds(0.0, 40.0), [1.0, 1.5, 0.7, 1.02, 1.6, 0.8, 1.01]
+    stopped = []
+    for value in values:
+        rounds.add({"a": value})
+        stopped.append(bool(rounds.why_stop(1.0)))
+    # Medians so far: 1, 1.25, 1, 1.01, 1.02, 1.01, 1.01.
+    assert stopped == [False, False, False, False, True, True, True]
 
 
 def said_of(rank: int, number: int, both_s: float, lane: str = "direct", given: str = "direct") -> dict:
@@ -228,8 +239,8 @@ class Made:
 @pytest.mark.parametrize(
     ("values", "after", "ended"),
     [
-        ([1.0] * 100, None, "3 rounds; the last 3 agree within 5%"),
-        ([1.0, 2.0] * 50, None, "9 rounds, which differ by up to 100%: the 10 s of --budget were used up"),
+        ([1.0] * 100, None, "3 rounds; the figures of the last 3 agree within 5%"),
+        ([1.0, 2.0] * 50, None, "9 rounds, which differ by up to 50%: the 10 s of --budget were used up"),
         ([1.0, 2.0] * 50, 2, "2 whole rounds, then Ctrl-C"),
     ],
 )
