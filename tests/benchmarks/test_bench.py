@@ -41,6 +41,7 @@ def check_numbers(value: Any) -> None:
         ("exchange --mb 0", "--mb"),
         ("exchange --mode snyc", "did you mean 'sync'?"),
         ("exchange --codec zip", "unknown codec 'zip'"),
+        ("exchange --device tpu", "no such device"),
         ("exchange --lane shard", "did you mean 'shared'?"),
         ("round --peers gloo,rey", "did you mean 'ray'?"),
         ("exchange --plot x.png", "add --sweep"),

@@ -29,7 +29,7 @@ _TESTS_NEED = ("pytest>=8", "hypothesis>=6.100")
 _OWN = ("torch", "numpy")  # the interpreter's own
 _BENCHMARKS = {
     "exchange": ("exchange", "--mb", "100", "--runs", "5"),
-    "latency": ("latency", "--runs", "5"),
+    "latency": ("latency",),
 }
 
 

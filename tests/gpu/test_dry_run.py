@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
+from paramserver.benchmarks.main import app
 from paramserver.tests.gpu import run as runner
 from paramserver.tests.gpu.conftest import why_not
 from paramserver.tests.gpu.test_runs import run
@@ -65,3 +67,11 @@ def test_what_takes_too_long_is_ended() -> None:
     sleeper = [sys.executable, "-c", "import time\ntime.sleep(600)"]
     assert runner.within(sleeper, dict(os.environ), time.monotonic()) is None
     assert runner.within([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), time.monotonic() + 60) == 3
+
+
+def test_the_benchmarks_have_these_flags() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, *arguments in runner._BENCHMARKS.values():
+        known = {flag for option in commands[name].params for flag in option.opts}
+        given = {one for one in [*arguments, "--json"] if one.startswith("--")}
+        assert given | ({"--device"} if name == "exchange" else set()) <= known
