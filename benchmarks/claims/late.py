@@ -30,6 +30,8 @@ BATCH = 32
 WAYS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "nothing": ("async", 0.9, {"late_momentum": False}),
     "momentum (default)": ("async", 0.9, {}),
+    "ssp (default)": ("ssp", 0.9, {}),
+    "ssp, nothing": ("ssp", 0.9, {"late_momentum": False}),
     "momentum alone": ("async", 0.9, {"late_scale": "none"}),
     "inverse": ("async", 0.9, {"late_momentum": False, "late_scale": "inverse"}),
     "momentum, inverse": ("async", 0.9, {"late_scale": "inverse"}),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .shared.late import MANY, LateOptions
-from .single import SinglePolicy, has_less_momentum
+from .shared.late import LateOptions
+from .single import SinglePolicy
 
 
 class AsyncOptions(LateOptions):
@@ -21,14 +21,10 @@ class AsyncOptions(LateOptions):
 class AsyncPolicy(SinglePolicy):
     Options = AsyncOptions
     options: AsyncOptions
-    less_momentum = True
 
     @classmethod
     def told(cls, options: AsyncOptions) -> str:
-        if not has_less_momentum(cls, options):
-            return ""
-        scaled = f", beyond {MANY} a lower rate the later" if options.late_scale is None else ""
-        return f"less momentum the more workers{scaled}"
+        return options.late_rule
 
     @property
     def pull_every(self) -> int:

@@ -43,7 +43,8 @@ class DsspPolicy(SspPolicy):
 
     @classmethod
     def told(cls, options: DsspOptions) -> str:  # type: ignore[override]
-        return f"staleness {options.staleness} to {options.staleness_most}"
+        bound = f"staleness {options.staleness} to {options.staleness_most}"
+        return ", ".join(filter(None, (bound, options.late_rule)))
 
     @property
     def staleness_bound(self) -> int:

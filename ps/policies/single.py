@@ -7,7 +7,7 @@ from typing import ClassVar
 from ...common.config.option import Section
 from .base import Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy
 from .rules import CutRule, Rule, SingleRule
-from .shared.late import MANY, SCALES, LateOptions
+from .shared.late import SCALES, LateOptions
 
 
 class SinglePolicy(Policy):
@@ -16,15 +16,13 @@ class SinglePolicy(Policy):
     may_pipeline = True
     kin = "single"
     rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule, CutRule)
-    less_momentum: ClassVar[bool] = False  # where `late_momentum` says nothing
 
     def __init__(self, common: Common, options: Section) -> None:
         super().__init__(common, options)
         late = options if isinstance(options, LateOptions) else LateOptions(late_momentum=False)
         self._cut = late.late_cut
-        self._has_less_momentum = has_less_momentum(type(self), late)
-        self._scale = late.late_scale or ("polynomial" if self._has_less_momentum else "none")
-        self._few = 0 if late.late_scale else MANY  # live workers, with whom nothing is scaled
+        self._has_less_momentum = late.late_momentum
+        self._scale, self._few = late.scale
         self.compensation = late.compensation
         most = common.num_workers
         self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
@@ -44,7 +42,3 @@ class SinglePolicy(Policy):
 
     def _momentum_among(self) -> int:
         return len(self.members) if self._has_less_momentum else 1
-
-
-def has_less_momentum(kind: type[SinglePolicy], options: LateOptions) -> bool:
-    return kind.less_momentum if options.late_momentum is None else options.late_momentum

@@ -6,6 +6,9 @@ Gradients are applied one by one, so s = 0 is not sync SGD; the staleness of a c
 because between two contributions of one worker each other one can make at most 2s + 1. (A rule found elsewhere, "the
 next one minus the minimum <= s", deadlocks at s = 0.)
 
+The bound does not end what lateness does to learning: with several workers less of the optimizer's own momentum is
+left, as in async (`shared/late.py`).
+
 Pipelined, the answer to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c + 2
 at once. The one in flight counts: it goes on when c + 1 - min <= s, so that as before nobody is more than s ahead when
 it begins one. That needs s >= 1, or the slowest itself would wait. Staleness then is at most 2s(N - 1) + 1, for N > 1
@@ -40,7 +43,7 @@ class SspPolicy(SinglePolicy):
 
     @classmethod
     def told(cls, options: SspOptions) -> str:
-        return f"staleness {options.staleness}"
+        return ", ".join(filter(None, (f"staleness {options.staleness}", options.late_rule)))
 
     @property
     def staleness_bound(self) -> int:

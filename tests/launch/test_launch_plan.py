@@ -341,18 +341,20 @@ def test_plan_and_supervise_are_pure() -> None:
             assert not impure & {name.partition(".")[0] for name in names}, path
 
 
-def test_the_headline_says_what_async_makes_of_the_optimizer() -> None:
-    less = "less momentum the more workers"
-    found = plan_of(resolve(), "async").headline()
-    assert found.startswith(f"async ({less}, beyond 8 a lower rate the later): a server")
+@pytest.mark.parametrize(("mode", "bound"), [("async", ""), ("ssp", "staleness 3, "), ("dssp", "staleness 3 to 15, ")])
+def test_the_headline_says_what_becomes_of_the_optimizer_where_gradients_are_late(mode: str, bound: str) -> None:
+    less = f"{bound}less momentum the more workers"
+    found = plan_of(resolve(), mode).headline()
+    assert found.startswith(f"{mode} ({less}, beyond 8 a lower rate the later): a server")
     told = resolve(policy__late_scale="none")
-    assert plan_of(told, "async").headline().startswith(f"async ({less}): a server")
+    assert plan_of(told, mode).headline().startswith(f"{mode} ({less}): a server")
     told = resolve(policy__late_momentum=False)
-    assert plan_of(told, "async").headline().startswith("async: a server")
+    alone = f" ({bound[:-2]})" if bound else ""
+    assert plan_of(told, mode).headline().startswith(f"{mode}{alone}: a server")
 
 
 def test_the_headline_says_that_a_run_is_pipelined() -> None:
-    resolved = resolve(policy__pipelined=True)
+    resolved = resolve(policy__pipelined=True, policy__late_momentum=False)
     assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), pipelined: a server and 4 workers,")
     assert "pipelined" not in plan_of(resolved, "single").headline()
     assert "policy.pipelined=true" in " ".join(plan_of(resolved, "ssp").server.argv)

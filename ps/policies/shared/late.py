@@ -50,8 +50,8 @@ _STRENGTH = {"constant": 0.04, "adaptive": 2.0}  # the paper's
 class LateOptions(Section):
     """`options` of modes in which every contribution is a step."""
 
-    late_momentum: Annotated[bool | None, _KEY] = Field(
-        None, description=_MODES + "less of the optimizer's momentum the more workers step one by one; none: in async"
+    late_momentum: Annotated[bool, _KEY] = Field(
+        True, description=_MODES + "less of the optimizer's momentum the more workers step one by one"
     )
     late_scale: Annotated[Literal["none", "inverse", "polynomial"] | None, _KEY] = Field(
         None,
@@ -76,6 +76,21 @@ class LateOptions(Section):
                 "it is: set that to constant or adaptive"
             )
         return self
+
+    @property
+    def scale(self) -> tuple[str, int]:
+        """The rule of SCALES, and up to how many live workers nothing is scaled."""
+        if self.late_scale is not None:
+            return self.late_scale, 0
+        return ("polynomial" if self.late_momentum else "none"), MANY
+
+    @property
+    def late_rule(self) -> str:
+        """What happens where nobody sets anything, as people read it; empty: nothing."""
+        if not self.late_momentum:
+            return ""
+        scaled = f", beyond {MANY} a lower rate the later" if self.late_scale is None else ""
+        return f"less momentum the more workers{scaled}"
 
     @property
     def compensation(self) -> Compensation | None:

@@ -7,15 +7,19 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
 from paramserver.ps.policies.dssp import most_useful
 from paramserver.ps.policies.shared.late import momentum_left
+from paramserver.ps.tensors.store import Store
 
 
 def joined(mode: str, num_workers: int, **told: Any) -> Policy:
@@ -55,35 +59,78 @@ def test_momentum_that_is_left(momentum: float, num_workers: int) -> None:
         assert left == 0
 
 
-def test_async_leaves_less_momentum_the_more_workers_are_live() -> None:
-    policy = joined("async", 4)
+ONE_BY_ONE = pytest.mark.parametrize("mode", ["async", "ssp", "dssp"])
+
+
+@ONE_BY_ONE
+def test_less_momentum_is_left_the_more_workers_are_live(mode: str) -> None:
+    policy = joined(mode, 4)
     assert commit_of(policy, 0, 0).momentum_among == 4
     policy.left(3, 0.0)
     assert commit_of(policy, 0, 0).momentum_among == 3
-    assert commit_of(joined("async", 4, late_momentum=False), 0, 0).momentum_among == 1
-    assert commit_of(joined("async", 1), 0, 0).momentum_among == 1
-    assert commit_of(joined("ssp", 4), 0, 0).momentum_among == 1
-    assert commit_of(joined("ssp", 4, late_momentum=True), 0, 0).momentum_among == 4
+    assert commit_of(joined(mode, 4, late_momentum=False), 0, 0).momentum_among == 1
+    assert commit_of(joined(mode, 1), 0, 0).momentum_among == 1
 
 
-def test_with_many_workers_late_gradients_count_less_unless_somebody_says_otherwise() -> None:
+@ONE_BY_ONE
+def test_with_many_workers_late_gradients_count_less_unless_somebody_says_otherwise(mode: str) -> None:
     """By the number that are live, where less momentum is used; one word turns either off."""
-    policy = joined("async", 9)
+    policy = joined(mode, 9)
     assert policy.may_scale and commit_of(policy, 0, 0).scales == (1.0,)
     assert commit_of(policy, 1, 0).scales == pytest.approx((2**-0.5,))
     policy.left(8, 0.0)
     assert commit_of(policy, 2, 0).scales == ()
-    assert not joined("async", 8).may_scale
+    assert not joined(mode, 8).may_scale
     for told in ({"late_scale": "none"}, {"late_momentum": False}):
-        assert commit_of(joined("async", 9, **told), 0, 0).scales == ()
-    assert commit_of(joined("ssp", 9), 0, 0).scales == ()
-    always = joined("async", 2, late_scale="inverse")
+        assert commit_of(joined(mode, 9, **told), 0, 0).scales == ()
+    always = joined(mode, 2, late_scale="inverse")
     assert commit_of(always, 0, 0).scales == (1.0,)
     assert json.dumps(always.full_state())  # shards compare it
 
 
-def test_the_run_says_which_momentum_is_left_when_that_changes() -> None:
-    run = Run(Options(mode="async"), policy_of("async", {}), "run")
+CURVATURE = torch.tensor([1.0, 0.3], dtype=torch.float64)  # of a loss, 0.5 sum(curvature * weights^2)
+LR, MOMENTUM, ROUNDS = 0.05, 0.9, 40
+
+
+def plain(num_workers: int) -> torch.Tensor:
+    """Weights after N workers have taken turns, each on what it got one round ago. Without paramserver: SGD's own
+    formula, of its momentum what Mitliagkas et al. leave, and beyond 8 workers FedAsync's (1 + tau)^-1/2."""
+    weights, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    had, made = [(0, weights.clone())] * num_workers, 0
+    for _ in range(ROUNDS):
+        for rank in range(num_workers):
+            version, base = had[rank]
+            rate = LR * (1 + made - version) ** -0.5 if num_workers > 8 else LR
+            velocity = max(0.0, 1 - num_workers * (1 - MOMENTUM)) * velocity + CURVATURE * base
+            weights, made = weights - rate * velocity, made + 1
+            had[rank] = made, weights.clone()
+    return weights
+
+
+@ONE_BY_ONE
+@pytest.mark.parametrize("num_workers", [1, 4, 12])
+def test_what_workers_that_take_turns_end_with_is_what_the_papers_say(mode: str, num_workers: int) -> None:
+    """The mode's decisions, carried out by the server's own store."""
+    body = torch.ones(2, dtype=torch.float64)
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (2,))])
+    spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": LR, "momentum": MOMENTUM}),))
+    store, policy = Store(layout, body.view(torch.uint8), spec), joined(mode, num_workers)
+    had = [(0, store.tensors()["w"])] * num_workers
+    for _ in range(ROUNDS):
+        for rank in range(num_workers):
+            version, base = had[rank]
+            commit = commit_of(policy, rank, version)
+            store.fold((CURVATURE * base).view(torch.uint8), 1.0, rank)
+            scale = commit.lr_scale([(rank, 1.0)])
+            store.commit(num_workers, 0, None, lr_scale=scale, momentum_among=commit.momentum_among)
+            had[rank] = policy.version, store.tensors()["w"]
+    assert torch.allclose(store.tensors()["w"], plain(num_workers), rtol=1e-9, atol=1e-12)
+    assert store.tensors()["w"].norm() < 1.0, "it has learned"
+
+
+@ONE_BY_ONE
+def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> None:
+    run = Run(Options(mode=mode), policy_of(mode, {}), "run")
     said: list[dict[str, Any]] = []
 
     def happens(event: events.Event) -> None:
