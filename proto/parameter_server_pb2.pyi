@@ -184,14 +184,16 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[TensorSpec.Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., aliases: _Optional[_Iterable[str]] = ..., averaged: _Optional[bool] = ...) -> None: ...
 
 class Optimizer(_message.Message):
-    __slots__ = ("name", "groups", "tables")
+    __slots__ = ("name", "groups", "tables", "sums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
     tables: _containers.RepeatedCompositeFieldContainer[Table]
-    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+    sums: bool
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., sums: _Optional[bool] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("name", "num_rows", "dim", "dtype", "init_std", "optimizer", "hyperparameters")
@@ -248,7 +250,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order", "residual", "residuals_lost", "residual_lost", "continues", "holds", "reference", "epoch", "broken", "bytes_among")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "order", "residual", "residuals_lost", "residual_lost", "clip_norm", "continues", "holds", "reference", "epoch", "broken", "bytes_among")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +276,7 @@ class Contribution(_message.Message):
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
+    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
@@ -305,13 +308,14 @@ class Contribution(_message.Message):
     residual: float
     residuals_lost: int
     residual_lost: float
+    clip_norm: float
     continues: bool
     holds: Held
     reference: int
     epoch: int
     broken: bool
     bytes_among: int
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., continues: _Optional[bool] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ..., bytes_among: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., order: _Optional[_Iterable[int]] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., clip_norm: _Optional[float] = ..., continues: _Optional[bool] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ..., bytes_among: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
@@ -540,7 +544,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "union_batch", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -577,6 +581,7 @@ class RunSettings(_message.Message):
     MERGE_FIELD_NUMBER: _ClassVar[int]
     MERGE_ALPHA_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
+    UNION_BATCH_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     mode: str
     contribution: RunSettings.ContributionKind
@@ -598,8 +603,9 @@ class RunSettings(_message.Message):
     merge: str
     merge_alpha: float
     outstanding: int
+    union_batch: bool
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from .layout import DTYPES
 from .onebit import OneBitAdam
 
 Hyperparameters = dict[str, Any]
+# Of the gradients of a version: the mean weighted by samples, for a loss that is a mean over its batch; or the sum,
+# for a loss that is a sum.
+Reduction = Literal["mean", "sum"]
 
 # How a step is computed, not what it computes; and the bookkeeping of schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
@@ -85,11 +88,12 @@ class TableSpec:
 @dataclass(frozen=True)
 class OptimizerSpec:
     """`name` is the class in torch.optim, e.g. AdamW; where groups are of several, that of each, as Adam+SGD. `tables`
-    have optimizers of their own."""
+    have optimizers of their own. `reduction` makes one gradient of those of a version."""
 
     name: str
     groups: tuple[GroupSpec, ...]
     tables: tuple[TableSpec, ...] = ()
+    reduction: Reduction = "mean"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -101,6 +105,8 @@ class OptimizerSpec:
         """How `other` differs, as sentences; empty when both mean the same."""
         if self.name != other.name:
             return [f"expected optimizer {self.name}, got {other.name}"]
+        if self.reduction != other.reduction:
+            return [f"expected reduction={self.reduction}, got {other.reduction}"]
         if len(self.groups) != len(other.groups):
             return [f"expected {len(self.groups)} parameter groups, got {len(other.groups)}"]
         found = []
@@ -122,7 +128,9 @@ class OptimizerSpec:
         """(key, mine, its) of every number that is another one in `other`, of groups in order and once where it is the
         same in several; None when more than numbers differs."""
         found = []
-        if (self.name, [one.tensors for one in self.groups]) != (other.name, [one.tensors for one in other.groups]):
+        if (self.name, self.reduction) != (other.name, other.reduction):
+            return None
+        if [one.tensors for one in self.groups] != [one.tensors for one in other.groups]:
             return None
         if [table.sizes for table in self.tables] != [table.sizes for table in other.tables]:
             return None

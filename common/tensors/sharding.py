@@ -61,7 +61,7 @@ class Share:
             here = tuple(names[tensor] for tensor in group.tensors if tensor in names)
             groups.append(GroupSpec(here, group.hyperparameters))
         tables = tuple(table.part(self.number, self.count) for table in whole.tables)
-        return OptimizerSpec(whole.name, tuple(groups), tables)
+        return OptimizerSpec(whole.name, tuple(groups), tables, whole.reduction)
 
 
 def divide(whole: Layout, num_shards: int) -> list[Share]:

@@ -11,11 +11,18 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..errors import UsageError, did_you_mean
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def batch_norms(model: nn.Module, with_synchronized: bool) -> list[str]:
+    """Names of the layers in training mode that normalise with the statistics of a batch; torch.nn.SyncBatchNorm too
+    where it `with_synchronized`."""
+    found = ((name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm) and one.training)
+    return [name for name, one in found if with_synchronized or not isinstance(one, nn.SyncBatchNorm)]
 
 
 def statistics_of(

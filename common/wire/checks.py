@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ MAX_COUNT = 2**62  # of steps, versions, batches: far beyond any run, and one mo
 MAX_RANK = 1 << 16
 _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
+_MAX_NORM = sys.float_info.max  # what is finite
 _LEASE_S = 0.01, 1e6
 _MAX_SHARDS = 4096
 _MAX_GROUPS = 100_000  # of an optimizer
@@ -53,6 +55,7 @@ def _range(least: float, most: float) -> Callable[[str, float], None]:
 
 
 _seconds, _count = _range(0, _MAX_SECONDS), _range(0, MAX_COUNT)
+_norm = _range(0, _MAX_NORM)
 
 
 def check_address(what: str, text: str) -> None:
@@ -187,7 +190,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
     pb.Model: {"answer_codec": check_text, "meeting": check_address},  # `codecs` are looked up where they are agreed on
     pb.Begin: {"codec": check_text},
-    pb.Contribution: {"codec": check_text, "compute_s": _seconds, "transfer_s": _seconds},
+    pb.Contribution: {"codec": check_text, "compute_s": _seconds, "transfer_s": _seconds, "clip_norm": _norm},
     pb.Finish: {"transfer_s": _seconds},
     pb.Stop: {"reason": check_text},
     pb.Figures: {"failure": check_text},
@@ -250,7 +253,7 @@ _CHECKS = {
 
 # A contribution and a reply are checked at each exchange. This look at all fields at once, which finds nearly all of
 # them sound, takes half the time; whatever it does not pass goes by the table.
-_OF_CONTRIBUTION = operator.attrgetter("codec", "compute_s", "transfer_s", *COUNTS[pb.Contribution])
+_OF_CONTRIBUTION = operator.attrgetter("codec", "compute_s", "transfer_s", "clip_norm", *COUNTS[pb.Contribution])
 _OF_ANSWER = operator.attrgetter(
     "outcome", "held_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Answer]
 )
@@ -259,10 +262,11 @@ _START, _REJECTED = int(pb.Answer.START), int(pb.Answer.REJECTED)  # looked up o
 
 
 def _is_sound_contribution(contribution: pb.Contribution) -> bool:
-    codec, compute_s, transfer_s, *counts = _OF_CONTRIBUTION(contribution)
+    codec, compute_s, transfer_s, clip_norm, *counts = _OF_CONTRIBUTION(contribution)
     return (
         0 <= compute_s <= _MAX_SECONDS
         and 0 <= transfer_s <= _MAX_SECONDS
+        and 0 <= clip_norm <= _MAX_NORM
         and max(counts) <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()

@@ -16,7 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 from ...proto import parameter_server_pb2 as pb
 from ..errors import ParamServerError, Reason, UnreachableError, refusal, shown
 from ..tensors.layout import Kind, Layout, TensorSpec
-from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
+from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, Reduction, TableSpec
 from .checks import check_text
 
 SERVICE = "paramserver.v1.ParameterServer"
@@ -135,7 +135,7 @@ def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
         )
         for table in spec.tables
     ]  # fmt: skip
-    return pb.Optimizer(name=spec.name, groups=groups, tables=tables)
+    return pb.Optimizer(name=spec.name, groups=groups, tables=tables, sums=spec.reduction == "sum")
 
 
 def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) -> OptimizerSpec:
@@ -164,7 +164,8 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
                 f"there is nothing to train: the optimizer holds none of the model's {len(trained)} parameters",
                 fix="give it at least one parameter that requires a gradient; buffers and frozen tensors are none",
             )
-    return OptimizerSpec(message.name, groups, _tables_from_proto(message.tables))
+    reduction: Reduction = "sum" if message.sums else "mean"
+    return OptimizerSpec(message.name, groups, _tables_from_proto(message.tables), reduction)
 
 
 def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:

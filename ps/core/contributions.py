@@ -44,6 +44,7 @@ class Held:
     is_taken: bool  # False: it counts as an empty one
     has_body: bool  # False: it is a report, and there is nothing to fold
     scale: float
+    clip_norm: float
     weight: float = 0.0
 
 
@@ -135,7 +136,7 @@ class Contributions:
         num_steps = self.policy.local_steps if event.num_steps is None else event.num_steps
         self._held[rank] = Held(
             identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
-            worker.num_contributed, judged.is_taken, event.has_body, judged.scale,
+            worker.num_contributed, judged.is_taken, event.has_body, judged.scale, event.clip_norm,
         )  # fmt: skip
         self.rates.counted(rank, worker.hyperparameters, event.rates)
         stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at, in_it)
@@ -229,7 +230,7 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
-        hyperparameters = self._drawn_and_told(in_mean)
+        hyperparameters, clip_norm = self._drawn_and_told(in_mean)
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if outer != self._outer:
@@ -247,16 +248,18 @@ class Contributions:
         found.append(effects.Commit(
             policy.version, tuple([held.identity for held in in_mean if held.is_taken]), policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
+            clip_norm if policy.contribution == "gradient" else 0.0,
         ))  # fmt: skip
 
-    def _drawn_and_told(self, in_mean: list[Held]) -> tuple[dict[str, Any], ...] | None:
-        """Batches of these are in a version now; the hyperparameters that it is made with, as workers say."""
+    def _drawn_and_told(self, in_mean: list[Held]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
+        """Batches of these are in a version now; the hyperparameters and the clip_norm that it is made with, as workers
+        say."""
         policy = self.policy
         if len(in_mean) == 1:
             held = in_mean[0]
             rank = held.identity.rank
             self.drawn.committed(rank, held.num_batches, held.num_steps, policy.steps_done(rank))
-            return held.hyperparameters
+            return held.hyperparameters, held.clip_norm
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
         for held in in_mean:
             num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
@@ -267,7 +270,7 @@ class Contributions:
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
         told = [held for held in in_mean if held.hyperparameters is not None]
         newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
-        return None if newest is None else newest.hyperparameters
+        return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
     def _less_momentum(self, told: float) -> Effect:
         num_workers = self._momentum_among

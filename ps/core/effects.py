@@ -153,6 +153,7 @@ class Commit(Fact):
     lr_scale: float = 1.0
     reason: str = ""
     momentum_among: int = 1  # workers whose lateness stands for some of the optimizer's momentum
+    clip_norm: float = 0.0  # 2-norm that is stepped along at most, as its workers say; 0: any
 
 
 @dataclass(slots=True)

@@ -195,6 +195,7 @@ class Contributed(OfAWorker):
     is_broken: bool = False
     has_body: bool = True
     rates: tuple[float, ...] = ()  # with a process's first: learning rates at its first training step
+    clip_norm: float = 0.0  # 2-norm that the server steps along at most; 0: any
     # Bytes that its worker has sent and received here so far, this one included, words about a wait not.
     traffic: tuple[int, int] = (0, 0)
 
@@ -214,7 +215,7 @@ class Repeated(OfAWorker):
 
 @dataclass(slots=True)
 class Measured(Event):
-    """Of several shards with store.clip_norm: the mean that becomes this version has this 2-norm; here a part of it."""
+    """Of several shards whose step is clipped: what becomes this version has this 2-norm; here a part of it."""
 
     is_gathered: ClassVar[bool] = True
     version: int

@@ -72,6 +72,7 @@ class Engine:
             policy.has_rounds,
             policy.compensation,
             policy.contribution == "report",
+            policy.may_sum,
         )
         self.model.has_fragments = policy.fragments > 1
         self.folding = Folding(

@@ -194,10 +194,10 @@ class Folding:
         step = partial(
             store.commit, num_live, lowest_live, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
-            momentum_among=commit.momentum_among,
+            momentum_among=commit.momentum_among, clip_norm=commit.clip_norm,
         )  # fmt: skip
         work = partial(_sound, commit, step)
-        if not (self._model.clips_parts and commit.contributions):
+        if not (self._model.clips_parts(commit.clip_norm) and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)
             return
         # Nothing else is done with the weights before all shards have said how long their parts are.

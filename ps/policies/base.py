@@ -77,6 +77,8 @@ class Policy(ABC):
     answers_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: bool = False
+    # Whether a version may be made of the sum of gradients instead of their mean: a contribution weighs its samples.
+    may_sum: ClassVar[bool] = True
     # Modes of one kin may take over from each other while workers train (`take_over`): what workers do is the same in
     # all, and so is what a contribution counts. Empty: this one from none.
     kin: ClassVar[str] = ""

@@ -32,6 +32,7 @@ class BufferedPolicy(Policy):
     rules = (BufferRule,)
     answers_before_commit = True
     may_scale = True
+    may_sum = False  # the weight of a contribution is more than its samples
 
     def __init__(self, common: Common, options: BufferedOptions) -> None:
         super().__init__(common, options)

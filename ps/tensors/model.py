@@ -68,8 +68,10 @@ class Model:
         has_rounds: bool = False,
         compensation: Compensation | None = None,
         is_brought: bool = False,
+        may_sum: bool = True,
     ) -> None:
         self._config = config
+        self._may_sum = may_sum
         self._compensation = compensation
         self.delivered: Delivered | None = None  # where late gradients are compensated
         self._has_rounds = has_rounds
@@ -88,10 +90,9 @@ class Model:
         self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
         self._small_weights: tuple[torch.Tensor | None, memoryview] = (None, memoryview(b""))  # where they lie
 
-    @property
-    def clips_parts(self) -> bool:
-        """A mean is clipped by its norm over all shards."""
-        return self._config.store.clip_norm is not None and self._config.server.shards > 1
+    def clips_parts(self, clip_norm: float) -> bool:
+        """A step is clipped by its norm over all shards; `clip_norm` as workers say, 0: they do not."""
+        return bool(clip_norm or self._config.store.clip_norm) and self._config.server.shards > 1
 
     @property
     def layout(self) -> Layout | None:
@@ -149,6 +150,13 @@ class Model:
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
         does not take, no parameter at all. Where workers run the optimizer it may be any."""
+        if optimizer.reduction == "sum" and not (self._may_sum and (self._has_optimizer or self._is_brought)):
+            why = "steps are along a weighted mean" if self._has_optimizer else "workers step by themselves"
+            raise refusal(
+                Reason.OPTIMIZER_UNSUPPORTED,
+                f"session.optimizer(..., reduction='sum') in mode {self._config.run.mode}, whose {why}",
+                fix="use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch",
+            )
         if not self._has_optimizer:
             if optimizer.tables:
                 what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
@@ -166,6 +174,10 @@ class Model:
                 "which would see the rest of the gradient only",
                 fix="start ps-server without these; in sync store.clip_norm counts rows",
             )
+        if optimizer.reduction == "sum" and aggregation != "mean":
+            told = f"session.optimizer(..., reduction='sum') with policy.aggregation {aggregation}, which makes no sum"
+            fix = "leave policy.aggregation out; or a loss that is a mean over its batch"
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, told, fix=fix)
         for table in optimizer.tables:
             whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
             make_spec(*whole, table.optimizer, table.hyperparameters)
@@ -373,5 +385,7 @@ def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     spec: list[Any] = [optimizer.name, [[list(one.tensors), dict(one.hyperparameters)] for one in optimizer.groups]]
     if optimizer.tables:
         spec.append([vars(table) for table in optimizer.tables])
+    if optimizer.reduction != "mean":
+        spec.append(optimizer.reduction)
     text = json.dumps(spec, sort_keys=True, default=str)
     return layout.fingerprint, hashlib.sha256(text.encode()).hexdigest()

@@ -67,6 +67,9 @@ class Store:
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
+        self.aggregator.sums = sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
+        if tables is not None:
+            tables.sums = sums
         self.sanity = Sanity(limits or Limits(), self.windows, self._view, self._steps, is_part, self._name_of)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if follows else None
@@ -116,6 +119,7 @@ class Store:
         norm: float | None = None,
         order: Order | None = None,
         momentum_among: int = 1,
+        clip_norm: float = 0.0,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns bodies that may be reused, the result's first.
 
@@ -125,14 +129,15 @@ class Store:
         in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is told that the first n
         bytes are done in `order` (None: the buffers first). The learning rate of
         this step is times `lr_scale`, and the momentum what is left of it where so many workers step one by one
-        (`momentum_left`). `norm` is that of the whole mean where this is a part, which was measured.
+        (`momentum_left`). `norm` is that of the whole mean where this is a part, which was measured. `clip_norm` bounds
+        this step as that of the store bounds all; 0: it does not.
         Raises Unsound when the step leaves NaN or Inf in the weights, which are of no version then.
 
         Where nothing was folded, the weights stay, and the optimizer takes no step:
         one along zeros would still follow its momentum and decay the weights.
         """
         round_ = self.aggregator
-        factor = self._clip_factor(norm)
+        factor = self._clip_factor(norm, clip_norm)
         if self.tables is not None:
             if self.optimizer is not None and hyperparameters:
                 self.tables.set_hyperparameters(hyperparameters[len(self.optimizer.torch.param_groups) :])
@@ -176,12 +181,13 @@ class Store:
             norms.append(self.sanity.norm(mean, window) or 0.0)
         return math.hypot(*norms)
 
-    def _clip_factor(self, norm: float | None) -> float | None:
-        """What the mean of the round is multiplied with to be no longer than clip_norm; the mean is complete then.
+    def _clip_factor(self, norm: float | None, clip_norm: float) -> float | None:
+        """What the mean of the round is multiplied with to be no longer than its bounds; the mean is complete then.
         None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
-        if self._clip_norm is None or self.aggregator.result is None:
+        bounds = [one for one in (self._clip_norm, clip_norm) if one]
+        if not bounds or self.aggregator.result is None:
             return None
-        return min(1.0, factor_to(self._clip_norm, self.measure() if norm is None else norm))
+        return min(1.0, factor_to(min(bounds), self.measure() if norm is None else norm))
 
     def _move_window(
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, is_of_lowest: bool

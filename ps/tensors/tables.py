@@ -32,6 +32,8 @@ class Rows(NamedTuple):
 class Tables:
     """In the order of `specs`. Without a seed they hold anything until `set_state`."""
 
+    sums = False  # gradients of a round are added up
+
     def __init__(self, specs: Sequence[TableSpec], seed: int | None) -> None:
         self.specs = tuple(specs)
         self._tables = [Table(spec, seed) for spec in specs]
@@ -107,7 +109,7 @@ class Tables:
         total, found = sum(weight for _, weight in self._round), {}
         for number in range(len(self._tables)):
             parts = [
-                (one.ids, one.values, weight / total)
+                (one.ids, one.values, 1.0 if self.sums else weight / total)
                 for rows, weight in self._round
                 for one in rows
                 if one.table == number

@@ -395,6 +395,7 @@ class Intake:
             epoch=header.epoch,
             is_broken=header.broken,
             rates=tuple(header.data.rates),
+            clip_norm=header.clip_norm,
             traffic=(traffic.num_sent, traffic.num_received - traffic.num_in_waiting),
         )
         if header.HasField("place"):

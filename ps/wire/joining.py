@@ -257,6 +257,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         fragments=policy.fragments if policy.fragments > 1 else 0,
         overlap_steps=policy.merge.after_steps,
         outstanding=policy.outstanding,
+        union_batch=policy.has_rounds and policy.contribution in ("gradient", "report"),
         merge=policy.merge.rule,
         merge_alpha=policy.merge.alpha,
         task=config.task.name if ".py:" not in config.task.name else "",

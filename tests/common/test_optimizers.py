@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -313,6 +314,7 @@ def spec_of(name: str = "SGD", tensors: tuple[str, ...] = ("w",), **hyperparamet
         (spec_of(lr=0.1, momentum=0.9, dampening=0.5), ["group 0: expected dampening=None, got 0.5"]),
         (spec_of(tensors=("v",), lr=0.1, momentum=0.9), ["parameter group 0 holds other tensors"]),
         (OptimizerSpec("SGD", ()), ["expected 1 parameter groups, got 0"]),
+        (replace(spec_of(lr=0.1, momentum=0.9), reduction="sum"), ["expected reduction=mean, got sum"]),
     ],
 )
 def test_differences_are_sentences(other: OptimizerSpec, differences: list[str]) -> None:
@@ -385,3 +387,4 @@ def test_numbers_may_change_and_nothing_else() -> None:
     ]
     others = (spec("AdamW"), spec(tensors=("w", "v")), spec(amsgrad=True), spec(betas=[0.9]), spec(more=1.0))
     assert [spec().new_numbers(other) for other in others] == [None] * 5
+    assert spec().new_numbers(replace(spec(), reduction="sum")) is None

@@ -66,6 +66,7 @@ TensorSpec        shape : whole Layout
 TensorSpec        averaged : flag compared
 Optimizer         name : text find_optimizer
 Optimizer         groups tables : part optimizer_from_proto
+Optimizer         sums : flag any
 Table             name : text _tables_from_proto
 Table             dtype optimizer : text make_spec
 Table             num_rows dim : whole make_spec
@@ -87,7 +88,7 @@ Contribution      hyperparameters : values check_hyperparameters
 Contribution      codec : text header
 Contribution      loss residual residual_lost : real shown
 Contribution      residuals_lost : whole shown
-Contribution      compute_s transfer_s : real header
+Contribution      compute_s transfer_s clip_norm : real header
 Contribution      skew : whole unread
 Contribution      without_gradient : whole Model.names_here
 Contribution      order : whole Model.use_order
@@ -155,7 +156,7 @@ RunSettings       pull_every overlap_steps epochs : whole any
 RunSettings       task_args : values check_named_by_server
 RunSettings       optimizer : part check_arguments
 RunSettings       polyak merge_alpha : real header
-RunSettings       pipelined ends_by_figures : flag any
+RunSettings       pipelined ends_by_figures union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
 Answer            outcome : choice header

@@ -166,3 +166,37 @@ def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) 
         session.record(loss=0.0, num_samples=num_said)
         optimizer.step()
     assert session.known_samples == known
+
+
+def test_clipping_counts_the_rows_of_tables_too() -> None:
+    """As torch's over all that one process has; a row that is asked for twice has one gradient."""
+    session = told(steps=3)
+    table = session.rows("items", 6, 2, optimizer="sgd", lr=1.0, dtype=torch.float64)
+    dense = torch.nn.Linear(2, 1, bias=False).double()
+    optimizer = session.optimizer(dense, torch.optim.SGD(dense.parameters(), lr=1.0))
+    here, rows = (
+        torch.nn.Parameter(dense.weight.detach().clone()),
+        torch.nn.Parameter(session._here[0].rows(torch.arange(6))),
+    )
+    ids = torch.tensor([1, 4, 4])
+    for max_norm in (0.01, float("inf"), 0.5):
+        optimizer.zero_grad()
+        (dense(table(ids)).sum() + table(torch.tensor([4])).sum()).backward()
+        optimizer.clip_grad_norm(max_norm)
+        optimizer.step()
+        here.grad = rows.grad = None
+        ((rows[ids] @ here.T).sum() + rows[4].sum()).backward()
+        torch.nn.utils.clip_grad_norm_([here, rows], max_norm)
+        with torch.no_grad():
+            here -= here.grad
+            rows -= rows.grad
+        assert torch.allclose(dense.weight, here, rtol=1e-12)
+        assert torch.allclose(session._here[0].rows(torch.arange(6)), rows, rtol=1e-12)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_is_no_bound_is_a_mistake(max_norm: float) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = told(steps=1).optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(UsageError, match="a norm is larger than 0"):
+        optimizer.clip_grad_norm(max_norm)

@@ -56,6 +56,7 @@ class Settings:
     pipelined: bool = False
     fragments: int = 1  # of the parameters, of which one is exchanged at a time
     outstanding: int = 0  # means of gradients that a worker goes on without, where workers average among themselves
+    union_batch: bool = False  # a version is a step along the gradients of all workers, as one process takes it
     merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `pipelined`
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
@@ -106,6 +107,7 @@ class Work(NamedTuple):
     epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
     is_broken: bool = False
     bytes_among: int = 0  # sent to other members since the last one
+    clip_norm: float = 0.0  # 2-norm that is stepped along at most; 0: any
     # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
     optimizer: Mapping[str, Any] | None = None
 
@@ -213,6 +215,8 @@ def contribution(
         header.bytes_among = work.bytes_among
     if work.hyperparameters:
         header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
+    if work.clip_norm:
+        header.clip_norm = work.clip_norm
     if work.num_batches is not None:
         header.batches = work.num_batches
     if work.without_gradient:
@@ -315,6 +319,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         pipelined=message.pipelined,
         fragments=max(1, message.fragments),
         outstanding=message.outstanding,
+        union_batch=message.union_batch,
         merge=Merge(message.merge or "shift", message.merge_alpha, message.overlap_steps),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )

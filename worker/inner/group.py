@@ -149,6 +149,12 @@ class Group(Channel):
             for view, one in zip(_views(flat, bucket), bucket, strict=True):
                 one.copy_(view)
 
+    def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over all processes, on the device of this one's."""
+        found = tensor.detach().to(self._device, copy=True).contiguous()
+        self._wait(lambda: self._data.allreduce([found]))
+        return found.to(tensor.device)
+
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
         """Inner rank 0's, to the others, in the place of theirs."""
         for bucket in _buckets(tensors):

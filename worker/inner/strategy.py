@@ -33,6 +33,7 @@ from ..session import Place, Progress
 from ..strategies.choice import make_strategy
 from ..strategies.direct import Direct, check_takes_dense
 from ..tensors.transfer import ModelTensors
+from .batch_norm import synchronize
 from .group import Group
 from .led import begun_of, no_optimizer_here, progress_of, told_begun
 from .rendezvous import find_member
@@ -95,6 +96,8 @@ class Grouped(Direct):
         self._sharded: Sharded | None = None  # the model, where it is in parts
         self._own: Direct | None = None
         self._is_averaged = False  # by what the model is wrapped in
+        self._is_weighed = False  # what backward begins with, so that gradients already weigh what they should
+        self._sums = False  # gradients, where others make a mean of them
         self._samples: list[float] = []  # of each step of the contribution, of all processes,
         self._losses: list[float] = []
         self._newest_samples = 0.0
@@ -169,9 +172,12 @@ class Grouped(Direct):
 
     def wraps(self, model: nn.Module) -> None:
         """What the script gives to `session.optimizer()`. UsageError for what cannot be averaged."""
+        is_synchronized = synchronize(model, self._group)
         data_parallel = nn.parallel.DistributedDataParallel
         self._is_averaged = isinstance(model, data_parallel)
-        if self._is_averaged:
+        is_parted = any(type(one).__name__ == "DTensor" for one in model.parameters())
+        # What a layer gives depends on the samples of all: gradients are weighed before they come to it.
+        if self._is_averaged or (is_synchronized and not is_parted):
             self._weigh_what(model)
         inside = [name for name, one in model.named_modules() if name and isinstance(one, data_parallel)]
         if inside:
@@ -210,14 +216,17 @@ class Grouped(Direct):
         return self._sharded.tensors
 
     def _weigh_what(self, model: nn.Module) -> None:
+        self._is_weighed = True
         model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
 
     def _weigh(self, output: Any) -> Any:
-        """Such a model takes the plain mean over the processes: gradients of what came of more samples count more."""
+        """Of such a model the plain mean over the processes is taken: gradients of what came of more samples count
+        more."""
         if not torch.is_grad_enabled():
             return
         said = [one[0] for one in self._group.say([float(self.weight_now())])]
         share = said[self._group.rank] / sum(said) * len(said) if sum(said) else 1.0
+        share = len(said) if self._sums else share
         if share != 1.0:
             for one in tree_leaves(output):
                 if isinstance(one, torch.Tensor) and one.requires_grad:
@@ -227,7 +236,7 @@ class Grouped(Direct):
         return is_due if self._sharded is None else bool(self._group.say([float(is_due)])[0][0])
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
-        self._model = model
+        self._model, self._sums = model, optimizer.reduction == "sum"
         layout = model.layout if self._sharded is None else self._sharded.whole.layout
         specs = [f"{spec.name} {spec.kind} {spec.dtype} {spec.shape} {spec.averaged}" for spec in layout.specs]
         self._check_alike("models (tensors, shapes)", self._meet(0, crc32("\n".join(specs).encode())))
@@ -282,8 +291,8 @@ class Grouped(Direct):
         return found
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of this step, and running statistics, become the mean over all processes, weighted by the
-        samples of each; other buffers become those of inner rank 0."""
+        """Gradients of this step (or their sum), and running statistics, become the mean over all processes, weighted
+        by the samples of each; other buffers become those of inner rank 0."""
         mine = [one.grad for one in parameters]
         mask = crc32(bytes(one is not None for one in mine))
         words = num_samples, 0.0 if math.isnan(loss) else loss, not math.isnan(loss), bool(self._stop_reason), mask
@@ -310,6 +319,9 @@ class Grouped(Direct):
         statistics = [one for is_averaged, one in buffers if is_averaged and one.dtype.is_floating_point]
         gradients = [one.grad for one in parameters if one.grad is not None]
         with torch.no_grad():
+            if self._is_weighed or self._sums:
+                self._group.average(gradients, 1 / self._group.size if self._is_weighed else 1.0)
+                gradients = []
             self._group.average([*gradients, *statistics], shares[self._group.rank])
             self._group.give([one for is_averaged, one in buffers if not is_averaged])
 

@@ -29,12 +29,12 @@ class Plan:
 
     def __init__(
         self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor],
-        device: torch.device, of_lowest: Container[int] = (),
+        device: torch.device, of_lowest: Container[int] = (), of_sum: Container[int] = (),
     ) -> None:  # fmt: skip
         """`like`: something of the shape and dtype of each, in the order in which they leave. `memory`, flat and of
         each dtype, on `device`, is used where it has the size, and replaced where not. `of_lowest`: floats of which no
-        mean is made, as of integers."""
-        self.share, self._is_lowest, self._of_lowest = share, is_lowest, of_lowest
+        mean is made, as of integers; `of_sum`: those that are put there unweighted."""
+        self.share, self._is_lowest, self._of_lowest, self._of_sum = share, is_lowest, of_lowest, of_sum
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
         self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
@@ -73,12 +73,13 @@ class Plan:
                 place.zero_()
                 continue
             mine = mine.detach().to_dense() if mine.is_sparse else mine.detach()
-            if is_summed and mine.device == place.device:
-                torch.mul(mine, self.share, out=place)
+            share = 1.0 if index in self._of_sum else self.share
+            if is_summed and share != 1.0 and mine.device == place.device:
+                torch.mul(mine, share, out=place)
             else:
                 place.copy_(mine)
-                if is_summed:
-                    place.mul_(self.share)
+                if is_summed and share != 1.0:
+                    place.mul_(share)
             if is_float:
                 self._sums.append((index, place.sum()))
         return bucket

@@ -24,6 +24,7 @@ import torch
 from ...common.config.addresses import split_address
 from ...common.errors import DivergedError, Reason, UnreachableError, UsageError, refusal
 from ...common.reporting.log import get_logger
+from ...common.tensors.clipping import clip
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.crew import Helper
@@ -92,8 +93,10 @@ class Equals(Direct):
         self._exchange.start(model, optimizer)
         self._held_version = _NOBODY
         self._order = leaving_order(model)
-        entries = enumerate(model.layout.entries)
+        entries = list(enumerate(model.layout.entries))
         self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
+        self._trained = [index for index, entry in entries if entry.spec.kind is Kind.PARAMETER]
+        self._of_sum = frozenset(self._trained) if optimizer.reduction == "sum" else frozenset()
         devices = {one.device for one in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         if self._device.type == "cuda":  # groups are made on other threads, again and again
@@ -165,7 +168,7 @@ class Equals(Direct):
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting, self._device))
             group.like = [one for one in self._model.sources("weights") if one is not None]
-            group.order, group.of_lowest = self._order, self._of_lowest
+            group.order, group.of_lowest, group.of_sum = self._order, self._of_lowest, self._of_sum
             self._agree(group)
             self._level(group)
         except Broken as broken:
@@ -342,6 +345,8 @@ class Equals(Direct):
         except Broken as broken:
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
             return self._report_broken(work)
+        if work.clip_norm:  # the same bits for all
+            clip([one for one in map(mean.__getitem__, self._trained) if one is not None], work.clip_norm)
         work = work._replace(epoch=group.epoch.number)
         if self._is_brought(group, work):
             return self._bring(work, mean)
@@ -400,7 +405,8 @@ class Equals(Direct):
 
     def _words(self, work: Work) -> tuple[int, ...]:
         """What must be the same for all whose weights are of the same version, which is the last of them."""
-        return crc32(repr(work.hyperparameters).encode()), crc32(self._weights.sample()), self._held_version
+        numbers = (work.hyperparameters, work.clip_norm)
+        return crc32(repr(numbers).encode()), crc32(self._weights.sample()), self._held_version
 
     def _norm(self) -> float:
         """Of the elements that were compared."""
@@ -413,6 +419,7 @@ class Equals(Direct):
         rank, ranks = self._said.rank, group.epoch.members
         if numbers[group.index] != (most := _most(numbers)):
             told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
+            told += f", clip_grad_norm {work.clip_norm:g}" if work.clip_norm else ""
             other = ranks[numbers.index(most)]
             raise UsageError(
                 f"the optimizer of rank {rank} would step with other numbers ({told}) than that of rank {other}",

@@ -111,8 +111,8 @@ class Group:
         self, tensors: Sequence[torch.Tensor | None], num_samples: int, words: Sequence[int] = (), is_right: bool = True
     ) -> list[torch.Tensor | None]:
         """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
-        for who has none while others do. Integers, and those in `of_lowest`, are of the lowest rank. The tensors given
-        stay as they are.
+        for who has none while others do. Integers, and those in `of_lowest`, are of the lowest rank; of those in
+        `of_sum` it is the sum, not the mean. The tensors given stay as they are.
 
         What is returned lies in memory that the next call writes, or the next `ready`.
 
@@ -183,13 +183,14 @@ class Group:
                 one = tensors[index]
                 like[index] = self.like[index] if one is None else one
         share = said.samples[self.index] / sum(said.samples)
-        return Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest)
+        return Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest, self.of_sum)
 
     given_bytes = 0  # by the newest `give`
     words: Sequence[list[int]] = ()
     like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
     order: Sequence[int] = ()  # in which they leave; none: as they are given
     of_lowest: Container[int] = ()  # of which no mean is made
+    of_sum: Container[int] = ()  # of which a sum is made
 
     def told(self, number: int) -> list[int]:
         """What each member says, by its index."""

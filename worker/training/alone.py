@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary, WorkerSummary
 from ...common.runstore.record import Record
-from ...common.tensors.optimizers import TableSpec, load_compiler
+from ...common.tensors.clipping import check_max_norm, clip
+from ...common.tensors.optimizers import Reduction, TableSpec, load_compiler
 from ...common.tensors.statistics import statistics_of
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
@@ -34,7 +36,7 @@ from .evaluation import Evaluation
 from .place.steps import Turns, after_the_end
 from .place.taken import Taken
 from .rows import Pull
-from .session import Part, Session, check_parts, second_optimizer, too_early
+from .session import Part, Session, check_parts, check_reduction, second_optimizer, too_early
 
 log = get_logger()
 
@@ -102,19 +104,32 @@ class AloneSession(Session):
         self.ended_by = f"stopped: {one_line(reason)}"
 
     def optimizer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged_buffers: Collection[str] = (),
+        reduction: Reduction = "mean",
     ) -> torch.optim.Optimizer:
-        return self._begin(model, [optimizer], averaged_buffers)[0]
+        return self._begin(model, [optimizer], averaged_buffers, reduction)[0]
 
-    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+    def optimizers(
+        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+    ) -> tuple[torch.optim.Optimizer, ...]:
         inner = check_parts(parts, self.settings, bool(self._tables))
-        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
+        whole = together({name: model for name, (model, _) in parts.items()})
+        return self._begin(whole, inner, averaged_buffers, reduction)
 
     def _begin(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        averaged_buffers: Collection[str],
+        reduction: Reduction,
     ) -> tuple[torch.optim.Optimizer, ...]:
         if self._taken is not None:
             raise second_optimizer()
+        check_reduction(reduction)  # of one there is nothing to do
         statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
@@ -124,6 +139,7 @@ class AloneSession(Session):
         for one in optimizers:
             one.register_step_pre_hook(lambda part, *_: self._check_step() if turns.begins(part) else None)
             one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
+            one.clip_grad_norm = partial(self._clip_grad_norm, one)  # type: ignore[attr-defined]
             if self._tables:
                 one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
         for table in self._tables:
@@ -201,6 +217,12 @@ class AloneSession(Session):
         """The model's, by name."""
         assert self._model is not None
         return named_tensors(self._model)
+
+    def _clip_grad_norm(self, part: torch.optim.Optimizer, max_norm: float) -> None:
+        check_max_norm(max_norm)
+        gradients = [one.grad for group in part.param_groups for one in group["params"] if one.grad is not None]
+        gradients += [one for rows in self._tables for one in rows.gathered()]
+        clip(gradients, max_norm)
 
     def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         def forget(*args: Any, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.autograd import profiler
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
+from ...common.tensors.clipping import check_max_norm
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters, plain_step
 from ..session import Progress
 from .place.steps import Steps
@@ -37,6 +39,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
+        self._clip_norm = 0.0  # of the next step; 0: any
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         steps.parts.append(self)
@@ -99,6 +102,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             return closure() if closure is not None else None
         loss = self._step(closure)
         self._steps.stepped(self)
+        self._clip_norm = 0.0  # of this step, also where it was computed once more and not sent
         return loss
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
@@ -107,6 +111,33 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for table in self._steps.tables:
             table.drop()
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        """Clip the gradient that the next step() is along, as torch.nn.utils.clip_grad_norm_ clips a script's own: to
+        be called in its place, between backward() and step(), in every step.
+
+        What is clipped is the mean (or sum) over all workers, as in one process with the union batch. In modes that
+        step along each contribution by itself it is that contribution, in modes with local steps the local gradient.
+        UsageError for a norm that is no bound, and before the first backward().
+        """
+        check_max_norm(max_norm)
+        has_any = any(one.grad is not None for one in self.parameters) or any(one.is_used for one in self._steps.tables)
+        if not (has_any or self._steps.has_stepped):
+            raise UsageError(
+                "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step",
+                fix="call it between backward() and step(), in every step",
+            )
+        self._clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        if self._is_stepping:  # in the closure of a local step
+            self._clip_here()
+
+    def take_clip_norm(self) -> float:
+        clip_norm, self._clip_norm = self._clip_norm, 0.0
+        return clip_norm
+
+    def _clip_here(self) -> None:
+        if clip_norm := self.take_clip_norm():
+            torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -120,6 +151,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """What of a step is done here; returns the closure's loss."""
         if self._steps_here and self._steps.strategy.source != "report":  # there when all have the mean
+            self._clip_here()
             return self.step_inner(closure)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
         if closure is None:

@@ -17,7 +17,8 @@ from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import AUTO, CODECS, WITHIN_WORKER, first_codec
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import OptimizerSpec, TableSpec, describe_optimizers
+from ...common.tensors.optimizers import OptimizerSpec, Reduction, TableSpec, describe_optimizers
+from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
@@ -35,10 +36,16 @@ from .place.restarted import Restarted
 from .place.steps import Steps
 from .place.taken import Taken
 from .rows import Pull
-from .session import Part, Session, check_parts, second_optimizer, too_early
+from .session import Part, Session, check_parts, check_reduction, second_optimizer, too_early
 from .slowdown import Slowdown
 
 log = get_logger()
+
+_NUM_NAMED = 4
+_BATCH_NORM = (
+    "BatchNorm normalises with the statistics of each process' own batch, so the run differs from one process with the "
+    "union batch; GroupNorm and LayerNorm do not; torch.nn.SyncBatchNorm does not within one replica group (--group)"
+)
 
 
 class RemoteSession(Session):
@@ -119,22 +126,34 @@ class RemoteSession(Session):
         return self._strategy.divided(model)
 
     def optimizer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged_buffers: Collection[str] = (),
+        reduction: Reduction = "mean",
     ) -> ExchangeOptimizer:
-        return self._join(model, [optimizer], averaged_buffers)[0]
+        return self._join(model, [optimizer], averaged_buffers, reduction)[0]
 
-    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[ExchangeOptimizer, ...]:
+    def optimizers(
+        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+    ) -> tuple[ExchangeOptimizer, ...]:
         inner = check_parts(parts, self.settings, bool(self._tables))
         whole = together({name: model for name, (model, _) in parts.items()})
-        found = self._join(whole, inner, averaged_buffers)
+        found = self._join(whole, inner, averaged_buffers, reduction)
         self._names = tuple(parts)
         return found
 
     def _join(
-        self, model: nn.Module, inner: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
+        self,
+        model: nn.Module,
+        inner: list[torch.optim.Optimizer],
+        averaged_buffers: Collection[str],
+        reduction: Reduction,
     ) -> tuple[ExchangeOptimizer, ...]:
         if self._steps is not None:
             raise second_optimizer()
+        check_reduction(reduction)
         if self._strategy.source == "report":
             check_alone(self.settings.mode, len(inner), self._config)
         self._strategy.wraps(model)
@@ -143,7 +162,9 @@ class RemoteSession(Session):
         stepped = [one for part in inner for group in part.param_groups for one in group["params"]]
         tensors = self._strategy.tensors(model, stepped, averaged_buffers)
         described = replace(
-            describe_optimizers(inner, tensors.names), tables=tuple(table.spec for table in self._tables)
+            describe_optimizers(inner, tensors.names),
+            tables=tuple(table.spec for table in self._tables),
+            reduction=reduction,
         )
         self._check_codecs(described)
         self._strategy.start(tensors, described, is_parted=len(inner) > 1)
@@ -159,9 +180,26 @@ class RemoteSession(Session):
         self.evaluation.run = lambda: self._evaluate(model)
         for table in self._tables:
             table.follow(inner[0])
+        if not (self._inner[0] or self._was_before):  # once in a run, not in each process
+            self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(one, self._steps) for one in inner)
         self._strategy.ready(inner[0], found[0].step_inner)
         return found
+
+    def _notice_batch_norm(self) -> bool:
+        """Say that layers see a part of the union batch; False while there may still be more than one part."""
+        progress, num_inner = self._progress, self._inner[1]
+        num = progress.num_workers if self.settings.union_batch else 1
+        if num * num_inner == 1:
+            return not self.settings.union_batch
+        if progress.worker_index:
+            return True
+        # Among the processes of a worker SyncBatchNorm has all samples, among workers those of one.
+        is_own = num_inner == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+        if names := batch_norms(self._model, with_synchronized=num > 1 and not is_own):
+            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + more, meaning=_BATCH_NORM)
+        return True
 
     def _check_codecs(self, described: OptimizerSpec) -> None:
         """Raises UsageError for such as the mode or the optimizer cannot have; they are no candidates of auto's."""

@@ -81,6 +81,22 @@ class Rows:
         self.num_sent += ids.nbytes + gradients.nbytes
         return ids, gradients
 
+    @property
+    def is_used(self) -> bool:
+        """Backward has reached rows since the last step."""
+        return bool(self._used)
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Gradients since the last step, each row's once, to be changed in place."""
+        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        if not parts:
+            return []
+        ids, gradients = summed(parts)
+        leaf = torch.empty_like(gradients)
+        leaf.grad = gradients
+        self._used = {id(leaf): (ids, leaf)}
+        return [gradients]
+
     def drop(self) -> None:
         """Forget gradients, as zero_grad does."""
         for _, rows in self._used.values():

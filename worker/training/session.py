@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Losses, Shown
-from ...common.tensors.optimizers import TableSpec
+from ...common.tensors.optimizers import Reduction, TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
 from ..session import Length, Progress
@@ -104,23 +104,37 @@ class Session:
         return model
 
     def optimizer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged_buffers: Collection[str] = (),
+        reduction: Reduction = "mean",
     ) -> Any:
         """The optimizer to step. Joins the run with this model, whose weights become the run's.
 
         `averaged_buffers`: names (as in the model's state_dict) of running statistics that layers of your own keep. The
         run averages these over its workers, as it does those of BatchNorm and InstanceNorm. Every other buffer is that
         of the lowest live rank. UsageError for a name that no buffer has.
+
+        `reduction`: what one gradient is made of those of all workers. "mean", weighted by their samples, for a loss
+        that is a mean over its batch; "sum" for one that is a sum, such as `cross_entropy(..., reduction="sum")`. All
+        workers say the same. UsageError for another word, and for "sum" in modes that make no sum.
+
+        The returned optimizer has `clip_grad_norm(max_norm)`, which clips that one gradient: to be called in the place
+        of `torch.nn.utils.clip_grad_norm_`, which would clip the gradient of this worker alone.
         """
         raise NotImplementedError
 
-    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[Any, ...]:
+    def optimizers(
+        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+    ) -> tuple[Any, ...]:
         """The optimizers to step, of a run that trains several models, or one with several optimizers, by turns:
 
             g_optimizer, d_optimizer = session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))
 
         All weights become the run's; in what is saved their names begin with these, and so in `averaged_buffers` (see
-        `optimizer`). A training step is a batch,
+        `optimizer`, as for `reduction`). A training step is a batch,
         whichever of the optimizers step on it: of a loop over `shard` the first step() after a batch was asked for
         begins one, elsewhere each step() of the optimizer that is stepped first. Each parameter has one optimizer.
 
@@ -337,6 +351,12 @@ def second_optimizer() -> UsageError:
         "a second session.optimizer(): what a run trains is said once",
         fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
     )
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in get_args(Reduction):
+        told = f"session.optimizer(..., reduction={reduction!r}): it is {' or '.join(map(repr, get_args(Reduction)))}"
+        raise UsageError(told, fix="'sum' where the loss is a sum over its batch, else 'mean'")
 
 
 def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:

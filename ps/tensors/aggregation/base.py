@@ -37,6 +37,8 @@ class Aggregator:
     window are right once the window is complete. `lowest_rank` is the lowest that was folded.
     """
 
+    sums = False  # gradients are added up, buffers are not
+
     def __init__(self, windows: list[Window], view: View, buffers: Buffers, trim: int) -> None:
         self.trim = trim
         self._windows = windows
@@ -99,7 +101,9 @@ class Aggregator:
         """
         assert self.result is not None
         view = self._view
-        if piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
+        if self.sums and piece.kind is Kind.PARAMETER:
+            view(piece, self.result).add_(view(piece, kept.body))
+        elif piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
             view(piece, self.result).lerp_(view(piece, kept.body), kept.share)
         elif kept.is_lowest:
             view(piece, self.result).copy_(view(piece, kept.body))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Reduction
 from paramserver.common.tensors.sharding import divide
 from paramserver.common.tensors.tables import make_spec
 from paramserver.ps.tensors.model import Model
@@ -137,11 +137,16 @@ def test_what_is_no_learning_rate_of_a_table_is_refused(told: dict) -> None:
         model.check_hyperparameters([{}, told])
 
 
+@pytest.mark.parametrize(("reduction", "factors"), [("mean", (2.0, 0.0)), ("sum", (0.25, 0.75))])
+@pytest.mark.parametrize("bounds", [(3.0, 0.0), (None, 3.0), (5.0, 3.0), (3.0, 5.0)], ids=str)
 @pytest.mark.parametrize("shards", [1, 2])
-def test_rows_count_in_the_norm_that_a_mean_is_clipped_to(shards: int) -> None:
-    """As clip_grad_norm_ over all that one process with the union batch holds; twice, the second is short enough."""
+def test_rows_count_in_the_norm_that_a_step_is_clipped_to(
+    shards: int, bounds: tuple[float | None, float], reduction: Reduction, factors: tuple[float, float]
+) -> None:
+    """As clip_grad_norm_ over all that one process with the union batch holds; twice, the second is short enough. The
+    bounds are the server's and that of the workers' script. A sum weighs no samples."""
     whole = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (6, 2))])
-    spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),), (SPEC,))
+    spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),), (SPEC,), reduction)
     parts = divide(whole, shards)
     stores = []
     for share in parts:
@@ -152,7 +157,7 @@ def test_rows_count_in_the_norm_that_a_mean_is_clipped_to(shards: int) -> None:
                 share.layout,
                 weights,
                 optimizer,
-                clip_norm=3.0,
+                clip_norm=bounds[0],
                 is_part=shards > 1,
                 tables=Tables(optimizer.tables, 1),
             )
@@ -172,12 +177,13 @@ def test_rows_count_in_the_norm_that_a_mean_is_clipped_to(shards: int) -> None:
             (part,), (table,) = share.parts, store.tables.specs
             here = (ids >= table.first) & (ids < table.end)
             body = part.of(gradient).contiguous().view(-1).view(torch.uint8)
-            for factor in (2.0, 0.0):  # of two workers, one of which has none
+            for index, factor in enumerate(factors):  # of two workers, one of which may have none
                 rows = [Rows(0, ids[here], values[here] * factor)] if here.any() else []
-                store.fold((body.view(torch.float64) * factor).view(torch.uint8), 1.0, 0, rows=rows)
+                weight = 1.0 if reduction == "mean" else 1.0 + index
+                store.fold((body.view(torch.float64) * factor).view(torch.uint8), weight, 0, rows=rows)
         norm = math.hypot(*(store.measure() for store in stores)) if shards > 1 else None
         for store in stores:
-            store.commit(2, 0, None, norm=norm)
+            store.commit(2, 0, None, norm=norm, clip_norm=bounds[1])
         now = torch.cat([store.weights.view(torch.float64).view(-1, 2) for store in stores])
         assert torch.allclose(now, w, rtol=1e-12)
         assert torch.allclose(torch.cat([one.tables.state()["weight/items"] for one in stores]), items, rtol=1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,9 @@ class Part(Protocol):
 
     def hyperparameters(self) -> list[Hyperparameters]:
         """Of each group."""
+
+    def take_clip_norm(self) -> float:
+        """2-norm that this step is along at most, as the script has said since the step before; 0: any."""
 
 
 class Turns:
@@ -78,6 +81,7 @@ class Steps:
         self._restarted = restarted or Restarted()
         self._first_rates: tuple[float, ...] | None = None  # at the first training step of this process
         self.parts: list[Part] = []
+        self.notice: Callable[[], bool] | None = None  # asked after each step until it says that it is done
         self.num_steps = strategy.progress.training_steps
         self._turns = Turns(taken)
         self._begins = True  # the step() that is under way: a training step
@@ -101,6 +105,11 @@ class Steps:
     @property
     def progress(self) -> Progress:
         return self.strategy.progress
+
+    @property
+    def has_stepped(self) -> bool:
+        """In this process."""
+        return self._newest is not None
 
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
         """Count samples, and a loss to show, towards the next contribution."""
@@ -146,6 +155,8 @@ class Steps:
             self.num_steps += 1
             num_batches, weight = self.taken.step()
             self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
+        if self.notice is not None and self.notice():
+            self.notice = None
         self._slow_down()
         if self._is_due():
             if not self.progress.is_replaying:
@@ -181,7 +192,7 @@ class Steps:
         work = Work(
             num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
             data=(data := self._data()), rates=self._first_rates or () if data else (), began=self._began,
-            rows=self._rows(),
+            rows=self._rows(), clip_norm=part.take_clip_norm(),
         )  # fmt: skip
         if self.taken.is_parted:
             number = self.parts.index(part) + 1

@@ -13,7 +13,8 @@ from ....common.config.conditions import Every, every
 from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
-from ....common.tensors.optimizers import TableSpec
+from ....common.tensors.clipping import check_max_norm
+from ....common.tensors.optimizers import Reduction, TableSpec
 from ....common.user_code import user_code
 from ...conversation.interrupts import sleep
 from ...conversation.spare import Spare
@@ -25,7 +26,7 @@ from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
 from ..place.taken import Taken
 from ..rows import Pull
-from ..session import Part, Session, check_parts, too_early
+from ..session import Part, Session, check_parts, check_reduction, too_early
 
 log = get_logger()
 
@@ -110,11 +111,20 @@ class SpareSession(Session):
         self._evaluate()
 
     def optimizer(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged_buffers: Collection[str] = ()
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged_buffers: Collection[str] = (),
+        reduction: Reduction = "mean",
     ) -> torch.optim.Optimizer:
+        check_reduction(reduction)
         return self._begin(model, [optimizer], averaged_buffers)[0]
 
-    def optimizers(self, *, averaged_buffers: Collection[str] = (), **parts: Part) -> tuple[torch.optim.Optimizer, ...]:
+    def optimizers(
+        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+    ) -> tuple[torch.optim.Optimizer, ...]:
+        check_reduction(reduction)
         inner = check_parts(parts, self.settings, bool(self._tables))
         return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
 
@@ -127,6 +137,7 @@ class SpareSession(Session):
         self._tensors = ModelTensors.of(model, stepped, averaged_buffers)
         for one in optimizers:
             one.register_step_pre_hook(lambda *_: self._evaluate())
+            one.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # there is no step to clip
         return tuple(optimizers)
 
     def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
