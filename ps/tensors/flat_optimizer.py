@@ -4,14 +4,19 @@ Consecutive tensors of one parameter group and dtype are one flat parameter, cut
 optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries out for each class. A window's
 gradient, weights and state pass through the cache once, and it can be read while the next one is stepped. Tensors that
 torch would have skipped for want of a gradient become flat parameters of their own when that first happens.
+
+Torch's fused kernels step up to 64 bytes at a time, and by scalar code the elements that are left over. The two round
+differently in SGD with momentum and in Adam, so bits would depend on where a flat parameter ends: on the number of
+shards. What a flat parameter has beyond whole lines of 64 bytes is therefore stepped in a line of its own, which is
+filled up with zeros.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,6 +32,7 @@ from ...common.tensors.optimizers import (
     OptimizerSpec,
     apply_hyperparameters,
     current_hyperparameters,
+    has_fused,
 )
 from ..policies.shared.late import momentum_left
 from .windows import Window
@@ -62,6 +68,17 @@ class OptimizerState:
         return self.bodies[key]
 
 
+class _Line:
+    """A parameter of 64 bytes for `weights`, which are fewer. `filled`: their places in it, and in its gradient."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+        self.parameter = _parameter(_filled_up(weights))
+        self.gradient = torch.zeros_like(self.parameter)
+        here = slice(weights.numel())
+        self.filled = self.parameter.data[here], self.gradient[here]
+
+
 class _Flat(NamedTuple):
     """Part of a run that one parameter group holds, as a parameter of the optimizer. The tensors that lie in it have
     always been stepped together."""
@@ -69,8 +86,10 @@ class _Flat(NamedTuple):
     run: FlatRun
     parameter: torch.nn.Parameter
     tensors: list[Entry]
+    line: _Line | None = None  # where the parameter is not the weights' own memory
 
 
+_LINE_BYTES = 64  # of the widest vectors
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -82,13 +101,16 @@ class FlatOptimizer:
         self._windows: list[list[list[_Flat]]] = [[] for _ in windows]  # of each window, those of each group
         groups = []
         entries = {entry.spec.name: entry for entry in layout.entries}
-        for group in spec.groups:
+        self._has_lines = [
+            _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
+        ]
+        for group, has_lines in zip(spec.groups, self._has_lines, strict=True):
             held = [entries[name] for name in group.tensors if entries[name].num_bytes]
             held.sort(key=lambda entry: entry.offset)
             runs = joined(held)
             for (start, end, _), flats in zip(windows, self._windows, strict=True):
                 parts = [part for run in runs if (part := run.within(start, end)) is not None]
-                flats.append([_Flat(one, _parameter(one.view(weights)), _lying_in(one, held)) for one in parts])
+                flats.append([flat for one in parts for flat in _flats(one, one.view(weights), held, has_lines)])
             members = [flat.parameter for flats in self._windows for flat in flats[-1]]
             groups.append({"params": members, **group.hyperparameters})
         self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
@@ -127,7 +149,10 @@ class FlatOptimizer:
         """Step window `index` in other memory from now on, which must hold the same weights."""
         for flats in self._windows[index]:
             for flat in flats:
-                flat.parameter.data = flat.run.view(weights)
+                if flat.line is not None:
+                    flat.line.weights = flat.run.view(weights)
+                else:
+                    flat.parameter.data = flat.run.view(weights)
 
     def step(
         self, index: int, gradient: torch.Tensor, view: View, without: frozenset[str] | set[str] = frozenset()
@@ -140,16 +165,15 @@ class FlatOptimizer:
                 self._part(index, group, lambda name: name in without)
         elif self._step_directly(window, gradient, view):
             return
-        for flats in window:
-            for flat in flats:
-                if not (without and flat.tensors[0].spec.name in without):
-                    flat.parameter.grad = view(flat.run, gradient)
+        stepped = [flat for flats in window for flat in flats if not (without and flat.tensors[0].spec.name in without)]
+        for flat, its in zip(stepped, _gradients_of(stepped, gradient, view), strict=True):
+            flat.parameter.grad = its
         # Torch's fused steps take no parameters that were stepped before together with others.
         for has_state in (True, False) if self._is_parted else (None,):
             self._step_those(window, has_state)
-        for flats in window:
-            for flat in flats:
-                flat.parameter.grad = None  # its memory is used again
+        _empty_lines(stepped)
+        for flat in stepped:
+            flat.parameter.grad = None  # its memory is used again
 
     def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
         """By their kernels, if all groups have one and all that it needs is remembered; False, and nothing is done."""
@@ -165,7 +189,8 @@ class FlatOptimizer:
                     return False
                 steps.append((step, flats))
         for step, flats in steps:
-            step([flat.parameter for flat in flats], [view(flat.run, gradient) for flat in flats])
+            step([flat.parameter for flat in flats], _gradients_of(flats, gradient, view))
+            _empty_lines(flats)
         return True
 
     def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
@@ -186,26 +211,28 @@ class FlatOptimizer:
         for flat in window[group]:
             stretches = [list(same) for _, same in groupby(flat.tensors, lambda entry: kind(entry.spec.name))]
             if len(stretches) > 1:
-                found += self._cut(flat, stretches)
+                found += self._cut(flat, stretches, self._has_lines[group])
             else:
                 found.append(flat)
         if len(found) > len(window[group]):
             window[group], self._is_parted = found, True
 
-    def _cut(self, flat: _Flat, stretches: list[list[Entry]]) -> Iterator[_Flat]:
+    def _cut(self, flat: _Flat, stretches: list[list[Entry]], has_lines: bool) -> Iterator[_Flat]:
         remembered = self.torch.state.pop(flat.parameter, None)
+        values = flat.parameter.data if flat.line is None else flat.line.weights
         for stretch in stretches:
             run = flat.run.within(stretch[0].offset, stretch[-1].end)
             assert run is not None
             first = (run.offset - flat.run.offset) // run.dtype.itemsize
-            here = slice(first, first + run.num_elements)
-            parameter = _parameter(flat.parameter.data[here])
-            if remembered is not None:
-                self.torch.state[parameter] = {
-                    key: value if value is None else value[here] if value.dim() else value.clone()
-                    for key, value in remembered.items()
-                }
-            yield _Flat(run, parameter, stretch)
+            for part in _flats(run, values[first : first + run.num_elements], stretch, has_lines):
+                first = (part.run.offset - flat.run.offset) // run.dtype.itemsize
+                here = slice(first, first + part.run.num_elements)
+                if remembered is not None:
+                    self.torch.state[part.parameter] = {
+                        key: value if value is None else _state_of(part, value[here]) if value.dim() else value.clone()
+                        for key, value in remembered.items()
+                    }
+                yield part
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
         """A copy of what is remembered, in the memory of an earlier copy when one is given."""
@@ -230,7 +257,7 @@ class FlatOptimizer:
             if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
                 raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
             keys.append(key)
-            flat.run.view(state.body(key, self._layout)).copy_(value)
+            flat.run.view(state.body(key, self._layout)).copy_(value[: flat.run.num_elements])
         return TensorState(frozenset(keys), scalars)
 
     def set_state(self, state: OptimizerState) -> None:
@@ -247,7 +274,7 @@ class FlatOptimizer:
             for flat in self._flats_of(number):
                 keys, scalars = tensors.get(flat.tensors[0].spec.name, TensorState())
                 if keys or scalars:  # before the first step what the constructor made is right
-                    elementwise = {key: flat.run.view(state.bodies[key]) for key in keys}
+                    elementwise = {key: _state_of(flat, flat.run.view(state.bodies[key])) for key in keys}
                     self.torch.state[flat.parameter] = elementwise | {k: v.clone() for k, v in scalars.items()}
 
     def _flats_of(self, group: int) -> Iterator[_Flat]:
@@ -263,6 +290,58 @@ class FlatOptimizer:
 def _parameter(values: torch.Tensor) -> torch.nn.Parameter:
     """In the place of `values`. Nobody asks for its gradient: it is told."""
     return torch.nn.Parameter(values, requires_grad=False)
+
+
+def _has_lines(cls: str, told: Hyperparameters) -> bool:
+    """Whether the two ways of a class round differently. Those of SGD without momentum are equal: such a run is spared
+    two copies a step, and a momentum that somebody sets later is not looked for."""
+    return has_fused(cls) and (cls.lower() != "sgd" or bool(told.get("momentum")))
+
+
+def _flats(run: FlatRun, values: torch.Tensor, entries: list[Entry], has_lines: bool) -> Iterator[_Flat]:
+    """A run whose weights are `values`: its whole lines of 64 bytes, and what is left over."""
+    size = run.dtype.itemsize
+    whole = run.num_elements - (run.num_elements % (_LINE_BYTES // size) if has_lines else 0)
+    if whole:
+        part = replace(run, num_elements=whole)
+        yield _Flat(part, _parameter(values[:whole]), _lying_in(part, entries))
+    if whole < run.num_elements:
+        part = replace(run, offset=run.offset + whole * size, num_elements=run.num_elements - whole)
+        line = _Line(values[whole:])
+        yield _Flat(part, line.parameter, _lying_in(part, entries), line)
+
+
+def _gradients_of(flats: Sequence[_Flat], gradient: torch.Tensor, view: View) -> list[torch.Tensor]:
+    """What each is stepped along; lines are filled."""
+    found = [view(flat.run, gradient) for flat in flats]
+    filled: list[torch.Tensor] = []
+    told: list[torch.Tensor] = []
+    for index, (_, _, _, line) in enumerate(flats):
+        if line is not None:
+            filled += line.filled
+            told += line.weights, found[index]
+            found[index] = line.gradient
+    if filled:
+        torch._foreach_copy_(filled, told)
+    return found
+
+
+def _empty_lines(flats: Sequence[_Flat]) -> None:
+    """The weights are those that were stepped."""
+    if lines := [line for _, _, _, line in flats if line is not None]:
+        torch._foreach_copy_([line.weights for line in lines], [line.filled[0] for line in lines])
+
+
+def _state_of(flat: _Flat, values: torch.Tensor) -> torch.Tensor:
+    """What is remembered of each element, as its optimizer keeps it."""
+    return values if flat.line is None else _filled_up(values)
+
+
+def _filled_up(values: torch.Tensor) -> torch.Tensor:
+    """To a line of 64 bytes, with zeros."""
+    line = torch.zeros(_LINE_BYTES // values.element_size(), dtype=values.dtype)
+    line[: values.numel()] = values
+    return line
 
 
 def _lying_in(run: FlatRun, entries: list[Entry]) -> list[Entry]:

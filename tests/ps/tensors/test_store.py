@@ -439,7 +439,8 @@ def test_bytes_held_are_those_of_the_tensors() -> None:
     }  # fmt: skip
     apply(store, [(random_values(1), 1.0, 0)])
     moments = sum(2 * elements[name] * (8 if name == "wide" else 4) for name in names)
-    assert moments <= store.num_bytes["optimizer"] <= moments + 100, "two moments, and a few step counters"
+    lines = 2 * 2 * 60  # of float32 and of float64 two moments, each filled up to 64 bytes
+    assert moments <= store.num_bytes["optimizer"] <= moments + lines + 100, "two moments, and a few step counters"
 
 
 def test_tensors_carry_aliases() -> None:
