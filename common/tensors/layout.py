@@ -257,7 +257,10 @@ class Layout:
                 kinds = f" ({expected.kind.name} and {got.kind.name})" if expected.kind != got.kind else ""
                 found.append(f"expected {expected}, got {got}{kinds}")
             elif expected.averaged != got.averaged:
-                found.append(f"buffer {expected} is {_rule(expected)} in the run, and {_rule(got)} here")
+                found.append(
+                    f"buffer {expected} is {_rule(expected)} in the run, and {_rule(got)} here: name it in "
+                    "averaged_buffers on all workers or on none"
+                )
         if not found and self.fingerprint != other.fingerprint:
             found.append("the same tensors in another order")
         return found[:limit] + ([f"and {len(found) - limit} more"] if len(found) > limit else [])

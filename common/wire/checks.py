@@ -49,7 +49,7 @@ def check_text(what: str, text: str) -> None:
 def _range(least: float, most: float) -> Callable[[str, float], None]:
     def check(what: str, value: float) -> None:
         if not least <= value <= most:  # NaN is not
-            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}; it is {least:g} to {most:g}")
+            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}; the range is {least:g} to {most:g}")
 
     return check
 

@@ -129,7 +129,7 @@ def overflowed(
     return DivergedError(
         f"the weights overflowed: version {version} has {where}, made of finite values in contribution "
         f"{', '.join(named)}{more}{f' ({given})' if given else ''}; version {version - 1} was the last that is finite",
-        fix="lower --lr, or clip gradients (--clip-norm); an optimizer that divides needs an eps; what is kept is the "
-        "newest snapshot (--checkpoint-dir)",
+        fix="lower --lr, or clip gradients (--clip-norm); give Adam an eps above 0; the "
+        "newest snapshot (--checkpoint-dir) is unchanged",
         reason=Reason.DIVERGED,
     )

@@ -125,7 +125,7 @@ class Run:
         figures = event.figures
         if figures and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
             figures = {}
-            yield _ignored(worker.rank, "the final weights are evaluated by one worker, and it is another")
+            yield _ignored(worker.rank, "another worker evaluates the final weights")
         self.final |= figures
         if self.is_done and figures:
             yield from self._evaluated(self.policy.min_steps_done, figures, event.at)
@@ -431,7 +431,9 @@ class Run:
         if self.is_closed or self.is_done or event.version > self.policy.version:
             return  # too late, or of a run that went back
         if event.rank is not None and not self._is_asked(event.rank):
-            yield _ignored(event.rank, "it was not asked to evaluate: the lowest rank is, where no spare evaluator is")
+            yield _ignored(
+                event.rank, "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
+            )
         elif event.failure:
             yield from self._evaluation_failed(event)
         elif all(point.version != event.version for point in self.curve.points):

@@ -85,8 +85,10 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     try:
         check_finite(layout_of(manifest.tensors, None), files)
     except CheckpointError as error:
-        told = f"no snapshot of version {manifest.version} is written, which no run could go on from: {error.message}"
-        raise CheckpointError(told, fix="a lower learning rate; older snapshots are as they were") from None
+        told = (
+            f"snapshot of version {manifest.version} not written, because no run could resume from it: {error.message}"
+        )
+        raise CheckpointError(told, fix="lower the learning rate; older snapshots are unchanged") from None
     final = directory / f"snapshot-{manifest.version:012d}-{manifest.server_incarnation}"
     with writing_to(directory):
         try:

@@ -142,7 +142,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     controls = manifest.training.get("controls")
     scale = controls.get("lr_scale", 1.0) if isinstance(controls, dict) else 1.0
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= MOST_LR_SCALE:
-        raise CheckpointError(f"its lr_scale is {scale!r:.40}; it is 0 to {MOST_LR_SCALE:g}", fix=_FIX)
+        raise CheckpointError(f"its lr_scale is {scale!r:.40}; the range is 0 to {MOST_LR_SCALE:g}", fix=_FIX)
     check_finite(layout, files)
 
 

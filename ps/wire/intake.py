@@ -285,7 +285,7 @@ class Intake:
         if self._lane.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
         if not 0 <= header.num_samples <= _MAX_SAMPLES:
-            raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; it is 0 to {_MAX_SAMPLES}")
+            raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; the range is 0 to {_MAX_SAMPLES}")
         if header.base_version > (version := self._engine.run.policy.version):
             what = f"a contribution of rank {self._peer.rank} on version {header.base_version}"
             raise refusal(Reason.BAD_REQUEST, f"{what}, which nobody was given: the newest is {version}")

@@ -37,7 +37,7 @@ def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: in
 def stopped(process: Process, *told: str) -> None:
     assert process.wait() == 2, process.output
     assert "Traceback" not in process.output
-    for text in ("goes on at training step", FIX, "session.step", "worker.accept_restarted_schedule", *told):
+    for text in ("resumes at training step", FIX, "session.step", "worker.accept_restarted_schedule", *told):
         assert text in process.output, process.output
 
 

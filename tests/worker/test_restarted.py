@@ -40,7 +40,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> object:
 def test_a_schedule_that_begins_anew_is_stopped_with_what_to_do() -> None:
     optimizer = an_optimizer(0.5, 0.1)
     schedule = cosine(optimizer)
-    with pytest.raises(UsageError, match=r"rank 1 goes on at training step 7.*was 0\.05 and begins at 0\.1") as stopped:
+    with pytest.raises(UsageError, match=r"rank 1 resumes at training step 7, but its learning rate restarts at 0\.1 .* 0\.05") as stopped:
         Restarted([optimizer]).look(at(7, [0.5, 0.1], [0.5, 0.05], changes=1))
     assert "(CosineAnnealingLR)" in stopped.value.message and schedule is not None
     assert "session.state(" in stopped.value.fix and "PS_WORKER__ACCEPT_RESTARTED_SCHEDULE" in stopped.value.fix
@@ -86,7 +86,7 @@ def test_what_a_script_has_declared(said: list, declares: str, num_said: int | N
     one.look(at(7, [0.1], [0.05]))
     assert len(said) == num_said and schedule is not None
     if said:
-        assert "its learning rate was 0.05 and begins at 0.1 again" in said[0]["meaning"]
+        assert "its learning rate restarts at 0.1 instead of 0.05" in said[0]["meaning"]
 
 
 @pytest.mark.parametrize("declares", ["knows_step", "has_epochs"])

@@ -69,7 +69,7 @@ def find_member(environ: Mapping[str, str]) -> Member:
         rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError:
         told = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
-        raise UsageError(f"worker.group: {told} say no place in a group", fix=fix) from None
+        raise UsageError(f"worker.group: {told} are not whole numbers", fix=fix) from None
     if not 0 <= rank < size <= _MOST:
         raise UsageError(f"worker.group: RANK is {rank} and WORLD_SIZE {size}; 0..{_MOST} processes, from 0", fix=fix)
     is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

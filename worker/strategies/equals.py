@@ -394,8 +394,8 @@ class Equals(Direct):
             return DivergedError(
                 f"the weights overflowed: those of rank {self._said.rank} hold NaN or Inf{where} at version "
                 f"{self._held_version}, after steps along finite means",
-                fix="lower --lr, or clip gradients; an optimizer that divides needs an eps; what is kept is the newest "
-                "snapshot (--checkpoint-dir)",
+                fix="lower --lr, or clip gradients; give Adam an eps above 0; the newest "
+                "snapshot (--checkpoint-dir) is unchanged",
             )
         name = self._model.layout.entries[index].spec.name
         return DivergedError(

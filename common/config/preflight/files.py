@@ -27,7 +27,7 @@ def check_weights(path: str) -> None:
             f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
         ) from None
     if why := _wrong_in(header, size - 8 - length):
-        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="such as --save writes")
+        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="give a file that --save has written")
 
 
 def _wrong_in(header: bytes, num_bytes: int) -> str:
@@ -38,7 +38,7 @@ def _wrong_in(header: bytes, num_bytes: int) -> str:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return "it does not begin with a header"
     if (end := max(ends, default=0)) != num_bytes:
-        return f"its header speaks of {end:,} bytes of tensors, and {num_bytes:,} follow"
+        return f"its header declares {end:,} bytes of tensors; the file has {num_bytes:,}"
     return ""
 
 

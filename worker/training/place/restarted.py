@@ -28,7 +28,7 @@ from ...session import Progress
 log = get_logger()
 
 _SETTING = "worker.accept_restarted_schedule"
-_FIX = "before the loop: session.state(scheduler=scheduler); or compute the rate and what is counted from session.step"
+_FIX = "call session.state(scheduler=scheduler) before the loop, or compute rate and counters from session.step"
 
 
 class Restarted:
@@ -64,16 +64,15 @@ class Restarted:
             return
         names = sorted(set(schedulers_of(self.optimizers)))
         rate, last = anew
-        told = f"its learning rate was {last:g} and begins at {rate:g} again, as the run did"
+        told = f"its learning rate restarts at {rate:g} instead of {last:g}"
         if names:
             told += f" ({', '.join(names)})"
         if self.knows_step or not (names or progress.num_rate_changes > 1):
             self._warn(progress, told)
             return
         raise UsageError(
-            f"rank {progress.rank} goes on at training step {progress.position}, and this script's schedule does not: "
-            f"{told}",
-            fix=f"{_FIX}; or, if that is what you want, {_SETTING}=true ({_variable(_SETTING)}=1)",
+            f"rank {progress.rank} resumes at training step {progress.position}, but {told}",
+            fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_variable(_SETTING)}=1)",
         )
 
     def _look_again(self, progress: Progress, before: int) -> None:
@@ -85,7 +84,7 @@ class Restarted:
         if self._is_said:
             return
         self._is_said = True
-        meaning = "the script registered nothing: its schedulers and counters do not go on where this rank was"
+        meaning = "the script has not called session.state(): its schedulers and counters restart, the weights do not"
         log.warning(
             "nothing_registered",
             rank=progress.rank,

@@ -48,7 +48,9 @@ def _read(path: str) -> dict[str, torch.Tensor]:
             f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
         ) from None
     except SafetensorError as error:
-        raise UsageError(f"--init {path}: is no safetensors file: {error}", fix="such as --save writes") from None
+        raise UsageError(
+            f"--init {path}: is no safetensors file: {error}", fix="give a file that --save has written"
+        ) from None
 
 
 def _told(what: str, names: list[str]) -> list[str]:
