@@ -11,9 +11,9 @@ killed may leave out its last few. `drills/check.py` reads it.
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
                       finished: it takes no more steps, and stays for the final weights
             accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated
-                      | rejected | skipped | refused; samples, compute_s (for it), transfer_s (of the exchange
-                      before, without what the mode held it), num_steps (training steps in it, where its worker says
-                      so), part (of a model in parts), run_steps (training steps of the run, where it says so)
+                      | rejected | skipped | refused; samples (null: nobody said), compute_s (for it),
+                      transfer_s (of the exchange before, without what the mode held it), num_steps
+                      (training steps in it, where its worker says so), part (of a model in parts), run_steps (training steps of the run, where it says so)
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
             answer    rank, incarnation, step, version, outcome
             snapshot  version, steps {rank: step}, path, sha256 (of the weights)
