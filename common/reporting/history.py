@@ -13,7 +13,8 @@ killed may leave out its last few. `drills/check.py` reads it.
             accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated
                       | rejected | skipped | refused; samples (null: nobody said), compute_s (for it),
                       transfer_s (of the exchange before, without what the mode held it), num_steps
-                      (training steps in it, where its worker says so), part (of a model in parts), run_steps (training steps of the run, where it says so)
+                      (training steps in it, where its worker says so), part (of a model in parts), run_steps
+                      (training steps of the run, where it says so)
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
             answer    rank, incarnation, step, version, outcome
             snapshot  version, steps {rank: step}, path, sha256 (of the weights)

@@ -21,6 +21,7 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
     if case.loads:
         optimizer.load_state_dict(saved["optimizer"])
     scheduler.optimizer = optimizer
+    session.state(scheduler=scheduler)
     batches = iter(session.shard(data, case.batch, shuffle=case.shuffle, epochs=-(-case.own_steps // 4)))
     for _ in range(case.own_steps - num_steps):
         for _ in range(case.accumulate):
