@@ -40,7 +40,8 @@ def cosine(optimizer: torch.optim.Optimizer) -> object:
 def test_a_schedule_that_begins_anew_is_stopped_with_what_to_do() -> None:
     optimizer = an_optimizer(0.5, 0.1)
     schedule = cosine(optimizer)
-    with pytest.raises(UsageError, match=r"rank 1 resumes at training step 7, but its learning rate restarts at 0\.1 .* 0\.05") as stopped:
+    message = r"rank 1 resumes at training step 7, but its learning rate restarts at 0\.1 .* 0\.05"
+    with pytest.raises(UsageError, match=message) as stopped:
         Restarted([optimizer]).look(at(7, [0.5, 0.1], [0.5, 0.05], changes=1))
     assert "(CosineAnnealingLR)" in stopped.value.message and schedule is not None
     assert "session.state(" in stopped.value.fix and "PS_WORKER__ACCEPT_RESTARTED_SCHEDULE" in stopped.value.fix
