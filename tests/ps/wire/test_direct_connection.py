@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import resource
 import socket
@@ -29,8 +30,13 @@ from paramserver.worker.conversation.direct import Direct, DirectError
 from ...certificates import certs, secured, write
 
 
-def pair() -> tuple[Connection, socket.socket]:
+def pair(least: int = 0) -> tuple[Connection, socket.socket]:
+    """`least`: the connection's descriptor has this number, or a higher one where this is not free."""
     ours, theirs = socket.socketpair()
+    if least:
+        moved = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, least))
+        ours.close()
+        ours = moved
     ours.setblocking(False)
     return Connection(ours), theirs
 
@@ -51,15 +57,14 @@ def test_who_waits_to_send_or_to_receive_is_told() -> None:
 
 
 def test_a_second_close_leaves_the_next_connection_alone() -> None:
-    """Its descriptor has the number that was free again."""
+    """Its descriptor has the number that was free again: one that no other thread of this process is given."""
 
     async def play() -> None:
-        old, old_peer = pair()
+        old, old_peer = pair(700)
         number = old._descriptor
         old.close()
-        new, new_peer = pair()
-        while new._descriptor != number:  # the system gives the lowest that is free
-            new, new_peer = pair()
+        new, new_peer = pair(number)
+        assert new._descriptor == number
         reading = asyncio.ensure_future(new.read())
         await asyncio.sleep(0)
         old.close()
