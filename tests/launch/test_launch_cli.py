@@ -144,7 +144,8 @@ def test_dry_run_shows_the_commands(marked) -> None:
     assert [line.split("]")[0] for line in lines] == [
         "# single: one worker alone, no server, 500 steps, batch 96, task digits",
         "[worker 0",
-        "# ssp (staleness 1): a server and 3 workers, 500 steps, batch 32, task digits",
+        "# ssp (staleness 1, less momentum the more workers, beyond 8 a lower rate the later): "
+        "a server and 3 workers, 500 steps, batch 32, task digits",
         *("[server", "[worker 0", "[worker 1", "[worker 2"),
     ]
     assert "--server HOST:PORT --rank 2" in lines[-1]

@@ -197,7 +197,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
     ("fields", "words"),
     [
         ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 2**50}}], "32"),
-        ([{"contribution": {"step": 1, "num_samples": 0, "body_bytes": 32}}], "num_samples is 0"),
+        ([{"contribution": {"step": 1, "num_samples": 2**41, "body_bytes": 32}}], "num_samples is 2"),
         ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
         ([_ANNOUNCED, {"offset": 4, "data": bytes(8)}, {"data": bytes(5)}], "at 0..5"),
         ([_ANNOUNCED, {"offset": 28, "data": bytes(8)}], "at 28..36"),

@@ -172,17 +172,17 @@ class Grouped(Direct):
 
     def wraps(self, model: nn.Module) -> None:
         """What the script gives to `session.optimizer()`. UsageError for what cannot be averaged."""
-        is_synchronized = synchronize(model, self._group)
         data_parallel = nn.parallel.DistributedDataParallel
+        inside = [name for name, one in model.named_modules() if name and isinstance(one, data_parallel)]
+        if inside:
+            told = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
+            raise UsageError(told, fix="wrap all of it or nothing: the worker averages what is not wrapped itself")
+        is_synchronized = synchronize(model, self._group)
         self._is_averaged = isinstance(model, data_parallel)
         is_parted = any(type(one).__name__ == "DTensor" for one in model.parameters())
         # What a layer gives depends on the samples of all: gradients are weighed before they come to it.
         if self._is_averaged or (is_synchronized and not is_parted):
             self._weigh_what(model)
-        inside = [name for name, one in model.named_modules() if name and isinstance(one, data_parallel)]
-        if inside:
-            told = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
-            raise UsageError(told, fix="wrap all of it or nothing: the worker averages what is not wrapped itself")
         parts = (name for name, one in model.named_parameters() if type(one).__name__ == "DTensor")
         if (name := next(parts, None)) is not None:
             check_sharded(name, self.settings)

@@ -239,7 +239,7 @@ def test_none_is_written_that_could_not_be_loaded(tmp_path: Path) -> None:
     files = files_of(2)
     files[OPTIMIZER]["exp_avg_sq/w"][0, 0] = math.inf
     with pytest.raises(
-        CheckpointError, match=r"no snapshot of version 2 is written.*'exp_avg_sq/w' is not finite: 1 of 6"
+        CheckpointError, match=r"snapshot of version 2 not written.*'exp_avg_sq/w' is not finite: 1 of 6"
     ):
         write(tmp_path, manifest_of(2), files)
     assert load_newest(tmp_path).manifest.version == 1
