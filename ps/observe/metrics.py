@@ -210,10 +210,11 @@ class MetricsSink(Sink, Collector):
         found: list[_RankRead] = []
         ranks = iter(list(engine.run.roster.stats))
         while some := list(islice(ranks, _AT_A_TIME)):
+            if found:  # of few ranks all is read in one moment
+                await asyncio.sleep(0)
             for rank in some:
                 loss = engine.run.roster.stats[rank].loss
                 found.append(_RankRead(rank, _sums(engine, rank), loss, state_of(engine, rank)))
-            await asyncio.sleep(0)
         return found
 
     def ranks(self, read: list[_RankRead]) -> Iterator[Metric]:
