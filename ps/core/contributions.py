@@ -30,6 +30,7 @@ _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
 _ASKED_FOR = 2  # answers
+_NUM_NAMED = 8  # ranks in one warning
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class Contributions:
         self._outer: Outer | None = None  # that the newest commit was made with
         self.lr_scale = 1.0  # of every commit, as somebody set it
         self.staleness: Counter[int] = Counter()  # contributions that count, by versions behind
+        self._clip_norms_differed = False  # and that was said
         self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
@@ -231,6 +233,8 @@ class Contributions:
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
         hyperparameters, clip_norm = self._drawn_and_told(in_mean)
+        if policy.has_rounds and policy.contribution == "gradient" and not self._clip_norms_differed:
+            self._compare_clip_norms(in_mean, clip_norm, found)
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if outer != self._outer:
@@ -271,6 +275,16 @@ class Contributions:
         told = [held for held in in_mean if held.hyperparameters is not None]
         newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
+
+    def _compare_clip_norms(self, in_mean: list[Held], used: float, found: list[Effect]) -> None:
+        """Workers of a round that clip to different norms are named, once in a run: only one norm can be used."""
+        if any(held.clip_norm != used for held in in_mean):
+            self._clip_norms_differed = True
+            by_rank = sorted((held.identity.rank, held.clip_norm) for held in in_mean)
+            norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
+            meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same on every worker"
+            fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
+            found.append(Log("warning", "clip_norms_differ", fields))
 
     def _less_momentum(self, told: float) -> Effect:
         num_workers = self._momentum_among

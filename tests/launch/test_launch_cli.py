@@ -144,7 +144,7 @@ def test_dry_run_shows_the_commands(marked) -> None:
     assert [line.split("]")[0] for line in lines] == [
         "# single: one worker alone, no server, 500 steps, batch 96, task digits",
         "[worker 0",
-        "# ssp (staleness 1, less momentum the more workers, beyond 8 a lower rate the later): "
+        "# ssp (staleness 1, lower momentum with more workers, above 8 lower rates for late gradients): "
         "a server and 3 workers, 500 steps, batch 32, task digits",
         *("[server", "[worker 0", "[worker 1", "[worker 2"),
     ]

@@ -343,9 +343,9 @@ def test_plan_and_supervise_are_pure() -> None:
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", ""), ("ssp", "staleness 3, "), ("dssp", "staleness 3 to 15, ")])
 def test_the_headline_says_what_becomes_of_the_optimizer_where_gradients_are_late(mode: str, bound: str) -> None:
-    less = f"{bound}less momentum the more workers"
+    less = f"{bound}lower momentum with more workers"
     found = plan_of(resolve(), mode).headline()
-    assert found.startswith(f"{mode} ({less}, beyond 8 a lower rate the later): a server")
+    assert found.startswith(f"{mode} ({less}, above 8 lower rates for late gradients): a server")
     told = resolve(policy__late_scale="none")
     assert plan_of(told, mode).headline().startswith(f"{mode} ({less}): a server")
     told = resolve(policy__late_momentum=False)

@@ -192,6 +192,15 @@ def test_the_mean_of_all_is_clipped_as_one_process_clips_the_union_batch(
     assert difference(wanted, plain(2)) > 1e-3, "it clips"
 
 
+def test_workers_that_clip_to_different_norms_are_named_once(run: Scripts) -> None:
+    """One of them never has its way: the rule of learning rates, by which the lowest of equal ranks counts."""
+    run.serve("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
+    scripts = run.script(0), run.script(1, CLIP=str(CLIP))
+    assert [one.wait() for one in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
+    (said,) = run.server_said("clip_norms_differ")
+    assert (said["level"], said["norms"], said["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
+
+
 @slow
 def test_a_sum_is_clipped_as_the_sum_that_it_is(run: Scripts) -> None:
     found = run.train(2, "--mode", "sync", LOSS="sum", REDUCTION="sum", CLIP=str(CLIP))

@@ -43,6 +43,8 @@ class GroupBatchNorm(nn.SyncBatchNorm):
         here = values.new_full((1,), values.numel() // values.shape[1])
         sums, count = _Sum.apply(torch.cat([values.sum(axes), here])).split([values.shape[1], 1])
         count = count.detach()
+        if count.item() < 2:  # as torch's other layers; its variance without bias would be no number
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         mean = sums / count
         apart = values - mean.view(shape)
         variance = _Sum.apply((apart * apart).sum(axes)) / count

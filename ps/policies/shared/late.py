@@ -89,8 +89,8 @@ class LateOptions(Section):
         """What happens where nobody sets anything, as people read it; empty: nothing."""
         if not self.late_momentum:
             return ""
-        scaled = f", beyond {MANY} a lower rate the later" if self.late_scale is None else ""
-        return f"less momentum the more workers{scaled}"
+        scaled = f", above {MANY} lower rates for late gradients" if self.late_scale is None else ""
+        return f"lower momentum with more workers{scaled}"
 
     @property
     def compensation(self) -> Compensation | None:
