@@ -95,16 +95,7 @@ class Family:
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", ("paramserver.ps.policies.averaging",))
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
-CODECS = Family(
-    "paramserver.common.codecs",
-    "codec",
-    frozenset({"base", "shared", "blocks", "largest", "remembering"}),
-    more=(
-        "paramserver.common.codecs.blocks",
-        "paramserver.common.codecs.largest",
-        "paramserver.common.codecs.remembering",
-    ),
-)
+CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
 AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
 
 

@@ -70,7 +70,6 @@ TENSOR_WORK = [
     "ps/tensors/sanity.py",
     "ps/tensors/aggregation/*",
     "common/codecs/*",
-    "common/codecs/blocks/*",
     "common/tensors/layout.py",
     "common/tensors/sharding.py",
     "common/tensors/tables.py",

@@ -44,7 +44,7 @@ CLAIMS: dict[str, Claim] = {
     "N7": Claim("many local steps cost little", "outer", _LONG, (), ("sync", "H 10", "H 25", "H 100", "H 100, mean")),
     "N8": Claim(
         "sparse needs error feedback", "outer", _LONG, (),
-        ("H 25, mean", *(f"H 25, {codec} up{told}" for codec in ("sparse_7_64", "sparse") for told in _FEEDBACK)),
+        ("H 25, mean", *(f"H 25, sparse up{told}" for told in _FEEDBACK)),
     ),
     "N9": Claim(
         "2 bits lose next to nothing, with feedback", "outer", _LONG, (),
@@ -62,18 +62,6 @@ CLAIMS: dict[str, Claim] = {
         ("--only-feedback", "--optimizer", "onebit", "--codec", "raw", "--codec", "onebit_adam"),
     ),
     "N12-adam": Claim("Adam itself", "codecs", 400, ("--optimizer", "adam", "--codec", "raw")),
-    "N14": Claim(
-        "momentum before compression", "codecs", 400,
-        ("--only-feedback", "--optimizer", "worker", "--codec", "sign", "--codec", "sign_rms", "--codec", "topk"),
-    ),
-    "N14-server": Claim(
-        "momentum behind it, which is refused", "codecs", 400,
-        ("--only-feedback", "--optimizer", "momentum", "--codec", "sign", "--codec", "sign_rms", "--codec", "topk"),
-    ),
-    "N14-dgc": Claim(
-        "the same of 0.1 % of the values, with memory and momentum that forget what was sent", "codecs", 400,
-        ("--optimizer", "sgd", "--codec", "dgc"),
-    ),
     "N15": Claim(
         "PowerSGD of rank 1 needs its memory, and loses nothing with it", "codecs", 400,
         ("--codec", "raw", "--codec", "powersgd"),

@@ -27,7 +27,7 @@ from ...common.tensors.layout import Layout, as_bytes, new_body
 from ...common.tensors.onebit import OneBitAdam
 from ...common.tensors.optimizers import apply_hyperparameters, current_hyperparameters
 from ...common.wire.frames import body_frames
-from ...worker.lanes.onebit import encoding_of
+from ...worker.lanes.encoding import Encoding
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors, Source
 
@@ -36,7 +36,6 @@ WARM = 0.2  # of a run, of 1-bit Adam
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "worker": lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # worker.momentum 0.9
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "onebit": lambda parameters: OneBitAdam(parameters, lr=1e-3, weight_decay=0),
 }
@@ -51,9 +50,9 @@ class Outcome(NamedTuple):
 class Way:
     """From one worker's gradients, or its deltas, to what the server makes of them."""
 
-    def __init__(self, codec: Codec, layout: Layout, momentum: float, source: Source = "gradient") -> None:
+    def __init__(self, codec: Codec, layout: Layout, source: Source = "gradient") -> None:
         self.codec, self._layout, self._source = codec, layout, source
-        self.encoding = encoding_of(codec, layout, len(layout.entries), momentum)
+        self.encoding = Encoding(codec, layout, len(layout.entries))
         self.num_sent = 0  # bytes of the newest
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
@@ -126,7 +125,7 @@ def run(
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     task, tensors = Digits(), ModelTensors(net)
     transfer, layout = DirectTransfer(tensors), tensors.layout
-    ways = [Way(codec_of(codec, has_feedback), layout, 0.9 * (optimizer == "worker")) for _ in range(NUM_WORKERS)]
+    ways = [Way(codec_of(codec, has_feedback), layout) for _ in range(NUM_WORKERS)]
     server = OPTIMIZERS[optimizer](net.parameters())
     batches = [_batches(task, rank, seed) for rank in range(NUM_WORKERS)]
     back = Back(CODECS.load(down)(), tensors)

@@ -11,13 +11,14 @@ is sent again is not encoded again: it is the same bytes.
     begin(body, bytes)
     rollback()                      (never came)         the next begin is as if this one had not been
 
-A file of this folder is a codec: `ENTRY` is its class. One without memory is a `Stateless`.
+A file of this folder is a codec: `ENTRY` is its class. Its attributes say what it is able to do, and no list of codecs
+stands anywhere else.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -45,7 +46,7 @@ class Coder(Protocol):
         """It does not, and never will."""
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Encodes the parameters' part of a body, [0, layout.parameter_bytes). Buffers travel as they are."""
 
     name: str
@@ -60,18 +61,12 @@ class Codec(Protocol):
     decay: float = 1.0
     # It may encode weights themselves, and not only what is added to them.
     takes_weights: bool = True
-    # What it leaves out is less than what there was, whatever that is: what is sent later comes to an end.
-    contracts: bool = True
     # Gradients in it may be what a server's optimizer takes that divides by their size, or adds them up (law 1 in
     # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
     suits_adaptive: bool = True
     suits_momentum: bool = True
     # Likewise differences, and the outer momentum of a server: few values of each are sent, and long after the others.
     suits_outer_momentum: bool = True
-    # Gradients are added up with it before they are encoded, where worker.momentum says nothing else; it is for nothing
-    # but gradients then. `masks_momentum`: what has been sent is forgotten in these sums as well.
-    momentum: float = 0.0
-    masks_momentum: bool = False
     # What is sent is of no use but to this optimizer of the server, and in these modes; None: to any.
     optimizer: str | None = None
     modes: tuple[str, ...] | None = None
@@ -89,8 +84,9 @@ class Codec(Protocol):
         """A new one, which remembers nothing."""
 
 
-class Stateless(Codec):
-    """A codec without memory: every attempt is the first. For `encode` and `decode` see `Coder.begin`."""
+class SelfContained(Codec):
+    """A codec whose payloads are decoded without memory of earlier ones. `Coder.begin` says what `encode` and `decode`
+    do."""
 
     @abstractmethod
     def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -99,13 +95,14 @@ class Stateless(Codec):
     def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None: ...
 
     def encoder(self, layout: Layout) -> Coder:
-        return _Forgetful(partial(self.encode, layout))
+        """One without memory; a subclass may have an encoder that remembers."""
+        return _WithoutMemory(partial(self.encode, layout))
 
     def decoder(self, layout: Layout) -> Coder:
-        return _Forgetful(partial(self.decode, layout))
+        return _WithoutMemory(partial(self.decode, layout))
 
 
-class _Forgetful:
+class _WithoutMemory:
     def __init__(self, begin: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         self.begin = begin
 
@@ -151,7 +148,7 @@ def _check_reference(mode: str, source: str, down: Codec) -> None:
             "it leaves out would be lost",
             fix=_or_differences("answer_codec", down),
         )
-    if not (down.goes_in_parts and down.contracts) or down.momentum:
+    if not down.goes_in_parts or down.optimizer is not None:
         raise UsageError(
             f"worker.answer_codec is {down.name}, with which the workers' weights come near the server's late or never",
             fix="--set worker.answer_codec=q4 (or int8, bf16)",
@@ -172,22 +169,15 @@ def _check_fragments(up: Codec, down: Codec, fragments: int) -> None:
     )
 
 
-def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]], momentum: float) -> None:
-    """Of a codec that has an optimizer of its own."""
+def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]]) -> None:
+    """Whether a codec with an optimizer of its own has that optimizer, in one of its modes."""
     if up.modes is not None and mode not in up.modes:
         raise UsageError(
             f"worker.codec is {up.name}, which is for --mode {' or '.join(up.modes)}, and the mode is {mode}",
             fix=f"--mode {up.modes[0]}; or --set worker.codec=q4",
         )
-    if up.optimizer is None:
-        return
-    if momentum:
-        raise UsageError(
-            f"worker.momentum is {momentum:g}, and worker.codec {up.name} has its own from the optimizer's betas",
-            fix="leave it out",
-        )
     for name, _ in optimizers:
-        if name != up.optimizer:
+        if up.optimizer not in (None, name):
             raise UsageError(
                 f"worker.codec is {up.name}, which sends what {up.optimizer} steps along, and the optimizer is {name}",
                 fix=f"--optimizer {up.optimizer.lower()}, in a script paramserver.{up.optimizer}(model.parameters(), "
@@ -205,12 +195,10 @@ def check_codecs(
     up: Codec,
     down: Codec,
     optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
-    momentum: float = 0.0,
     fragments: int = 1,
 ) -> None:
     """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
-    `optimizers`: the server's, class and arguments of each group; none where they are not known yet. `momentum`: the
-    workers'."""
+    `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
     if fragments > 1:
         _check_fragments(up, down, fragments)
     if not down.takes_weights:
@@ -221,26 +209,8 @@ def check_codecs(
             "too much",
             fix=_or_differences("codec", up),
         )
-    if momentum and (source != "gradient" or not up.has_feedback):
-        raise UsageError(
-            f"worker.momentum is {momentum:g}, with worker.codec {up.name} in mode {mode}",
-            fix="leave it out, and give the optimizer momentum: it is for gradients that a codec leaves much out of",
-        )
-    _check_own(mode, up, optimizers, momentum)
-    if source != "gradient":
-        if up.momentum:
-            raise UsageError(
-                f"worker.codec is {up.name}, which adds up gradients with momentum, and workers of mode {mode} send "
-                f"{source}s",
-                fix="--set worker.codec=topk (or sparse), or a mode whose workers send gradients (sync, async)",
-            )
-        return
-    for name, arguments in optimizers if up.optimizer is None else ():
-        if momentum and (name not in _LINEAR or arguments.get("momentum")):
-            raise UsageError(
-                f"worker.momentum is {momentum:g}, and the server's {name} remembers gradients as well",
-                fix="give the optimizer no momentum (torch.optim.SGD(..., momentum=0)), or leave worker.momentum out",
-            )
+    _check_own(mode, up, optimizers)
+    for name, arguments in optimizers if source == "gradient" and up.optimizer is None else ():
         if not up.suits_adaptive and name not in _LINEAR:
             why = (
                 f"the server's {name} divides every gradient by its usual size, and most of them are 0 or all alike now"
@@ -251,8 +221,7 @@ def check_codecs(
             continue
         raise UsageError(
             f"worker.codec is {up.name}: {why}; measured, that is worse than sending nothing late",
-            fix="--mode diloco, whose workers keep such an optimizer to themselves; SGD without momentum and --set "
-            "worker.momentum=0.9; or --set worker.codec=q4",
+            fix="--mode diloco, whose workers keep such an optimizer to themselves; or --set worker.codec=q4",
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..tensors.layout import Layout
-from .base import Stateless
+from .base import SelfContained
 
 
-class RawCodec(Stateless):
+class RawCodec(SelfContained):
     name = "raw"
     is_identity = goes_in_parts = True
 

@@ -67,10 +67,10 @@ class CodecMemories:
         for memory in self._of_rank.values():
             memory.unsent = None
 
-    def settle(self, rank: int, is_folded: bool) -> None:
+    def end_attempt(self, rank: int, is_folded: bool) -> None:
         """What came last from this rank is folded, or will never be."""
         if (memory := self._of_rank.get(rank)) is not None:
-            self._tensors.submit(partial(memory.settle, is_folded))
+            self._tensors.submit(partial(memory.end_attempt, is_folded))
 
 
 class Folding:
@@ -121,11 +121,11 @@ class Folding:
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.identity] = self._staged.pop(keep.identity)
-        self.codec_memories.settle(keep.identity.rank, True)
+        self.codec_memories.end_attempt(keep.identity.rank, True)
 
     def discard(self, discard: effects.Discard) -> None:
         self._give_back(discard.identity)
-        self.codec_memories.settle(discard.identity.rank, False)
+        self.codec_memories.end_attempt(discard.identity.rank, False)
 
     def _give_back(self, identity: Identity) -> None:
         if (staged := self._staged.pop(identity, None)) is not None:
@@ -148,7 +148,7 @@ class Folding:
         self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
         for identity in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
             self._give_back(identity)
-        self.codec_memories.settle(rank, False)
+        self.codec_memories.end_attempt(rank, False)
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging

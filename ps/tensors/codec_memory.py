@@ -6,11 +6,9 @@ it had not been sent before. A START begins with an empty one, there as here. Us
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from ...common.codecs.base import Codec, Coder, Spares, Stateless, begin_body, take_body
+from ...common.codecs.base import Codec, Coder, SelfContained, Spares, begin_body, take_body
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Kind, Layout
 
@@ -30,8 +28,8 @@ class CodecMemory:
 
     def take(self, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> None:
         """A contribution, uint8 [body_bytes], into `body`, uint8 [exchange_bytes]; what was begun before and is not
-        settled has never been. Raises BAD_REQUEST for what the codec cannot decode."""
-        if isinstance(codec, Stateless):  # of which each fragment has another
+        committed has never been. Raises BAD_REQUEST for what the codec cannot decode."""
+        if isinstance(codec, SelfContained):  # of which each fragment has another
             take_body(codec, codec.decoder(self._layout), self._layout, encoded, body)
             return
         if codec.name not in self._decoders:
@@ -39,8 +37,8 @@ class CodecMemory:
         self._decoders[codec.name].rollback()
         take_body(codec, self._decoders[codec.name], self._layout, encoded, body)
 
-    def settle(self, is_folded: bool) -> None:
-        """What was taken last is folded, or will never be."""
+    def end_attempt(self, is_folded: bool) -> None:
+        """The contribution that was taken last is folded, or will never be."""
         for decoder in self._decoders.values():
             decoder.commit() if is_folded else decoder.rollback()
 
@@ -67,7 +65,7 @@ class CodecMemory:
 
 
 def _check_range(codec: Codec, layout: Layout, body: torch.Tensor) -> None:
-    largest = getattr(codec, "largest", math.inf)  # one of somebody's own may not say
+    largest = codec.largest
     for run in layout.runs_of(Kind.PARAMETER):
         if largest < torch.finfo(run.dtype).max and run.num_elements:
             low, high = (float(end) for end in run.view(body).aminmax())

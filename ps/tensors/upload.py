@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec, Stateless, body_bytes
+from ...common.codecs.base import Codec, SelfContained, body_bytes
 from ...common.errors import ParamServerError
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import BodyReader, Frame
@@ -197,7 +197,7 @@ def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tenso
     try:
         memory.take(codec, encoded, body)
     except ParamServerError as error:
-        if not isinstance(codec, Stateless):
+        if not isinstance(codec, SelfContained):
             raise
         return Judgement("reject", f"bytes that {error.message}", "in every mode")
     return store.sanity.examine(body, store.weights)

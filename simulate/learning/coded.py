@@ -18,7 +18,7 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...ps.core import effects
 from ...ps.tensors.answers.reference import Whole
 from ...ps.tensors.model import Model
-from ...worker.lanes.onebit import encoding_of
+from ...worker.lanes.encoding import Encoding
 from ...worker.tensors.transfer import Stretch
 
 
@@ -27,7 +27,7 @@ def check(config: Config, source: str, described: OptimizerSpec) -> None:
     worker = config.worker
     groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
     up, down = CODECS.load(worker.codec)(), CODECS.load(worker.answer_codec)()
-    check_codecs(config.run.mode, source, up, down, groups, worker.momentum)
+    check_codecs(config.run.mode, source, up, down, groups)
 
 
 class Up:
@@ -36,7 +36,7 @@ class Up:
     def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
         self._layout = layout
         codec: Codec = CODECS.load(config.worker.codec)()
-        self._encoding = encoding_of(codec, layout, len(layout.entries), config.worker.momentum)
+        self._encoding = Encoding(codec, layout, len(layout.entries))
         self._encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
 
     def sent(self, stretch: Stretch, version: int) -> torch.Tensor:

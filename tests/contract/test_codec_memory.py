@@ -29,8 +29,8 @@ from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.service import ParameterServerService
 
-sys.path.insert(0, str(Path(__file__).parent))
-from delta_codec import DeltaCodec
+sys.path.insert(0, str(Path(__file__).parent / "added"))
+from delta import DeltaCodec
 
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,)), TensorSpec("b", Kind.BUFFER, "float32", (2,))])
 # Too large for inline work: bodies come in pieces, and the tensor thread decodes them.

@@ -1,4 +1,6 @@
-"""A codec with memory on both sides (tests/contract/delta_codec.py) between real processes, through real resets.
+"""A codec with memory on both sides, between real processes, through real resets.
+
+One file adds it: tests/contract/added/delta.py.
 
 Whichever side counted a body that the other did not would say so at the next one. Gradients and weights are multiples
 of a sixteenth, so nothing is rounded, and the weights say what was applied, and what each worker has seen of it.
@@ -19,10 +21,11 @@ TESTS = Path(__file__).parents[1]
 STEPS = 25
 PADDING = 3000
 
-# A process that starts with this on its path knows the codec, as if it lay with the others.
-KNOWN = """
-from paramserver.common.registry import CODECS
-CODECS._modules["delta"] = "delta_codec"
+ADDED = TESTS / "contract" / "added"  # the one file that the codec adds to the product
+# A process that starts with this on its path finds the codec by its name, as if its file lay with the others.
+KNOWN = f"""
+import paramserver.common.codecs
+paramserver.common.codecs.__path__.append({str(ADDED)!r})
 """
 SCRIPT = f"""
 import sys, torch, paramserver
@@ -45,15 +48,16 @@ with paramserver.connect() as session:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pipelined", "shards"), [(False, 2), *(pytest.param(True, shards, marks=pytest.mark.slow) for shards in (1, 2))]
+    ("pipelined", "shards"),
+    [(False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1), (True, 2)))],
 )
 def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards):
+    assert [file.name for file in ADDED.glob("*.py")] == ["delta.py"]
     (cluster.folder / "sitecustomize.py").write_text(KNOWN)
     script = cluster.folder / "script.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(cluster.folder), str(TESTS / "contract"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(cluster.folder), os.environ.get("PYTHONPATH", "")])
     codec = {"PYTHONPATH": path, "PS_WORKER__CODEC": "delta", "PS_WORKER__ANSWER_CODEC": "delta"}
     server = cluster.server(
         "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",

@@ -185,7 +185,6 @@ def test_momentum_is_for_runs_with_many_rounds(steps, told, momentum, because):
     ("codec", "told", "momentum", "because"),
     [
         ("sparse", None, 0.0, "keeps most of every difference for later"),
-        ("sparse_7_64", None, 0.0, "keeps most"),
         ("sparse", 0.5, 0.5, "policy.outer_momentum"),
         ("q4", None, 0.9, "500 rounds"),
     ],

@@ -67,7 +67,7 @@ FATES = ["counts", "counts", "sent again", "repeated", "dropped", "rejected", "r
 
 
 @pytest.mark.parametrize("is_work", [False, True])
-@pytest.mark.parametrize("name", [name for name in LOSSY if not CODECS.load(name).momentum])
+@pytest.mark.parametrize("name", [name for name in LOSSY if CODECS.load(name).optimizer is None])
 @given(fates=st.lists(st.sampled_from(FATES), max_size=12))
 @settings(max_examples=15, deadline=None)
 def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fates: list[str]) -> None:

@@ -115,8 +115,7 @@ class Shard:
         """The part of the model that lies here, and the rows of the tables."""
         self._holds, self.model, self.tables = True, model, tables
         self.transfer = make_transfer(model)
-        codec, momentum = first_codec(self._config.codec), self._config.momentum
-        self.up = Up(codec, model, self.transfer, self.client.send, momentum)
+        self.up = Up(first_codec(self._config.codec), model, self.transfer, self.client.send)
         self.down = Down(CODECS.load(self._config.answer_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ...common.codecs.base import Codec, Coder, Spares, Stateless, body_bytes, take_body
+from ...common.codecs.base import Codec, Coder, SelfContained, Spares, body_bytes, take_body
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import Reason, refusal
@@ -62,7 +62,7 @@ class Down:
         """Whether an answer in this codec that is sent again has the same bytes."""
         if news is not None:
             return codec not in ("", "raw")
-        return codec in ("", "raw") or isinstance(self.codec, Stateless)
+        return codec in ("", "raw") or isinstance(self.codec, SelfContained)
 
     def forget(self) -> None:
         """What came last is of no more use than for what it was."""

@@ -10,9 +10,7 @@ al. 2014, Karimireddy et al. 2019), so that what is sent adds up to what was com
     START             e <- 0: another membership, or a server that went back, whose steps are done again
 
 e lies where the body was gathered, in the tensors' own dtypes: one body more than without. Of contributions of a part
-of the tensors, by turns, each has its own of e, and the others' stays as it is. With momentum mu (DGC, Lin
-et al. 2018), x is not the gradient g but u <- mu u + g, which becomes so when it counts, and is zeros after a START; in
-codec dgc also where it was sent.
+of the tensors, by turns, each has its own of e, and the others' stays as it is.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from ..tensors.transfer import Stretch, copy_bytes
 class Encoding:
     """Attempts at one contribution after another. `layout` is of the part of the model that lies on the shard."""
 
-    def __init__(self, codec: Codec, layout: Layout, num_exchanged: int, momentum: float = 0.0) -> None:
+    def __init__(self, codec: Codec, layout: Layout, num_exchanged: int) -> None:
+        self._preparation = codec.preparation(layout) if isinstance(codec, ByTensor) else None
+        if self._preparation is not None:
+            codec = self._preparation.codec(0)
         self.codec = self._whole = codec
-        self._momentum = momentum or codec.momentum
-        self._speed: torch.Tensor | None = None  # u, as a body; None: zeros
-        self._next_speed: torch.Tensor | None = None  # what it is to become
         self._layout, self._num_exchanged = layout, num_exchanged
         self._coder: Coder = codec.encoder(layout)
         self._out: torch.Tensor | None = None  # uint8 [body_bytes], as it is sent
@@ -113,29 +111,20 @@ class Encoding:
         if not self._has_feedback:
             coder.write(piece, values, out)
             return
-        if self._momentum:
-            self._speed_up(piece, values)
+        if self._preparation is not None:
+            self._preparation.apply(piece, values)
         if self._left is not None:
             values.add_(piece.of_body(self._left), alpha=codec.decay)
         coder.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
-        if codec.masks_momentum and piece.is_encoded:
-            assert self._next_speed is not None
-            piece.of_body(self._next_speed).masked_fill_(decoded != 0, 0)
         self._square += _square(values.sub_(decoded))
-
-    def _speed_up(self, piece: Piece, values: torch.Tensor) -> None:
-        """`values` become u."""
-        if self._next_speed is None:
-            self._next_speed = new_body(self._layout.exchange_bytes)
-        if self._speed is not None:
-            values.add_(piece.of_body(self._speed), alpha=self._momentum)
-        piece.of_body(self._next_speed).copy_(values)
 
     @property
     def _has_feedback(self) -> bool:
-        return self.codec.has_feedback or (self._left is not None and self._has_kept)
+        if self.codec.has_feedback or self._preparation is not None:
+            return True
+        return self._left is not None and self._has_kept
 
     @property
     def _has_kept(self) -> bool:
@@ -209,13 +198,17 @@ class Encoding:
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
         """What the server's optimizer was begun with."""
+        if self._preparation is not None:
+            self._preparation.begin(groups)
 
     def ready(self, version: int) -> None:
         """Before anything of the next contribution: the server has taken so many steps."""
+        if self._preparation is not None and (codec := self._preparation.codec(version)) is not self._whole:
+            self.use(codec)
 
     def told(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
         """These as they are to be said with what is sent; the same list for the same one."""
-        return groups
+        return groups if self._preparation is None else self._preparation.hyperparameters(groups)
 
     @property
     def owes(self) -> bool:
@@ -256,7 +249,8 @@ class Encoding:
         else:
             self._squares = {frozenset(): self._square}
             self._left, self._body = self._body, self._left
-            self._speed, self._next_speed = self._next_speed, self._speed
+            if self._preparation is not None:
+                self._preparation.commit()
 
     def _keep_part(self) -> None:
         assert self._body is not None
@@ -273,7 +267,9 @@ class Encoding:
 
     def _reset(self) -> float:
         norm, self._squares = self.norm, {}
-        self._left = self._speed = None
+        self._left = None
+        if self._preparation is not None:
+            self._preparation.reset()
         return norm
 
     def _lose(self, norm: float) -> None:

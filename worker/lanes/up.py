@@ -13,7 +13,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, Source
 from .base import Lane, Messages
-from .onebit import encoding_of
+from .encoding import Encoding
 
 log = get_logger()
 
@@ -35,12 +35,11 @@ class Up:
         model: ModelTensors,
         transfer: Transfer,
         send: Callable[[Iterable[bytes | Placed]], None],
-        momentum: float = 0.0,
     ) -> None:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
-        self.encoding = encoding_of(codec, model.layout, model.num_exchanged, momentum)
+        self.encoding = Encoding(codec, model.layout, model.num_exchanged)
         self._source: Source = "gradient"  # of the newest contribution
         self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead

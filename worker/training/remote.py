@@ -15,7 +15,7 @@ from torch import nn
 from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import AUTO, CODECS, WITHIN_WORKER, first_codec
+from ...common.registry import CODECS, WITHIN_WORKER, first_codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import OptimizerSpec, Reduction, TableSpec, describe_optimizers
 from ...common.tensors.statistics import batch_norms
@@ -206,22 +206,17 @@ class RemoteSession(Session):
         config, settings = self._config.worker, self.settings
         groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
 
-        def check(name: str, momentum: float) -> None:
+        def check(name: str) -> None:
             up, down = first_codec(name), CODECS.load(config.answer_codec)()
-            check_codecs(settings.mode, settings.source, up, down, groups, momentum, settings.fragments)
+            check_codecs(settings.mode, settings.source, up, down, groups, settings.fragments)
 
         auto = self._exchange.auto if self._exchange is not None else None
-        if auto is None:
-            check(config.codec, config.momentum)
-            return
-        if settings.fragments > 1:
+        if auto is not None and settings.fragments > 1:
             told = f"worker.codec is auto, which measures whole bodies, and policy.fragments is {settings.fragments}"
             raise UsageError(told, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
-        if config.momentum:
-            told = f"worker.momentum is {config.momentum:g}, and worker.codec is auto, whose codecs go without"
-            raise UsageError(told, fix="name the codec, such as --set worker.codec=topk, or leave worker.momentum out")
-        check(AUTO, 0.0)
-        auto.candidates = tuple(name for name in ORDER if suits(partial(check, name, 0.0)))
+        check(config.codec)
+        if auto is not None:
+            auto.candidates = tuple(name for name in ORDER if suits(partial(check, name)))
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._config.worker.group:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 
 from ...tensors.layout import DTYPES, Kind, Layout, TensorSpec
-from ..base import Stateless
+from ...tensors.optimizers import Hyperparameters
+from ..base import Codec, SelfContained
 
 _ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
 _HALF_BYTES = 2
@@ -43,7 +45,7 @@ class Piece(NamedTuple):
         return body[self.offset : self.offset_end].view(self.dtype)
 
 
-class ByTensor(Stateless):
+class ByTensor(SelfContained):
     """A codec of pieces. Subclasses say how one is encoded."""
 
     goes_in_parts = has_feedback = True
@@ -77,6 +79,10 @@ class ByTensor(Stateless):
 
     def encoder(self, layout: Layout) -> PieceEncoder:
         return PieceEncoder(self, layout)
+
+    def preparation(self, layout: Layout) -> Preparation | None:
+        """A new one, for a worker's gradients before they are encoded; None: they are encoded as they are."""
+        return None
 
     def short(self, dtype: torch.dtype) -> torch.dtype:
         """What it travels in where it is not encoded."""
@@ -117,6 +123,34 @@ class ByTensor(Stateless):
             decoded = ROOM.of("decoded", values.shape)
             self.decode_piece(place, decoded)
             values.copy_(decoded)
+
+
+class Preparation(ABC):
+    """What one worker does with its gradients before they are encoded, with a memory of its own."""
+
+    @abstractmethod
+    def begin(self, groups: Sequence[Hyperparameters]) -> None:
+        """The server's optimizer began with these hyperparameters."""
+
+    @abstractmethod
+    def codec(self, version: int) -> Codec:
+        """The codec of the next contribution, which is computed on the weights of `version`."""
+
+    @abstractmethod
+    def apply(self, piece: Piece, values: torch.Tensor) -> None:
+        """Change the gradient of a piece, [n] of its dtype, to what is sent."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """The newest contribution counts."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything: the server has."""
+
+    @abstractmethod
+    def hyperparameters(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
+        """The hyperparameters to send with the newest contribution."""
 
 
 class PieceEncoder:

@@ -88,12 +88,6 @@ class WorkerConfig(Section):
         description="how contributions are encoded: bf16 and fp16 halve them, int8 and q4 are 3.9 and 7.8 times less; "
         "auto measures which of them pays",
     )
-    momentum: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="gradients are added up with it before worker.codec encodes them; the server's SGD then has none",
-    )
     answer_codec: Codec = Field(
         "raw",
         description="the same of the weights that come back (int8, q4: what has changed in them): workers compute on "

@@ -23,7 +23,7 @@ async def refused(worker: Worker) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("mode", "optimizer", "codecs", "told", "fix"),
     [
-        ("sync", "Adam", ["sign"], "rank 0: worker.codec is sign: the server's Adam divides", "--mode diloco"),
+        ("sync", "Adam", ["q2"], "rank 0: worker.codec is q2: the server's Adam divides", "--mode diloco"),
         ("sync", "Adam", ["int8", "topk"], "rank 0: worker.codec is topk", "--mode diloco"),
         ("async", "SGD", ["onebit_adam"], "rank 0: worker.codec is onebit_adam, which is for --mode sync", "sync"),
         ("localsgd", "SGD", ["q4"], "send weights, of which it leaves out too much", "worker.codec=q4 for ps-server"),
@@ -63,8 +63,8 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
             first = worker.outcomes[0], server.engine.run.policy.num_counted[0] + 1
             assert first[0] == "START"
             before = weight_of(server)
-            sizes = {name: body_bytes(CODECS.load(name)(), layout) for name in ("sign", "int8", "raw")}
-            for number, name in ((first[1], "sign"), (first[1], "int8"), (first[1] + 1, "raw")):
+            sizes = {name: body_bytes(CODECS.load(name)(), layout) for name in ("q2", "int8", "raw")}
+            for number, name in ((first[1], "q2"), (first[1], "int8"), (first[1] + 1, "raw")):
                 header = {"codec": name, "body_bytes": sizes[name]}
                 worker.send_encoded(number, bytes(sizes[name]), **header)
                 await server.settle()

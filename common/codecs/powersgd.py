@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from ...tensors.layout import Layout, TensorSpec
-from ..shared.by_tensor import ByTensor, Piece, PieceEncoder, pieces_of
+from ..tensors.layout import Layout, TensorSpec
+from .shared.by_tensor import ByTensor, Piece, PieceEncoder, pieces_of
 
 _VALUE_BYTES = 4
 _LEAST_RATIO = 2

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ..shared.by_tensor import ByTensor, largest, scatter
+from .shared.by_tensor import ByTensor, largest, scatter
 
 _CHUNK = 4096
 _CHUNKS = 32  # of a piece
+_ONE_OF = 100  # values one is kept of
 _VALUE_BYTES, _PLACE_BYTES = 4, 2
 
 
@@ -20,11 +21,10 @@ class TopkCodec(ByTensor):
     name = "topk"
     suits_adaptive = False
     least = _CHUNK
-    one_of = 100  # values one is kept of
     piece = _CHUNKS * _CHUNK
 
     def size(self, num_elements: int) -> int:
-        num_kept = num_elements // _CHUNK * self._kept_of(_CHUNK) + self._kept_of(num_elements % _CHUNK)
+        num_kept = num_elements // _CHUNK * _kept_of(_CHUNK) + _kept_of(num_elements % _CHUNK)
         return num_kept * (_VALUE_BYTES + _PLACE_BYTES)
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -47,14 +47,15 @@ class TopkCodec(ByTensor):
         places, at, found = encoded[num * _VALUE_BYTES :].view(torch.int16), 0, []
         for chunks in (values[:full].view(-1, _CHUNK), values[full:].view(1, -1)):
             if chunks.numel():
-                k = self._kept_of(chunks.shape[1])
+                k = _kept_of(chunks.shape[1])
                 end = at + len(chunks) * k
                 found.append((chunks, kept[at:end].view(-1, k), places[at:end].view(-1, k)))
                 at = end
         return found
 
-    def _kept_of(self, num_elements: int) -> int:
-        return -(-num_elements // self.one_of)
+
+def _kept_of(num_elements: int) -> int:
+    return -(-num_elements // _ONE_OF)
 
 
 ENTRY = TopkCodec

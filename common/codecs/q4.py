@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
+from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
 
 _BLOCK = 256
 _SCALE_BYTES = 4

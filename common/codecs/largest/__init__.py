@@ -1,1 +1,0 @@
-"""Codecs that send a few values and their places."""

@@ -1,1 +1,0 @@
-"""Codecs whose workers remember more than what was left out."""
