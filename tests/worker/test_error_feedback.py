@@ -151,30 +151,6 @@ def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
     assert server.encoding.take_lost() == 0, "there was nothing before it"
 
 
-@given(fates=st.lists(st.sampled_from(["counts", "dropped", "start", "sent again"]), max_size=12))
-@settings(max_examples=25, deadline=None)
-def test_what_is_sent_adds_up_to_momentum_of_what_counts(fates: list[str]) -> None:
-    """As one SGD with momentum would step along the gradients that count."""
-    server, computed = Server("topk"), torch.zeros(NUM, dtype=torch.float64)
-    server.encoding._momentum = 0.9
-    speed = torch.zeros(NUM, dtype=torch.float64)
-    for seed, fate in enumerate(fates):
-        sent = bytes(server.encode(gradient(seed)))
-        if fate == "start":
-            computed -= server.left
-            server.encoding.start()
-            speed.zero_()
-            continue
-        if fate == "dropped":
-            server.encoding.rollback()
-            continue
-        server.encoding.commit()
-        server.received += server.decoded(memoryview(sent))
-        speed = 0.9 * speed + gradient(seed)
-        computed += speed
-        assert (server.received + server.left - computed).abs().max() < 1e-11
-
-
 def test_another_codec_takes_over_what_was_left_out() -> None:
     server = Server("q4")
     server.received += server.decoded(server.encode(gradient(0)))

@@ -125,6 +125,9 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
             continue
         encoding.commit()
         m, e = new_m, c - decoded
+        if version == 6:
+            encoding.start()
+            m = e = np.zeros(2048)
 
 
 def test_one_bit_adam_is_for_sync_and_its_own_optimizer() -> None:

@@ -70,7 +70,7 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
                 await server.settle()
             assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]
             reasons = [one.header.reason for one in worker.stream.received if one.kind == "answer"]
-            assert "was not agreed on (worker.codec is sign: the server's SGD has momentum 0.9" in reasons[1]
+            assert "was not agreed on (worker.codec is q2: the server's SGD has momentum 0.9" in reasons[1]
             assert weight_of(server) == before  # zeros
             server.check_no_memory_is_kept()
         await turns()
