@@ -30,10 +30,9 @@ from .options import (
     show,
 )
 
-_HELP = """\b
-Measure exchanges, rounds, latency, scale, steps and memory: the real programs, over loopback.
+_HELP = """Measure exchanges, rounds, latency, scale, steps and memory: the real programs, over loopback.
 
-[bold]Examples[/bold]
+Examples
 
   ps-bench exchange                     100 MB up, optimizer, 100 MB down
   ps-bench exchange --peers torch-rpc,gloo,ray,unary,iperf

@@ -14,10 +14,9 @@ from ..common.config.cli import make_app, run_app
 PROGRAM = "ps-runs"
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
-_HELP = """\b
-Runs on record: what trained where, with which settings, and what came of it.
+_HELP = """Runs on record: what trained where, with which settings, and what came of it.
 
-[bold]Examples[/bold]
+Examples
 
   ps-runs list                                the newest first
   ps-runs show last                           one run; also by name, id or the first of its id

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 PROGRAM = "ps-launch check"
 _MAX_SHOWN = 20
 
-_HELP = """\b
+_HELP = """
 Check what a run wrote to --history (output.history).
 
-[bold]Examples[/bold]
+Examples
 
   ps-launch check history.jsonl              a server's history
   ps-launch check server.jsonl worker*.jsonl with the workers' own

@@ -29,7 +29,7 @@ from .hosts.connection import watched
 from .plan.process import SERVER, Child, ProcessSpec
 from .plan.runs import Plan
 from .supervise.blame import Blame
-from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event, parse_status
 from .view.screen import Screen, make_screen
 from .view.series import Series
@@ -72,14 +72,15 @@ class Job:
         self._trained: list[Point] = []
         self._blame = Blame()
         self._supervisor = Supervisor(
-            num_workers=plan.num_workers,
-            with_server=plan.server is not None,
-            num_shards=plan.num_shards,
-            grace_s=plan.config.launch.grace_s,
-            is_script=plan.is_script,
-            keeps_snapshots=plan.checkpoint_dir is not None,
-            max_restarts=plan.config.launch.max_restarts,
-            backoff_s=plan.config.launch.backoff_s,
+            JobSettings(
+                num_workers=plan.num_workers,
+                num_shards=plan.num_shards if plan.server is not None else 0,
+                is_script=plan.is_script,
+                keeps_snapshots=plan.checkpoint_dir is not None,
+                grace_s=plan.config.launch.grace_s,
+                max_restarts=plan.config.launch.max_restarts,
+                backoff_s=plan.config.launch.backoff_s,
+            )
         )
         self._screen: Screen
         self._backend: Backend

@@ -12,10 +12,9 @@ from ..common.config import quiet  # noqa: F401  (before all that takes time to 
 from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_command, show_config
 from ..common.config.option import LAUNCHER
 
-_HELP = """\b
-Start a server and N workers, watch them, and end them together.
+_HELP = """Start a server and N workers, watch them, and end them together.
 
-[bold]Examples[/bold]
+Examples
 
   ps-launch configs/digits.yaml                    what the file says
   ps-launch configs/digits.yaml -n 4 --mode sync   flags win over the file

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _HELP = """Hold the weights and the optimizer; let workers train.
 
-[bold]Examples[/bold]
+Examples
 
   ps-server --mode ssp                        then: ps-worker --rank 0, ps-worker --rank 1, ...
   ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3

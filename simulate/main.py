@@ -21,10 +21,9 @@ from ..common.user_code import is_in_file
 PROGRAM = "ps-sim"
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
-_HELP = """\b
-Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
+_HELP = """Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
 
-[bold]Examples[/bold]
+Examples
 
   ps-sim configs/digits.yaml -n 64 --bandwidth 100mbit --latency 40ms --mode sync,ssp,async
                                                    what each mode would make of it

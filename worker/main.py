@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 _HELP = """Train a task on this machine, as one worker of a run.
 
-[bold]Examples[/bold]
+Examples
 
   ps-worker --rank 0                                    with ps-server on this machine
   ps-worker --rank 1 --server 10.0.0.1:50051
   ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
   ps-worker --server none --task digits                 alone, without a server
 
-[bold]Started by an engine[/bold], which says the rank (docs/engines.md)
+Started by an engine, which says the rank (docs/engines.md)
 
   torchrun --nproc-per-node 4 -m paramserver.worker            four workers
   torchrun --nproc-per-node 4 -m paramserver.worker --group    one worker of four processes

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 PROGRAM = "ps-launch chaos"
 
-_HELP = """\b
+_HELP = """
 Run a real job under random faults, then prove that nothing was lost or applied twice.
 
-[bold]Examples[/bold]
+Examples
 
   ps-launch chaos                                    4 workers, ssp, a minute
   ps-launch chaos --seed 7 --mode sync -n 3          other faults, another mode

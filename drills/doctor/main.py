@@ -13,10 +13,10 @@ from .measure import LANES
 
 PROGRAM = "ps-launch doctor"
 
-_HELP = """\b
+_HELP = """
 Measure the machines and the network between them, and say which mode that carries.
 
-[bold]Examples[/bold]
+Examples
 
   ps-launch doctor configs/digits.yaml             this machine, with that task's step and size
   ps-launch doctor configs/digits.yaml --hosts hosts.yaml -n 4

@@ -14,7 +14,7 @@ PROGRAM = "ps-certs"
 
 _HELP = """Certificates and a token for a server and its workers.
 
-[bold]Examples[/bold]
+Examples
 
   ps-certs init lab --host 10.0.0.5 --workers 4   a CA, the server's certificate, one for each rank, a token
   ps-certs init lab --host 10.0.0.5 --shards 3    one for each shard of the server too, for security.mutual

@@ -106,34 +106,33 @@ class _Pending:
     otherwise: Finish
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """The processes of a job, and the limits of its restarts and of its end."""
+
+    num_workers: int
+    num_shards: int = 1  # server processes; 0: workers without a server
+    is_script: bool = False  # workers run the user's script
+    keeps_snapshots: bool = False
+    grace_s: float = 10.0  # from the request to end until a process is killed
+    max_restarts: int = 3  # of each process
+    backoff_s: float = 0.5  # before a first restart
+
+
 class Supervisor:
     """The state of one job. `deadline` is when `tick` has something to decide, None for never."""
 
-    def __init__(
-        self,
-        *,
-        num_workers: int,
-        with_server: bool = True,
-        num_shards: int = 1,
-        grace_s: float = 10.0,
-        is_script: bool = False,
-        keeps_snapshots: bool = False,
-        max_restarts: int = 3,
-        backoff_s: float = 0.5,
-    ) -> None:
+    def __init__(self, job: JobSettings) -> None:
         self.phase = Phase.STARTING
-        self._grace_s = grace_s
-        self._is_script = is_script
-        self._keeps_snapshots = keeps_snapshots
-        self._workers = [Child("worker", rank) for rank in range(num_workers)]
-        self._servers = [Child("server", shard) for shard in range(num_shards)] if with_server else []
+        self._job = job
+        self._workers = [Child("worker", rank) for rank in range(job.num_workers)]
+        self._servers = [Child("server", shard) for shard in range(job.num_shards)]
         self._listening: set[Child] = set()  # servers that did so once
-        children = [*self._servers, *self._workers]
-        self._states = dict.fromkeys(children, State.PLANNED)
-        self._restarts = Restarts(max_restarts, backoff_s)
+        self._states = dict.fromkeys([*self._servers, *self._workers], State.PLANNED)
+        self._restarts = Restarts(job.max_restarts, job.backoff_s)
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
-        self._is_out: dict[Child, Finish] = {}  # who failed and has not been let in again: the end if it never is
+        self._is_out: dict[Child, Finish] = {}  # failed and not let in again: the job's end if that never happens
         self._patience: float | None = None  # when those that were told to end, or should end, are late
         self._write_until = 0.0  # when those are that write results
         self._outcome = Finish(0, "every process ended with exit code 0")
@@ -186,7 +185,7 @@ class Supervisor:
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
         self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
-        self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._grace_s
+        self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._job.grace_s
         self._outcome = Finish(0, reason)
         return list(self._tell_to_end([*self._servers, *self._workers], reason))
 
@@ -201,7 +200,7 @@ class Supervisor:
             return []
         self._give_up_restarts()
         self._outcome = Finish(exit_code, reason, culprit)
-        self.phase, self._patience = Phase.DRAINING, now + _SERVER_WRITE_GRACES * self._grace_s
+        self.phase, self._patience = Phase.DRAINING, now + _SERVER_WRITE_GRACES * self._job.grace_s
         return self._finish_when_empty()
 
     def exited(self, child: Child, code: int, now: float, raised: Raised | None = None) -> list[Decision]:
@@ -251,12 +250,12 @@ class Supervisor:
         self._patience = None
         if self.phase is Phase.ENDING:
             return self._server_is_late(now)
-        after_s = self._grace_s
+        after_s = self._job.grace_s
         writers = self._servers or self._workers
         if now < self._write_until:
             self._patience = self._write_until
         else:
-            writers, after_s = [], _SERVER_WRITE_GRACES * self._grace_s
+            writers, after_s = [], _SERVER_WRITE_GRACES * self._job.grace_s
         return [Kill(child, f"still there after {after_s:g} s") for child in self._alive() if child not in writers]
 
     def _complete(self) -> list[Terminate]:
@@ -269,7 +268,7 @@ class Supervisor:
         return self._tell_to_end([*self._is_out], _COMPLETE.reason)
 
     def _server_is_late(self, now: float) -> list[Decision]:
-        wait_s = _SERVER_WRITE_GRACES * self._grace_s
+        wait_s = _SERVER_WRITE_GRACES * self._job.grace_s
         told = self._tell_to_end(self._servers, "every worker is done")
         if told:
             self._patience = now + wait_s
@@ -284,7 +283,7 @@ class Supervisor:
         self, child: Child, code: int, now: float, how: str = "", raised: Raised | None = None
     ) -> list[Decision]:
         """Start it again after a while, or end the job."""
-        is_script = self._is_script and child.role == "worker"
+        is_script = self._job.is_script and child.role == "worker"
         failure = Failure(child, how or str(raised or describe_exit(code, is_script=is_script)))
         is_again = self._restarts.failed(failure, now, raised)
         final = self._final(shell_code(code), failure)
@@ -295,7 +294,7 @@ class Supervisor:
             return self._drain(self._final(shell_code(code), failure, same), now)
         if raised is not None and raised.is_mistake and self._is_everyones(child, raised):
             return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
-        if child in self._servers and not self._keeps_snapshots:
+        if child in self._servers and not self._job.keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
             return self._drain(self._final(shell_code(code), failure, hint), now)
@@ -335,8 +334,8 @@ class Supervisor:
         """End the job with `outcome`, and tell who runs why, if that is another sentence."""
         self._give_up_restarts()
         self._outcome = outcome
-        self.phase, self._patience = Phase.DRAINING, now + self._grace_s
-        self._write_until = now + _SERVER_WRITE_GRACES * self._grace_s
+        self.phase, self._patience = Phase.DRAINING, now + self._job.grace_s
+        self._write_until = now + _SERVER_WRITE_GRACES * self._job.grace_s
         told = self._tell_to_end([*self._servers, *self._workers], reason or outcome.reason)
         return [*told, *self._finish_when_empty()]
 

@@ -47,7 +47,8 @@ def _count_steps(config: Config, saved: dict[str, Any]) -> None:
     """What was saved in another mode says how many training steps it comes to; an older snapshot did not."""
     if "steps_done" in saved["training"]:
         return
-    mode = own_modes(config, {"mode": saved["mode"]})["mode"]  # a snapshot names no file: it may come from anywhere
+    # A snapshot may come from anywhere, so it names no file.
+    mode = own_modes(config.run.modes, {"mode": saved["mode"]})["mode"]
     then = make_policy(with_mode(config, mode))
     then.restore(saved["version"], saved["steps"], {})
     saved["training"] |= {"steps_done": {str(rank): steps for rank, steps in then.committed_steps().items()}}

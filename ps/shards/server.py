@@ -69,7 +69,7 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         if told.keys() != {*_SHARED, "options"}:
             raise ValueError(f"it has {shown(', '.join(told))}, and {', '.join(_SHARED)} and options are shared")
         given = told.pop("options")
-        shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config, told["run"])})
+        shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config.run.modes, told["run"])})
         own = options_of(shared)
         return shared, _OPTIONS.validate_python({**given, "policy_of": own.policy_of})
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -132,11 +132,11 @@ def test_another_process_cannot_name_a_file(mine: str, tmp_path: Path) -> None:
     """The coordinator's word for what a shard runs: the same mode as on its own command line, wherever it lies."""
     own = load(run__mode=mine).config
     told = {"mode": "/elsewhere/my_mode.py:Mine", "other_modes": [], "steps": 7}
-    assert own_modes(own, told) == {"mode": f"{tmp_path}/my_mode.py:Mine", "other_modes": (), "steps": 7}
-    assert own_modes(own, {"mode": "sync", "other_modes": []})["mode"] == "sync"
+    assert own_modes(own.run.modes, told) == {"mode": f"{tmp_path}/my_mode.py:Mine", "other_modes": (), "steps": 7}
+    assert own_modes(own.run.modes, {"mode": "sync", "other_modes": []})["mode"] == "sync"
     for strange in ({"mode": "/elsewhere/my_mode.py:Other"}, {"mode": "sync", "other_modes": ["/x/evil.py:Mine"]}):
-        assert "was not given" in mistake(lambda strange=strange: own_modes(own, strange)).message
-    assert "was not given" in mistake(lambda: own_modes(Config(), told)).message
+        assert "was not given" in mistake(lambda strange=strange: own_modes(own.run.modes, strange)).message
+    assert "was not given" in mistake(lambda: own_modes(Config().run.modes, told)).message
 
 
 # ---- the command line --------------------------------------------------------------------------

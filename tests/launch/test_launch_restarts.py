@@ -14,6 +14,7 @@ from paramserver.launch.supervise.restarts import MAX_BACKOFF_S, Failure, Restar
 from paramserver.launch.supervise.supervisor import (
     Decision,
     Finish,
+    JobSettings,
     Kill,
     Phase,
     Restart,
@@ -75,7 +76,7 @@ def test_the_first_failure_is_the_oldest_that_was_not_lived_down() -> None:
 
 def raise_by_turns(what: str, admitted: Child | None = None) -> list[Decision]:
     """What is decided when worker 0 and then worker 1 of two has raised this, worker 0 being let in between or not."""
-    supervisor = Supervisor(num_workers=2)
+    supervisor = Supervisor(JobSettings(num_workers=2))
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)
@@ -106,7 +107,7 @@ def test_a_mistake_that_one_worker_got_over_is_tried_again() -> None:
 
 
 def test_what_is_said() -> None:
-    supervisor = Supervisor(num_workers=2, max_restarts=2, backoff_s=0.5)
+    supervisor = Supervisor(JobSettings(num_workers=2, max_restarts=2, backoff_s=0.5))
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)
@@ -202,11 +203,13 @@ def test_whatever_happens_the_job_ends_once_and_whole(
 ) -> None:  # fmt: skip
     world = World(
         Supervisor(
-            num_workers=num_workers,
-            with_server=with_server,
-            keeps_snapshots=keeps_snapshots,
-            max_restarts=max_restarts,
-            backoff_s=backoff_s,
+            JobSettings(
+                num_workers=num_workers,
+                num_shards=int(with_server),
+                keeps_snapshots=keeps_snapshots,
+                max_restarts=max_restarts,
+                backoff_s=backoff_s,
+            )
         )
     )
     for event in events:
@@ -231,7 +234,7 @@ def test_whatever_happens_the_job_ends_once_and_whole(
 @settings(max_examples=100, deadline=None)
 @given(codes=st.lists(st.sampled_from([1, 15, -9, -11]), min_size=1, max_size=8), max_restarts=st.integers(1, 4))
 def test_a_worker_that_always_fails_ends_the_job_after_its_budget(codes: list[int], max_restarts: int) -> None:
-    world = World(Supervisor(num_workers=2, max_restarts=max_restarts, backoff_s=0.01))
+    world = World(Supervisor(JobSettings(num_workers=2, max_restarts=max_restarts, backoff_s=0.01)))
     world.play("listening", 0, 0)
     for turn in count():
         assert turn <= max_restarts

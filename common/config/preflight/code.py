@@ -1,9 +1,13 @@
-"""The user's code, read but not run: a task file has the class that was named, with the four methods."""
+"""Reads the user's code without running it: whether a task file has the named class, with its four methods.
+
+Where reading cannot know (a decorator, a base class from elsewhere, a name that is bound twice), nothing is refused.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +18,23 @@ from ...user_code import is_in_file, split_name
 METHODS = ("model", "train_data", "loss", "evaluate")
 # A file that uses one of these may define names that reading does not find.
 _DYNAMIC = {"globals", "locals", "vars", "exec", "setattr"}
+_ANY_NAME = {"*", "__getattr__", "__getattribute__"}
 
 
 def check_task(name: str, args: Mapping[str, Any]) -> None:
-    """Raise UsageError for a task that cannot be: no such file or class, no Python, missing methods, unknown
-    arguments."""
-    if is_in_file(name):
-        path, attribute = split_name("task", name)
-        defined = _Defined(_parsed(path, f"task {name}"))
-        if attribute not in defined.names and not defined.is_dynamic:
-            classes = [name for name, node in defined.names.items() if node is not None]
-            fix = did_you_mean(attribute, classes) if classes else "it defines no class: write one"
-            raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
-    else:
-        path, attribute = TASKS.file(name), "ENTRY"
-        defined = _Defined(_parsed(path, f"task {name}"))
-    node = defined.names.get(attribute)
-    if defined.is_dynamic or node is None:
+    """Raise UsageError for a task with no such file or class, no Python, missing methods or unknown arguments."""
+    path, attribute = split_name("task", name) if is_in_file(name) else (TASKS.file(name), "ENTRY")
+    source = _Source(_parsed(path, f"task {name}"))
+    if source.is_dynamic:
         return
-    members = defined.members(node) if isinstance(node, ast.ClassDef) else None
+    if attribute not in source.bound:
+        fix = did_you_mean(attribute, source.classes) if source.classes else "it defines no class: write one"
+        raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
+    node = source.definition(attribute)
+    members = source.members(node) if isinstance(node, ast.ClassDef) else None
     if members is not None and (missing := [method for method in METHODS if method not in members]):
         raise UsageError(
-            f"task {name}: class {node.name} has no {', '.join(missing)}",
+            f"task {name}: class {node.name} has no {', '.join(missing)}",  # type: ignore[union-attr]
             fix="a task has the methods model(), train_data(), loss(model, batch) and evaluate(model)",
         )
     if (known := _parameters(node)) is not None:
@@ -61,77 +60,73 @@ def _parsed(path: Path, what: str) -> ast.Module:
         raise UsageError(f"{what}: {path} cannot be read: {error}", fix="name a file of Python source") from None
 
 
-class _Defined:
-    """What a module defines at its top level: names, with the class or function where it is one."""
+class _Source:
+    """A module: how often each name is bound in it, and its classes and functions by name."""
 
     def __init__(self, tree: ast.Module) -> None:
-        bound = list(_bound(tree.body))
-        self.names: dict[str, ast.ClassDef | ast.FunctionDef | None] = {}
-        for name, node in bound:
-            if isinstance(node, ast.Name):  # ENTRY = Digits
-                node = self.names.get(node.id)
-            self.names[name] = node if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+        self.bound = _bound_in(tree)
+        self.classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        self.is_dynamic = bool(_DYNAMIC & used) or not {"*", "__getattr__"}.isdisjoint(self.names)
+        self.is_dynamic = not _DYNAMIC.isdisjoint(used) or not _ANY_NAME.isdisjoint(_bound_in(*_outside_classes(tree)))
+        self._defined: dict[str, ast.AST | None] = {}
+        for node in tree.body:
+            match node:
+                case ast.ClassDef() | ast.FunctionDef():
+                    self._defined[node.name] = node
+                case ast.Assign([ast.Name(name)], ast.Name(value)):  # ENTRY = Digits
+                    self._defined[name] = self.definition(value)
+
+    def definition(self, name: str) -> ast.AST | None:
+        """The class or function of that name; None where the name may mean something else."""
+        return self._defined.get(name) if self.bound[name] == 1 else None
 
     def members(self, node: ast.ClassDef, seen: frozenset[str] = frozenset()) -> set[str] | None:
-        """What objects of the class have; None where reading cannot tell (bases and decorators from elsewhere)."""
+        """Names of the attributes that objects of the class have; None where reading cannot tell."""
         if node.keywords or node.decorator_list or node.name in seen:
             return None
-        found = {name for name, _ in _bound(node.body)}
-        found |= {
-            one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-        }
+        found = set(_bound_in(node))
         for base in node.bases:
-            its = self.names.get(base.id) if isinstance(base, ast.Name) else None
-            if isinstance(base, ast.Name) and base.id == "object" and base.id not in self.names:
+            name = base.id if isinstance(base, ast.Name) else ""
+            if name == "object" and name not in self.bound:
                 continue
-            inherited = self.members(its, seen | {node.name}) if isinstance(its, ast.ClassDef) else None
+            parent = self.definition(name)
+            inherited = self.members(parent, seen | {node.name}) if isinstance(parent, ast.ClassDef) else None
             if inherited is None:
                 return None
             found |= inherited
-        return None if found & {"*", "__getattr__", "__getattribute__"} else found
+        return found if found.isdisjoint(_ANY_NAME) else None
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Names that statements bind, in order, also within `if`, `try` and the like."""
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name.partition(".")[0], None
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                is_alias = isinstance(node, ast.Assign) and isinstance(target, ast.Name)
-                for one in ast.walk(target):
-                    if isinstance(one, ast.Name):
-                        yield one.id, node.value if is_alias else None
-        else:
-            for one in ast.walk(node):
-                if isinstance(one, ast.NamedExpr):
-                    yield one.target.id, None
-            for part in ("body", "orelse", "finalbody"):
-                yield from _bound(getattr(node, part, []))
-            for one in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
-                yield from _bound(one.body)
-            targets = [getattr(node, "target", None), *(one.optional_vars for one in getattr(node, "items", []))]
-            for one in (inner for target in targets if target is not None for inner in ast.walk(target)):
-                if isinstance(one, ast.Name):
-                    yield one.id, None
+def _outside_classes(tree: ast.Module) -> list[ast.AST]:
+    return [node for node in tree.body if not isinstance(node, ast.ClassDef)]
 
 
-def _parameters(node: ast.ClassDef | ast.FunctionDef) -> list[str] | None:
-    """Of the call that makes the task; None where any key may be one."""
-    make: ast.AST | None = node
+def _bound_in(*nodes: ast.AST) -> Counter[str]:
+    """How often each name is bound anywhere in the nodes, as a name or as an attribute."""
+    found: Counter[str] = Counter()
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found[name] += 1
+            case ast.Name(name, ast.Store()) | ast.Attribute(_, name, ast.Store()):
+                found[name] += 1
+            case ast.alias(name, None):
+                found[name.partition(".")[0]] += 1
+            case ast.alias(_, str(name)):
+                found[name] += 1
+    return found
+
+
+def _parameters(node: ast.AST | None) -> list[str] | None:
+    """The parameters of the call that makes the task; None where it may take any."""
+    make, is_class = node, isinstance(node, ast.ClassDef)
     if isinstance(node, ast.ClassDef):
-        own = dict(_bound(node.body))
-        if "__new__" in own or node.decorator_list or node.keywords or ("__init__" not in own and node.bases):
+        bound = _bound_in(*node.body)
+        if bound["__new__"] or node.decorator_list or node.keywords or (node.bases and not bound["__init__"]):
             return None
-        if "__init__" not in own:
+        if not bound["__init__"]:
             return []
-        make = own["__init__"]
+        make = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     if not isinstance(make, ast.FunctionDef) or make.args.kwarg is not None or make.decorator_list:
         return None
-    named = [one.arg for one in (*make.args.args, *make.args.kwonlyargs)]
-    return named[1:] if isinstance(node, ast.ClassDef) else named
+    return [argument.arg for argument in (*make.args.args[is_class:], *make.args.kwonlyargs)]

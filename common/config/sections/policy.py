@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: see __init__.py.
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -10,9 +10,6 @@ from ...errors import UsageError
 from ...registry import AGGREGATIONS, MODES, mode_anywhere
 from ...user_code import is_in_file
 from ..option import Flag, Section
-
-if TYPE_CHECKING:
-    from ..schema import Config
 
 
 class PolicyConfig(Section):
@@ -57,12 +54,13 @@ def mode_options(modes: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
     return found
 
 
-def own_modes(own: "Config", told: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `run` as another process told it, with a mode in a file where that file is here.
+def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Another process's section `run`, with the path on this machine of each mode that is in a file.
 
-    Raises UsageError for one that this process was not given itself: nobody else says what code it runs.
+    `modes`: the modes that this process was given. Raises UsageError for a mode in a file that is not among them:
+    no other process says which code this one runs.
     """
-    mine = {mode_anywhere(mode): mode for mode in own.run.modes if is_in_file(mode)}
+    mine = {mode_anywhere(mode): mode for mode in modes if is_in_file(mode)}
 
     def here(mode: str) -> str:
         name = mode_anywhere(mode)
@@ -73,8 +71,8 @@ def own_modes(own: "Config", told: Mapping[str, Any]) -> dict[str, Any]:
             )
         return mine[name] if is_in_file(mode) else mode
 
-    others = tuple(here(str(mode)) for mode in told.get("other_modes", ()))
-    return {**told, "mode": here(str(told["mode"])), "other_modes": others}
+    others = tuple(here(str(mode)) for mode in run.get("other_modes", ()))
+    return {**run, "mode": here(str(run["mode"])), "other_modes": others}
 
 
 def checked_options(given: Mapping[str, Any], modes: Iterable[str]) -> dict[str, Any]:
