@@ -2,6 +2,7 @@
 
     ParamServerError            1   a bug of ours, unless a subclass says otherwise
     ├── UsageError              2   a flag, key or value the user can correct
+    │   └── UnknownNameError    2   no such mode, codec, task or the like
     ├── BindError              10   the address cannot be listened on
     ├── AuthError              11   TLS or token; or an open address without them
     ├── MismatchError          12   another model, optimizer or run than the server's
@@ -41,6 +42,10 @@ class ParamServerError(Exception):
 
 class UsageError(ParamServerError):
     exit_code = 2
+
+
+class UnknownNameError(UsageError, ValueError):
+    """No such mode, codec, task or the like. A field's validator may raise it: it is a ValueError too."""
 
 
 class BindError(ParamServerError):

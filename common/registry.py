@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from .errors import UsageError, did_you_mean
+from .errors import UnknownNameError, UsageError, did_you_mean
 from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
 
@@ -59,7 +59,7 @@ class Family:
     def check(self, name: str, *others: str) -> str:
         """`name` itself, or a UsageError that names the nearest known one, of `others` too."""
         if name not in self._modules:
-            raise UsageError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
+            raise UnknownNameError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
         return name
 
     def file(self, name: str) -> Path:

@@ -51,16 +51,8 @@ def resolve(config_path: str | None, flags: Flags, sets: list[str]) -> tuple[tup
         "run.other_modes": [name for name in modes if is_in_file(name) and len(modes) > 1] or None,
     }
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
-    resolved = load_config(config_path, told, sets, environ)
-    defaults: dict[str, tuple[Any, str]] = {}
-    if resolved.config.run.workers is None:  # checked together with what depends on it
-        defaults["run.workers"] = (DEFAULT_NUM_WORKERS, f"default of {LAUNCHER}")
-    if resolved.config.launch.hosts is not None and not resolved.was_set("launch.backend"):
-        defaults["launch.backend"] = ("ssh", "launch.hosts")
-    if defaults:
-        told |= {key: value for key, (value, _) in defaults.items()}
-        resolved = load_config(config_path, told, sets, environ)
-        resolved.origins |= {key: origin for key, (_, origin) in defaults.items()}
+    defaults = {"run.workers": (DEFAULT_NUM_WORKERS, f"default of {LAUNCHER}")}
+    resolved = load_config(config_path, told, sets, environ, defaults=defaults)
     return modes or (resolved.config.run.mode,), resolved
 
 
@@ -129,7 +121,8 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
 
 def backend_of(config: Config) -> type[Backend]:
     """Where processes start."""
-    found: type[Backend] = BACKENDS.load(config.launch.backend)
+    by_hosts = "local" if config.launch.hosts is None else "ssh"
+    found: type[Backend] = BACKENDS.load(config.launch.backend or by_hosts)
     return found
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ..errors import UsageError
+from ..errors import UnknownNameError, UsageError
+from .option import NOT_FINITE
+
+_FINITE = "write a finite number, or leave the setting out: its default, where that is none, is no limit"
 
 
 class _Loader(yaml.SafeLoader):
@@ -110,17 +113,25 @@ def built(node: yaml.Node, origin: str) -> Any:
         raise UsageError(f"{origin}: {getattr(error, 'problem', error)}") from None
 
 
-def mistakes(error: ValidationError, origins: Mapping[str, str], otherwise: str = "") -> str:
-    """A line for each of the first mistakes, with the origin of its key; `otherwise`: of what has none."""
-    lines = []
+def refusal(error: ValidationError, origins: Mapping[str, str], otherwise: str = "") -> UsageError:
+    """One error with a line for each of the first mistakes: the origin of its key, the key, the reason.
+
+    `otherwise`: the origin of keys that `origins` does not have.
+    """
+    lines, fixes = [], []
     for mistake in error.errors()[:5]:
         key = ".".join(str(part) for part in mistake["loc"])
         origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), otherwise)
         message = mistake["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         got = "" if mistake["type"] in ("value_error", "missing") else f", got {mistake['input']!r}"
-        if not mistake["loc"]:  # several that do not go together: say who said each
-            said = [f"{name}: {source}" for name, source in origins.items() if name in message]
-            got = f" ({', '.join(said)})" if said else ""
+        if mistake["type"] == NOT_FINITE:
+            fixes.append(_FINITE)
+        if isinstance(cause := mistake.get("ctx", {}).get("error"), UnknownNameError):
+            key = ""
+            fixes.append(cause.fix)
+        elif not mistake["loc"]:  # several settings that do not go together: name the source of each
+            sources = [f"{name}: {source}" for name, source in origins.items() if name in message]
+            got = f" ({', '.join(sources)})" if sources else ""
         lines.append(": ".join(part for part in (origin, key, message + got) if part))
-    return "\n".join(lines)
+    return UsageError("\n".join(lines), fix=fixes[0] if fixes else "")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -22,14 +23,12 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UsageError, did_you_mean
 from ..registry import MODES, canonical_mode
 from ..user_code import is_in_file
-from .documents import built, items, mistakes, read_document, scalar
+from .documents import built, items, read_document, refusal, scalar
 from .flags import flag_name, sections, settings
 from .launchers import PLACE_NAMES, find_place
-from .option import NOT_FINITE
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
-_FINITE = "write a finite number, or leave the setting out: its default, where that is none, is no limit"
 _PULL = "pull_every"  # of async; the name of a setting
 # Of two that say the same in two ways a stronger source's one counts.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
@@ -128,14 +127,15 @@ def load_config(
     environ: Mapping[str, str],
     *,
     is_worker: bool = True,
+    defaults: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> Resolved:
     """Merge and validate all sources.
 
-    `flags` maps dotted keys to values, None for a flag that was not given; `sets` are the
-    `section.key=value` texts of --set. A program that is no worker has no place that RANK or
-    SLURM_PROCID could tell it. Raises UsageError.
+    `flags` maps dotted keys to values, None for a flag that was not given. `sets` are the `section.key=value` texts
+    of --set. Only a worker (`is_worker`) reads its rank from RANK or SLURM_PROCID. `defaults` maps dotted keys to a
+    program's own defaults and their origin. Raises UsageError.
     """
-    told: list[tuple[str, Any, str]] = []  # key, value and origin; the later wins
+    told: list[tuple[str, Any, str]] = [(key, *found) for key, found in defaults.items()]  # the later wins
     if path is not None:
         told += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
     for name, key in _SHORT_NAMES.items():
@@ -178,10 +178,7 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
     try:
         return Resolved(Config.model_validate(values), origins)
     except ValidationError as error:
-        are_not_finite = any(mistake["type"] == NOT_FINITE for mistake in error.errors())
-        raise UsageError(mistakes(error, origins), fix=_FINITE if are_not_finite else "") from None
-    except UsageError as error:
-        raise _with_origin(error, values, origins) from None
+        raise refusal(error, origins) from None
 
 
 def _kind(origin: str) -> str:
@@ -217,14 +214,6 @@ def _modes_in_files(told: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
             said = "flag --mode" if origin == "flag" else origin
             raise UsageError(f"{said}: {error.message}", fix=error.fix) from None
     return run, [mode for mode in others if mode != run]
-
-
-def _with_origin(error: UsageError, values: dict[str, Any], origins: dict[str, str]) -> UsageError:
-    """Name the source of a value that a registry refused (it raises before pydantic can)."""
-    for family, key in (("mode", "run.mode"), ("task", "task.name"), ("codec", "worker.codec")):
-        if error.message.startswith(f"unknown {family} ") and key in origins:
-            return UsageError(f"{origins[key]}: {error.message}", fix=error.fix)
-    return error
 
 
 def _number(text: str) -> int | str:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Protocol
 
-from ...launch.plan.process import SERVER, Child
+from ...launch.plan.process import Child
 from .plan import Fault
 from .processes import Handle, job_processes
 from .proxy import DOWN, UP, Network
@@ -70,36 +70,20 @@ class Injector:
 
     # ---- processes -------------------------------------------------------------------------
 
-    def _kill_worker(self, fault: Fault) -> str:
-        return self._kill(Child("worker", fault.rank or 0))
-
-    def _kill_server(self, fault: Fault) -> str:
-        return self._kill(SERVER)
-
-    def _kill_shard(self, fault: Fault) -> str:
-        return self._kill(_shard(fault))
-
-    def _kill(self, child: Child) -> str:
-        process = job_processes(self._launcher).get(child)
+    def _kill(self, fault: Fault) -> str:
+        process = job_processes(self._launcher).get(fault.child)
         if process is None:
             return "it is not running"
         handle = Handle(process.pid)
         handle.send(signal.SIGKILL)
         handle.close()
-        self.killed.append(child)
+        self.killed.append(fault.child)
         return f"pid {process.pid}"
 
-    def _freeze_worker(self, fault: Fault) -> str:
-        return self._freeze(Child("worker", fault.rank or 0), fault.for_s)
+    _kill_worker = _kill_server = _kill_shard = _kill
 
-    def _freeze_server(self, fault: Fault) -> str:
-        return self._freeze(SERVER, fault.for_s)
-
-    def _freeze_shard(self, fault: Fault) -> str:
-        return self._freeze(_shard(fault), fault.for_s)
-
-    def _freeze(self, child: Child, seconds: float) -> str:
-        process = job_processes(self._launcher).get(child)
+    def _freeze(self, fault: Fault) -> str:
+        process = job_processes(self._launcher).get(fault.child)
         if process is None:
             return "it is not running"
         handle = Handle(process.pid)
@@ -109,12 +93,14 @@ class Injector:
             handle.send(signal.SIGCONT)
             handle.close()
 
-        self._for_a_while(seconds, thaw)
+        self._for_a_while(fault.for_s, thaw)
         return f"pid {process.pid}"
+
+    _freeze_worker = _freeze_server = _freeze_shard = _freeze
 
     def _full_disk(self, fault: Fault) -> str:
         """Every file that its process writes ends after a few bytes, with an error that says so."""
-        process = job_processes(self._launcher).get(_shard(fault))
+        process = job_processes(self._launcher).get(fault.child)
         if process is None:
             return "it is not running"
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -123,7 +109,7 @@ class Injector:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
 
         def make_room() -> None:
-            if job_processes(self._launcher).get(_shard(fault), process).pid == process.pid:
+            if job_processes(self._launcher).get(fault.child, process).pid == process.pid:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -154,11 +140,11 @@ class Injector:
         return f"{self._network.reset(_worker(fault), port)} connections"
 
     def _reset_link(self, fault: Fault) -> str:
-        return f"{self._network.reset(_shard(fault))} connections"
+        return f"{self._network.reset(fault.child)} connections"
 
     def _part_link(self, fault: Fault) -> str:
         """A hold alone nobody would notice: nothing is lost, and an open connection has no lease."""
-        whose = _shard(fault)
+        whose = fault.child
         self._network.hold(whose, UP, DOWN)
         self._network.reset(whose)
         self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
@@ -166,7 +152,7 @@ class Injector:
 
     def _cut(self, fault: Fault) -> str:
         num_bytes = self._chance.randrange(1, _MOST_CUT_BYTES)
-        self._network.cut(Child("worker", fault.rank or 0), num_bytes)
+        self._network.cut(fault.child, num_bytes)
         return f"after {num_bytes} bytes"
 
     def _slow(self, fault: Fault) -> str:
@@ -194,10 +180,6 @@ class Injector:
 def _worker(fault: Fault) -> Child | None:
     """None: everybody's."""
     return Child("worker", fault.rank) if fault.rank is not None else None
-
-
-def _shard(fault: Fault) -> Child:
-    return Child("server", fault.shard or 0)
 
 
 def iptables(*arguments: str) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...common.errors import UsageError, did_you_mean
+from ...launch.plan.process import Child
 
 KINDS = (
     "kill_worker", "kill_server", "freeze_worker", "freeze_server", "partition", "lose_answers",
@@ -57,6 +58,11 @@ class Fault(NamedTuple):
     rank: int | None = None
     for_s: float = 0.0
     shard: int | None = None
+
+    @property
+    def child(self) -> Child:
+        """The process that the fault hits."""
+        return Child("worker", self.rank) if self.rank is not None else Child("server", self.shard or 0)
 
     def __str__(self) -> str:
         whom = f" worker {self.rank}" if self.rank is not None else ""

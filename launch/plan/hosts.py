@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ...common.config.documents import built, items, mistakes, read_document
+from ...common.config.documents import built, items, read_document, refusal
 from ...common.config.option import Section
 from ...common.errors import UsageError, did_you_mean
 
@@ -106,7 +106,7 @@ def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
     try:
         return Host.model_validate(merged)
     except ValidationError as error:
-        raise UsageError(mistakes(error, origins, f"{path}:{node.start_mark.line + 1}")) from None
+        raise refusal(error, origins, f"{path}:{node.start_mark.line + 1}") from None
 
 
 def _entry(node: yaml.Node, path: str) -> tuple[dict[str, Any], dict[str, str]]:

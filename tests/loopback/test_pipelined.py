@@ -335,12 +335,12 @@ def test_pipelined_modes_train(cluster, mode):
 def test_the_lane_changes_no_bit(cluster):
     """Alone a pipelined run is the same every time: through shared memory and through the connection."""
     weights = []
-    for is_shared in ("true", "false"):
+    for lanes in ("shared,direct,grpc", "direct,grpc"):
         server = cluster.server(
             "--mode", "async", "--pipelined", "--workers", "1", "--steps", "12", "--task", "digits",
             "--optimizer", "adam", "--lr", "1e-3", "--save", "w.safetensors",
         )  # fmt: skip
-        worker = cluster.worker(0, "--set", f"worker.shared_memory={is_shared}")
+        worker = cluster.worker(0, "--set", f"worker.lanes={lanes}")
         assert [worker.wait(), server.wait()] == [0, 0], worker.output
         weights.append(load_file(cluster.folder / "w.safetensors"))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -59,7 +59,7 @@ def settings(asked: argparse.Namespace, mode: str, extra: list[str]) -> list[str
         f"run.mode={mode}", f"run.workers={asked.workers}", f"run.steps={asked.steps}", "run.batch_size=8",
         "task.name=digits", f"task.args={{hidden: {asked.hidden}}}", "optimizer.lr=0.01",
         f"policy.local_steps={local_steps}", f"slowdown.base_s={asked.compute_s / local_steps}",
-        "worker.shared_memory=false", "server.insecure=true",
+        "worker.lanes=direct,grpc", "server.insecure=true",
     ]  # fmt: skip
     if asked.deep:
         task = Path(__file__).with_name("deep.py")

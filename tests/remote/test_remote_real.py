@@ -138,7 +138,7 @@ def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab
 def test_a_real_run_between_namespaces_goes_over_tcp(lab, marked) -> None:
     net, sshd = lab
     argv = ("-m", "paramserver.launch", "-n", "2", "--task", "digits", "--mode", "sync", "--steps", "40")
-    launcher = start_in(net, sshd, marked, *argv, "--set", "worker.shared_memory=false", "--summary", "out.json")
+    launcher = start_in(net, sshd, marked, *argv, "--set", "worker.lanes=direct,grpc", "--summary", "out.json")
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
     assert json.loads((marked.folder / "out.json").read_text())["updates"] == 40

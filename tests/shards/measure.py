@@ -47,7 +47,7 @@ def run_once(asked: argparse.Namespace, servers: list[Host], workers: list[Host]
     told = [
         f"run.mode={asked.mode}", f"run.workers={len(workers)}", f"run.steps={asked.steps}", "run.batch_size=8",
         "task.name=ledger", f"task.args={{samples: {samples}, padding_bytes: {asked.mb * 1_000_000}}}",
-        "optimizer.lr=1", "policy.weighting=equal", "server.insecure=true", "worker.shared_memory=false",
+        "optimizer.lr=1", "policy.weighting=equal", "server.insecure=true", "worker.lanes=direct,grpc",
         "worker.give_up_s=120",
     ]  # fmt: skip
     flags = [word for setting in told for word in ("--set", setting)]

@@ -63,7 +63,6 @@ def test_how_they_are_said() -> None:
     assert lanes_of() == ("shared", "direct", "grpc")
     assert lanes_of("worker.lanes=[direct, grpc]") == lanes_of(PS_WORKER__LANES="direct,grpc") == ("direct", "grpc")
     assert lanes_of("worker.lanes=grpc") == lanes_of("worker.lanes=grpc,shared") == ("grpc",)
-    assert lanes_of("worker.shared_memory=false") == ("direct", "grpc")  # as it was said before
 
 
 @pytest.mark.parametrize(

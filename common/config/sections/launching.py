@@ -1,14 +1,15 @@
 """What comes out, and how processes are started."""
 
 # No `from __future__ import annotations`: see __init__.py.
+import re
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ...registry import TRACKERS
-from ..conditions import condition
 from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section
+from .run import Until
 
 
 class SlowdownConfig(Section):
@@ -33,15 +34,42 @@ def _names_in(text: str | None) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
 
 
+def _trackers(text: str) -> str:
+    for name in _names_in(text):
+        TRACKERS.check(name)
+    return text
+
+
+def _matching(pattern: str, otherwise: str) -> AfterValidator:
+    """A check that a text matches; `otherwise`: the error's sentence."""
+
+    def check(text: str) -> str:
+        if not re.search(pattern, text):
+            raise ValueError(otherwise)
+        return text
+
+    return AfterValidator(check)
+
+
+Weights = Annotated[
+    str, _matching(r"\.safetensors$", "weights are written as safetensors: let the name end in .safetensors")
+]
+Curve = Annotated[
+    str,
+    _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: let the name end in .csv or .jsonl"),
+]
+Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
+
+
 class OutputConfig(Section):
-    save: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.safetensors", is_for_alone=True)] = Field(
+    save: Annotated[Weights | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.safetensors", is_for_alone=True)] = Field(
         None, description="final weights; of several modes FILE-MODE.safetensors each"
     )
     save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
-    best_weights: str | None = Field(
+    best_weights: Weights | None = Field(
         None, description="weights of the best evaluation; none: best.safetensors beside output.save"
     )
-    curve: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.csv|.jsonl", is_for_alone=True)] = Field(
+    curve: Annotated[Curve | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.csv|.jsonl", is_for_alone=True)] = Field(
         None, description="all evaluations; of several modes FILE-MODE each"
     )
     summary: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.json", is_for_alone=True)] = Field(
@@ -60,11 +88,11 @@ class OutputConfig(Section):
         "twenty times",
     )
 
-    target: Annotated[str | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="FIGURE>=X|<=X")] = Field(
+    target: Annotated[Until | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="FIGURE>=X|<=X")] = Field(
         None, description="what runs that are compared are to reach, such as 'accuracy >= 0.95': when each came to it"
     )
 
-    track: Annotated[str | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
+    track: Annotated[Annotated[str, AfterValidator(_trackers)] | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
         None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="what trackers file runs under")
@@ -73,7 +101,7 @@ class OutputConfig(Section):
         True, description="keep the run on record, in paramserver.db there, for ps-runs; see docs/runs.md"
     )
 
-    traces: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="http://HOST:PORT")] = Field(
+    traces: Annotated[Url | None, Flag(Panel.OUTPUT, EVERY, metavar="http://HOST:PORT")] = Field(
         None, description="OTLP endpoint (HTTP) that is sent OpenTelemetry spans of every exchange; see docs/tracing.md"
     )
 
@@ -92,41 +120,6 @@ class OutputConfig(Section):
         """Where the weights of the best evaluation go."""
         beside = None if self.save is None else str(PurePath(self.save).with_name("best.safetensors"))
         return self.best_weights or beside
-
-    @field_validator("track")
-    @classmethod
-    def _are_trackers(cls, value: str | None) -> str | None:
-        for name in _names_in(value):
-            TRACKERS.check(name)
-        return value
-
-    @field_validator("target")
-    @classmethod
-    def _is_condition(cls, value: str | None) -> str | None:
-        if value is not None:
-            condition(value)
-        return value
-
-    @field_validator("traces")
-    @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError("is the address of a collector, such as http://127.0.0.1:4318")
-        return value
-
-    @field_validator("curve")
-    @classmethod
-    def _is_curve(cls, value: str | None) -> str | None:
-        if value is not None and not value.endswith((".csv", ".jsonl")):
-            raise ValueError("evaluations are written as CSV or JSON lines: let the name end in .csv or .jsonl")
-        return value
-
-    @field_validator("save", "best_weights")
-    @classmethod
-    def _is_safetensors(cls, value: str | None) -> str | None:
-        if value is not None and not value.endswith(".safetensors"):
-            raise ValueError("weights are written as safetensors: let the name end in .safetensors")
-        return value
 
 
 class CostConfig(Section):
@@ -157,8 +150,8 @@ class LaunchConfig(Section):
     web: Annotated[bool, Flag(Panel.OUTPUT, (LAUNCHER,))] = Field(
         False, description="a page that shows the run, live; at server.web, or a free port of this machine"
     )
-    backend: Annotated[str, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
-        "local", description="where processes start: local, slurm, ray, or ssh, which launch.hosts means"
+    backend: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
+        None, description="where processes start: local, slurm, ray or ssh; none: ssh with launch.hosts, else local"
     )
     ray_address: str = Field("auto", min_length=1, description="HOST:PORT of a Ray cluster; auto: this machine's")
     ray_worker: dict[str, float] = Field(

@@ -101,7 +101,6 @@ class WorkerConfig(Section):
     max_mbit: float | None = Field(
         None, ge=1, description="Mbit/s of tensors each way that this worker stays below on the network; none: no limit"
     )
-    shared_memory: bool = Field(True, description="older: false takes shared out of worker.lanes")
     overlap: bool | None = Field(
         None,
         description="gradients leave while backward runs, weights come while the next forward pass does; "
@@ -157,8 +156,7 @@ class WorkerConfig(Section):
     @property
     def wanted_lanes(self) -> tuple[Lane, ...]:
         """Down to the one that is always there."""
-        lanes = self.lanes[: self.lanes.index("grpc") + 1]
-        return lanes if self.shared_memory else tuple(lane for lane in lanes if lane != "shared")
+        return self.lanes[: self.lanes.index("grpc") + 1]
 
 
 class CheckpointConfig(Section):
