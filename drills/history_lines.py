@@ -14,11 +14,20 @@ from typing import Any
 from ..common.wire.json_text import read_json
 
 _NUMBER, _STEPS, _RANKS, _TRIPLES, _TEXT = "a whole number", "{rank: step}", "[rank, ...]", "[[r, i, s], ...]", "text"
+_VALUES = "{name: value}"
 
 # What every line of a kind must have, by role and operation; further fields are nobody's business here.
 _FIELDS: dict[str, dict[str, dict[str, str]]] = {
     "server": {
-        "start": {"run": _TEXT, "server_incarnation": _NUMBER, "mode": _TEXT, "version": _NUMBER, "steps": _STEPS},
+        "start": {
+            "run": _TEXT,
+            "server_incarnation": _NUMBER,
+            "mode": _TEXT,
+            "version": _NUMBER,
+            "steps": _STEPS,
+            "options": _VALUES,
+            "common": _VALUES,
+        },
         "join": {"rank": _NUMBER, "incarnation": _NUMBER, "step": _NUMBER},
         "leave": {"rank": _NUMBER, "incarnation": _NUMBER, "how": _TEXT},
         "accept": {
@@ -131,6 +140,8 @@ def _is(kind: str, value: Any) -> bool:
         return _is_whole(value)
     if kind == _TEXT:
         return isinstance(value, str)
+    if kind == _VALUES:
+        return isinstance(value, dict)
     if kind == _STEPS:
         return isinstance(value, dict) and all(rank.isdigit() and _is_whole(step) for rank, step in value.items())
     if kind == _RANKS:

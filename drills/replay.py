@@ -77,8 +77,8 @@ class Replay:
 
     def feed(self, line: Line) -> None:
         self._line = line
-        if line.op == "end" and self._is_before_its_run(line):
-            return
+        if line.op == "end" and line.fields.get("begun") is False:
+            return  # it was stopped while it waited for its other shards
         if self.run is None and line.op != "start":
             self._say(f"{line.op} before any start")
             self.run = ""
@@ -90,10 +90,6 @@ class Replay:
         if self.run is not None:
             self._close_run()
         return self.tally
-
-    def _is_before_its_run(self, line: Line) -> bool:
-        """It was stopped while it waited for its other shards. (In older histories nothing else marks such an end.)"""
-        return line.fields.get("begun") is False or (self.run is None and not line["version"] and not line["steps"])
 
     def _say(self, message: str) -> None:
         self.problems.append(Problem(self._line.file, self._line.number, message))
@@ -177,7 +173,7 @@ class Replay:
 
     def _is_newest_gone(self, line: Line) -> bool:
         """The newest snapshot is newer than what the server goes on from, and nothing of it lay where the server
-        looked. Older histories do not name what it found."""
+        looked."""
         found = line.fields.get("found")
         is_older = self._durable is not None and line["version"] < self._durable
         return is_older and isinstance(found, list) and self._durable not in found

@@ -112,8 +112,7 @@ def _decides_the_same(lines: list[Any], config: Any) -> bool:
     """Replay a recorded run, and say what came of it."""
     from .recorded.replay import replay
 
-    common = {"training_steps": config.run.steps, **config.policy.model_dump()}
-    verdict = replay(lines, common, [mode for mode in config.run.modes if is_in_file(mode)])
+    verdict = replay(lines, [mode for mode in config.run.modes if is_in_file(mode)])
     for note in verdict.notes:
         print(f"replay: {note}")
     if verdict.problem is None:

@@ -29,7 +29,6 @@ from .launchers import PLACE_NAMES, find_place
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
-_PULL = "pull_every"  # of async; the name of a setting
 # Of two that say the same in two ways a stronger source's one counts.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
 # The place of a worker: what a launcher does not pass on to its own children.
@@ -59,21 +58,6 @@ class Resolved:
                     f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
                     fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
                 )
-        self._check_pull(modes)
-
-    def _check_pull(self, modes: list[str]) -> None:
-        """Weights that come rarely, where contributions are how far steps went from the last ones: nobody else can have
-        meant that. In a file it may be for another mode than a stronger source names."""
-        value, origin = getattr(self.config.policy, _PULL, None), self.origins.get(f"policy.{_PULL}", "")
-        is_for_another = ":" in origin and _kind(origin) != _kind(self.origins.get("run.mode", ""))
-        if not isinstance(value, int) or value <= 1 or is_for_another:
-            return
-        if not any(MODES.load(mode).contribution == "gradient" for mode in modes):
-            raise UsageError(
-                f"{origin}: policy.{_PULL} is {value}, and every exchange of mode {' and '.join(modes)} begins and "
-                "ends with the server's weights",
-                fix="leave it out; --local-steps says how many training steps lie between two exchanges",
-            )
 
     def unread(self, modes: Iterable[str]) -> list[str]:
         """Options of modes that were set and are read by none of these, nor by one that may take over from them."""

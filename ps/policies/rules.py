@@ -18,7 +18,7 @@ class Rule:
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.start = start
-        self.options: Mapping[str, Any] = start.get("options", start)  # older histories have them beside the rest
+        self.options: Mapping[str, Any] = start["options"]
 
     def changed(self, name: str, value: Any) -> None:
         """An option was set while the run went on."""
@@ -63,7 +63,7 @@ class GroupRule(RoundRule):
     begins_late = True
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
-        bound = int(self.options.get("staleness") or 0)  # older histories have none
+        bound = int(self.options["staleness"])
         if version - base_version <= bound:
             return None
         if not bound:

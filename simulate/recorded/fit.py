@@ -105,9 +105,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
     half = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
-        raise UsageError(
-            "the history does not say how long was computed: an older version, or an unfinished run, wrote it"
-        )
+        raise UsageError("the history does not say how long was computed: an unfinished run wrote it")
     if config.policy.pipelined:
         raise UsageError(
             "policy.pipelined: what is computed during an exchange cannot be told from it in a history",

@@ -54,13 +54,15 @@ class Verdict:
     notes: list[str] = field(default_factory=list)  # what the history lacks
 
 
-def replay(lines: Iterable[Line], common: Mapping[str, Any], modes: Iterable[str] = ()) -> Verdict:
-    """The server's lines of one run, or several. `common` is what every mode was told, for histories that do not say
-    it; `modes` are those in files that the user has named. Raises UsageError for a mode that is not known."""
+def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
+    """Replay the server's lines of one run, or of several. `modes`: those in files that the user has named.
+
+    Raises UsageError for a mode that is not known.
+    """
     told = [line for line in lines if line.role == "server"]
     enters = _named_first(told)
     while True:
-        found = _Replay(told, common, modes, enters)
+        found = _Replay(told, modes, enters)
         wrong = found.answered_late
         if wrong is None or wrong[1] in enters.get(wrong[0], ()):
             return found.verdict
@@ -68,12 +70,10 @@ def replay(lines: Iterable[Line], common: Mapping[str, Any], modes: Iterable[str
 
 
 class _Replay:
-    def __init__(
-        self, lines: Sequence[Line], common: Mapping[str, Any], modes: Iterable[str], enters: Mapping[int, list[int]]
-    ) -> None:
+    def __init__(self, lines: Sequence[Line], modes: Iterable[str], enters: Mapping[int, list[int]]) -> None:
         self.verdict = Verdict()
         self.answered_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
-        self._lines, self._common = lines, common
+        self._lines = lines
         self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
         self._goes_silent, self._came = _last_lines(lines), 0
         self._offering: list[int] = []  # ranks that are members from the next event on
@@ -127,13 +127,9 @@ class _Replay:
                 f"{line.file}:{line.number}: mode {line['mode']} is not installed here",
                 fix="name its file: --mode my_mode.py:Mine",
             )
-        told = line.fields.get("common")
-        if told is None:
-            note = "older history: what every mode is told is taken from the configuration"
-            self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
-        told = {**self._common, **(told or {}), "num_workers": line.fields.get("workers")}
+        told = {**line["common"], "num_workers": line.fields.get("workers")}
         options = Options(mode=mode, num_workers=told["num_workers"], max_workers=1 << 20)
-        policy = policy_of(mode, {**line.fields.get("options", line.fields), **told})
+        policy = policy_of(mode, {**line["options"], **told})
         run = self._run = Run(options, policy, line["run"], line["server_incarnation"])
         self._due.clear()
         if line.fields.get("source") is not None:

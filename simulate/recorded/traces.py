@@ -33,9 +33,9 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     """`config` with the mode, the options and the length of the newest run in a history."""
     at = max(at for at, line in enumerate(lines) if line.op == "start")
     start = lines[at].fields
-    common = start.get("common", {})
+    common = start["common"]
     told = {name: common[name] for name in ("min_workers", "weighting", "pipelined") if name in common}
-    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **told, **start.get("options", {})})
+    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **told, **start["options"]})
     mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
     counted = [line for line in lines[at:] if line.op == "accept"]
     said = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)

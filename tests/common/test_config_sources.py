@@ -497,25 +497,6 @@ def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_se
     resolved.check_options(["async", "sync"])
 
 
-def test_weights_that_come_rarely_are_refused_where_differences_to_them_are_sent(write):
-    sole = load(None, {"run.mode": "diloco"}, ["policy.pull_every=5"])
-    error = mistake(lambda: sole.check_options(["diloco"]))
-    assert error.message == (
-        "--set policy.pull_every: policy.pull_every is 5, and every exchange of mode diloco begins and ends with the "
-        "server's weights"
-    )
-    assert error.fix == "leave it out; --local-steps says how many training steps lie between two exchanges"
-    path = write("run: {mode: diloco}\npolicy: {pull_every: 5}\n")
-    assert mistake(lambda: load(path).check_options(["diloco"])).message.startswith(f"{path}:2: policy.pull_every is 5")
-
-
-def test_what_is_compared_with_diloco_may_have_its_weights_rarely(write):
-    load(None, {"run.mode": "diloco"}, ["policy.pull_every=5"]).check_options(["async", "diloco"])
-    load(None, {"run.mode": "diloco"}, ["policy.pull_every=1"]).check_options(["diloco"])
-    path = write("run: {mode: async}\npolicy: {pull_every: 5}\n")  # the file of a comparison, as its server reads it
-    load(path, {"run.mode": "diloco"}).check_options(["diloco"])
-
-
 def test_what_no_mode_of_the_run_reads_is_refused_with_set_and_told_of_a_file(write):
     path = write("policy: {local_steps: 4, staleness: 2}\n")
     assert load(path).unread(["allreduce"]) == ["policy.local_steps"]

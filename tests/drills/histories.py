@@ -24,6 +24,7 @@ def encoded(*lines: Line) -> list[bytes]:
 
 def start(mode: str, *, incarnation: int = 1, version: int = 0, steps: dict | None = None, **more: Any) -> Line:
     told = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
+    told |= {"options": {}, "common": {}}
     source = "s" if version else None
     return {"op": "start", "role": "server", **told, "version": version, "steps": steps or {}, "source": source, **more}
 

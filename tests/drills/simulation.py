@@ -52,6 +52,7 @@ class Simulation:
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
             staleness=self.policy.staleness_bound, workers=None, version=version,
             steps={str(rank): step for rank, step in steps.items()}, source="s" if self.snapshots else None,
+            options=self.policy.options.model_dump(mode="json"), common={"training_steps": 10_000},
         )  # fmt: skip
 
     def place(self, rank: int) -> Line:

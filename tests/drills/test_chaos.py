@@ -287,6 +287,7 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     assert judge(ending, trial) == ["nobody killed it: worker 0 failed: exit code 13", "there is no history"]
     place = {"role": "server", "rank": 0, "incarnation": 1}
     start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "steps": {}, "source": None}
+    start |= {"options": {}, "common": {}}
     history = [
         {"op": "start", "role": "server", **start},
         {"op": "join", **place, "step": 0},

@@ -34,20 +34,20 @@ def test_every_program_says_its_version(program: str) -> None:
 def libraries_s() -> float:
     """CPU time of the libraries that every command loads, here and now."""
     before = cpu_seconds()
-    subprocess.run([sys.executable, "-c", "import typer.rich_utils, pydantic; pydantic.BaseModel"], check=True)
+    subprocess.run([sys.executable, "-c", "import typer, pydantic; pydantic.BaseModel"], check=True)
     return cpu_seconds() - before
 
 
 def test_help_comes_at_once() -> None:
     """In CPU time, best of five: what else the machine does is not the launcher's. Where cores are shared with
-    other work, so that the libraries alone take long, not 2.5 times as long as they."""
+    other work, so that the libraries alone take long, not three times as long as they."""
     costs, alone = [], []
     for _ in range(5):
         before = cpu_seconds()
         run = subprocess.run([sys.executable, "-m", "paramserver.launch", "--help"], capture_output=True, text=True)
         costs.append(cpu_seconds() - before)
         alone.append(libraries_s())
-    assert min(costs) < max(0.3, 2.5 * min(alone))
+    assert min(costs) < max(0.3, 3 * min(alone))
     assert run.returncode == 0
     assert "Examples" in run.stdout.split("Options")[0]
     assert "--staleness" in run.stdout

@@ -31,7 +31,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=200, cwd=tmp_path)
 
     lines = read_trace(history)
-    verdict = replay(lines, {})
+    verdict = replay(lines)
     assert (verdict.problem, verdict.decided, verdict.notes) == (None, "", [])
     told = json.loads(Path(summary).read_text())
     accepted = sum(line.op == "accept" for line in lines)

@@ -18,7 +18,6 @@ from paramserver.tests.simulate.histories import recorded
 EVERY_MODE = pytest.mark.parametrize(
     "mode", [mode for mode in MODES.names() if MODES.load(mode).contribution != "report"]
 )
-COMMON: dict[str, Any] = {"training_steps": 10_000}
 
 
 @EVERY_MODE
@@ -29,7 +28,7 @@ def test_all_decisions_of_a_run_in_which_workers_fail_are_the_same(mode: str, po
     if policy.get("pipelined") and not MODES.load(mode).may_pipeline:
         return
     lines = recorded(mode, 5, 24, policy, jitter=0.4, mtbf_s=25.0, back_s=2.0, latency_s=0.02)
-    verdict = replay(lines, {})
+    verdict = replay(lines)
     assert (verdict.problem, verdict.decided) == (None, "") and verdict.notes == []
     assert verdict.num_decisions == sum(line.op in ("accept", "commit", "answer") for line in lines) > 15
 
@@ -38,12 +37,9 @@ def test_all_decisions_of_a_run_in_which_workers_fail_are_the_same(mode: str, po
 @EVERY_MODE
 def test_all_decisions_are_the_same_with_lost_connections_and_restarts(mode: str, seed: int) -> None:
     """The histories of the checker's own tests: joins, departures, repeats, snapshots, restarts."""
-    chance = random.Random(seed)
-    chance.randint(1, 4)
-    options = {"options": {"staleness": chance.randint(0, 2)}, "t": 0.0}  # as it chooses them, and as it tells the time
     texts = enumerate(simulate(mode, random.Random(seed)), 1)
-    lines = [Line("h", number, text["role"], text["op"], {**text, **options}) for number, text in texts]
-    verdict = replay(lines, COMMON)
+    lines = [Line("h", number, text["role"], text["op"], {**text, "t": 0.0}) for number, text in texts]
+    verdict = replay(lines)
     assert (verdict.problem, verdict.decided) == (None, "")
 
 
@@ -59,28 +55,19 @@ def test_a_decision_that_was_another_one_is_named_with_its_line(op: str, field: 
     lines = recorded("sync", 3, 12, mtbf_s=10.0, back_s=1.0)
     at = next(at for at, line in enumerate(lines) if line.op == op)
     wrong = [*lines[:at], replace(lines[at], fields={**lines[at].fields, field: value}), *lines[at + 1 :]]
-    verdict = replay(wrong, {})
+    verdict = replay(wrong)
     assert verdict.problem is not None and verdict.problem.number == at + 1 and verdict.decided.startswith(decided)
 
 
 def test_a_contribution_that_is_missing_is_missed() -> None:
     lines = recorded("sync", 3, 6)
     at = next(at for at, line in enumerate(lines) if line.op == "accept")
-    verdict = replay([*lines[:at], *lines[at + 1 :]], {})
+    verdict = replay([*lines[:at], *lines[at + 1 :]])
     assert verdict.problem is not None and verdict.problem.message.startswith("recorded: commit version 1")
     assert verdict.decided == "nothing"
-
-
-def test_what_an_older_history_lacks_is_said() -> None:
-    lines = recorded("ssp", 2, 6)
-    older = replace(lines[0], fields={name: value for name, value in lines[0].fields.items() if name != "common"})
-    verdict = replay([older, *lines[1:]], {"training_steps": 6})
-    assert verdict.problem is None and verdict.notes == [
-        "older history: what every mode is told is taken from the configuration"
-    ]
 
 
 def test_a_mode_that_is_not_here_is_asked_for() -> None:
     lines = recorded("ssp", 2, 6)
     with pytest.raises(UsageError, match=r"mode mine.py:Mine is not installed here"):
-        replay([replace(lines[0], fields={**lines[0].fields, "mode": "mine.py:Mine"}), *lines[1:]], {})
+        replay([replace(lines[0], fields={**lines[0].fields, "mode": "mine.py:Mine"}), *lines[1:]])
