@@ -103,11 +103,6 @@ class Progress:
         self.steps_left -= 1
         return self.steps_left <= 0
 
-    def begin_again(self) -> None:
-        """What has been computed since the last answer is not to be sent: from where the server said, once more."""
-        self.steps_left = self.local_steps
-        self.num_starts += 1
-
     def replay(self, place: Place) -> None:
         """Compute the last contribution that counts once more, from where it began; it is not sent."""
         self.after_replay = (self.training_steps, self.local_steps, self.is_done)

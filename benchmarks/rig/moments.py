@@ -36,9 +36,9 @@ class Watch:
             answered = time.perf_counter()
             return received
 
-        def timed_contribute(source: str, work: Any, may_be_late: bool = False) -> Any:
+        def timed_contribute(source: str, work: Any) -> Any:
             begun = time.perf_counter()
-            answer = contribute(source, work)  # not late: an exchange ends with the weights in the parameters
+            answer = contribute(source, work)
             self.last = Moments(begun, sent, answered, time.perf_counter(), answer.held_s)
             return answer
 

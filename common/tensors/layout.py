@@ -225,12 +225,6 @@ class Layout:
         return digest.hexdigest()
 
     @cached_property
-    def first_sent(self) -> int:
-        """Where a body of weights begins on its way to a worker, which wraps around: at the buffers, which are few, and
-        which the first layers may need."""
-        return next((run.offset for run in self.runs if run.kind is Kind.BUFFER), 0)
-
-    @cached_property
     def num_parameters(self) -> int:
         """Trained elements."""
         return sum(run.num_elements for run in self.runs if run.kind is Kind.PARAMETER)

@@ -193,7 +193,7 @@ class Folding:
         lowest_live = sys.maxsize if self._is_brought else commit.members[0] if commit.members else 0
         step = partial(
             store.commit, num_live, lowest_live, told,
-            publication.segment.body, publication.made, lr_scale=commit.lr_scale, order=publication.order,
+            publication.segment.body, publication.made, lr_scale=commit.lr_scale,
             momentum_among=commit.momentum_among, clip_norm=commit.clip_norm,
         )  # fmt: skip
         work = partial(_sound, commit, step)

@@ -35,7 +35,6 @@ from .staging import StagingPool
 from .store import Store
 from .tables import Tables
 from .thread import TensorThread
-from .windows import Order
 
 log = get_logger()
 
@@ -330,27 +329,13 @@ class Model:
         self._tensors.size_for(num_bytes)
         self.staging = StagingPool(server.max_staged, num_bytes)
         notify, version = self._tensors.notify, self.store.version
-        self.publisher = Publisher(
-            weights, num_bytes, server.max_replies, self.new_memory, notify, version, self.store.order
-        )
+        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
         self.changes = Changes(self.layout, version)
         self.references = References(self.store, self._tensors, self._has_rounds, self.has_fragments)
         if self._compensation is not None:
             num_kept = 2 if policy.pipelined else 1
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
-
-    def use_order(self, starts: Sequence[int]) -> None:
-        """A worker says in which order it uses the weights: where stretches of a body begin. The first word counts:
-        the workers of a run train one model. Refuses BAD_REQUEST what is no place in a body."""
-        num_bytes, num_tensors = self.store.layout.exchange_bytes, len(self.store.layout.entries)
-        if len(starts) > num_tensors or max(starts) >= num_bytes:
-            told = f"{len(starts)} stretches up to byte {max(starts)}"
-            raise refusal(
-                Reason.BAD_REQUEST, f"an order of {told}; this model has {num_tensors} tensors in {num_bytes} bytes"
-            )
-        if self.publisher.order is self.store.order:
-            self.publisher.order = Order(self.store.windows, starts)
 
     def small_body(self) -> bytes:
         """The bytes of weights so small that all tensor work runs inline: of the newest version."""

@@ -28,7 +28,7 @@ from .flat_optimizer import FlatOptimizer, OptimizerState
 from .sanity import Sanity, Unsound
 from .tables import Rows, Tables
 from .thread import INLINE_BYTES
-from .windows import Order, windows_of
+from .windows import windows_of
 
 
 class Store:
@@ -63,7 +63,6 @@ class Store:
         self.version = 0
         self._steps = steps and optimizer is not None
         self.windows = windows_of(layout)
-        self.order = Order(self.windows, [layout.first_sent])
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self._buffers = buffers
         self.aggregator = aggregation(self.windows, self._view, buffers, trim)
@@ -117,7 +116,6 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         lr_scale: float = 1.0,
         norm: float | None = None,
-        order: Order | None = None,
         momentum_among: int = 1,
         clip_norm: float = 0.0,
     ) -> list[torch.Tensor]:
@@ -126,11 +124,10 @@ class Store:
         `hyperparameters`, one per group and table, are those the contribution was computed under. Statistics move by
         the share of the `num_live` workers that was folded; other buffers are those of a contribution of the
         `lowest_live` rank, or of a lower one that has left since, and stay where there is none. The new version is made
-        in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is told that the first n
-        bytes are done in `order` (None: the buffers first). The learning rate of
-        this step is times `lr_scale`, and the momentum what is left of it where so many workers step one by one
-        (`momentum_left`). `norm` is that of the whole mean where this is a part, which was measured. `clip_norm` bounds
-        this step as that of the store bounds all; 0: it does not.
+        in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is called when the first
+        n bytes are done. The learning rate of this step is times `lr_scale`, and the momentum what is left of it where
+        so many workers step one by one (`momentum_left`). `norm` is that of the whole mean where this is a part, which
+        was measured. `clip_norm` bounds this step as that of the store bounds all; 0: it does not.
         Raises Unsound when the step leaves NaN or Inf in the weights, which are of no version then.
 
         Where nothing was folded, the weights stay, and the optimizer takes no step:
@@ -150,7 +147,7 @@ class Store:
         is_of_lowest = round_.lowest_rank <= lowest_live  # where no mean is made of a buffer, it is that rank's
         is_late = self.optimizer is not None and (lr_scale != 1.0 or momentum_among > 1)
         with self.optimizer.late(lr_scale, momentum_among) if is_late and self.optimizer else nullcontext():
-            for index, window, num_done in (order or self.order).made:
+            for index, window in enumerate(self.windows):
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])
                     if self.optimizer is not None:
@@ -163,7 +160,7 @@ class Store:
                     self._move_window(index, round_.result, new, share, is_of_lowest)
                     if (wrong := self.sanity.first_unsound(new, window)) is not None:
                         raise Unsound(self._where(wrong, new))
-                progress(num_done)
+                progress(window.end)
         self.weights = new
         self.version += 1
         if self.direction is not None:

@@ -292,8 +292,6 @@ class Intake:
         self._told = hyperparameters_from_proto(header.hyperparameters)
         self._engine.model.check_hyperparameters(self._told)
         self._without = self._engine.model.names_here(header.without_gradient)
-        if header.order:
-            self._engine.model.use_order(header.order)
         self._peer.state = "uploading"
 
     async def _announced(self, received: Frame, upload: Upload | None) -> Upload:

@@ -91,7 +91,6 @@ Contribution      residuals_lost : whole shown
 Contribution      compute_s transfer_s clip_norm : real header
 Contribution      skew : whole unread
 Contribution      without_gradient : whole Model.names_here
-Contribution      order : whole Model.use_order
 Contribution      part training_steps : whole policy
 Contribution      data place : part header
 Contribution      holds : part holds_of

@@ -1,5 +1,5 @@
-"""Gradients that leave during backward, weights that come during the next forward pass, with the real executables: the
-same weights to the last bit, also where connections break in the middle."""
+"""Gradients that leave during backward, with the real executables: the same weights to the last bit, also where
+connections break in the middle."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ WAYS = {
 }
 
 
-def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, str], mode: str = "sync") -> Any:
+def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, str]) -> Any:
     path = cluster.folder / f"{overlap}.safetensors"
-    server = cluster.server("--mode", mode, "--workers", "2", "--steps", "8", "--save", str(path), *flags)
-    late = "no" if not overlap or mode == "localsgd" or flags + tuple(env) == () else "yes"
-    env = env | {"PS_WORKER__OVERLAP": str(overlap).lower(), "LATE": late}
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", str(path), *flags)
+    env = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
     workers = [cluster.script(rank, "wide.py", **env) for rank in range(2)]
     assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output + workers[1].output
     return load_file(path)
@@ -43,7 +42,7 @@ def test_connections_that_break_in_the_middle_change_nothing(cluster: Any) -> No
     """The rest comes with the same answer."""
     without = train(cluster, False, *WAYS["grpc"])
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", "again.safetensors")
-    env = {"PS_WORKER__LANES": "grpc", "PS_WORKER__OVERLAP": "true", "LATE": "yes"}
+    env = {"PS_WORKER__LANES": "grpc", "PS_WORKER__OVERLAP": "true"}
     # The model is 1.6 MB: the first connection breaks in the second answer, the next ones in their first or second.
     plans = dict(enumerate([4_000_000, 1_000_000, 1_400_000, 2_200_000, 500_000]))
     with Proxy(cluster.address, lambda number: Plan(reset_after_down=plans.get(number))) as proxy:
@@ -66,34 +65,10 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
             "--summary", "s.json",
         )  # fmt: skip
         shard = cluster.shard(1, 2)
-        told = env | {"PS_WORKER__OVERLAP": str(overlap).lower(), "LATE": "yes" if overlap else "no"}
+        told = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
         workers = [cluster.script(rank, "wide.py", **told) for rank in range(2)]
         assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
         found.append(load_file(cluster.folder / "w.safetensors"))
         summary = json.loads((cluster.folder / "s.json").read_text())
         assert [0 < one["residual"] < 1 and not one["residuals_lost"] for one in summary["workers"]] == [True, True]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-
-
-@pytest.mark.slow
-def test_a_step_on_two_versions_does_not_count(cluster: Any) -> None:
-    """In ssp others go on meanwhile: what was begun on the one is thrown away, and computed on the other."""
-    steps, padding = 12, 700_000
-    server = cluster.server(
-        "--mode", "ssp", "--workers", "2", "--steps", str(steps), "--save", "w.safetensors", "--history", "h.jsonl",
-        "--set", "policy.weighting=equal", "--set", "policy.staleness=6", "--summary", "s.json",
-    )  # fmt: skip
-    env = {"PS_WORKER__OVERLAP": "true", "PS_WORKER__LANES": "grpc", "PADDING": str(padding)}
-    # Each connection carries an answer or two, the heart's none.
-    port = server.event("listening")["direct_port"]
-    with Proxy(cluster.address, lambda number: Plan(reset_after_down=(3 + number % 3) * 1_700_000), port) as proxy:
-        workers = [cluster.script(0, "onehot.py", str(steps), **env, PS_SERVER=proxy.address)]
-        workers.append(cluster.script(1, "onehot.py", str(steps), **env))
-        assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output
-    assert proxy.num_resets >= 3
-    assert not all(event["resumed"] for event in server.events("joined")[2:]), "no step was thrown away"
-    weights = load_file(cluster.folder / "w.safetensors")
-    assert torch.equal(-weights["seen"].view(-1, steps)[:2], torch.ones(2, steps))
-    assert json.loads((cluster.folder / "s.json").read_text())["version"] == 2 * steps
-    checked = cluster.command("launch", "check", str(cluster.folder / "h.jsonl"))
-    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
@@ -35,7 +34,6 @@ from ..lanes.choice import Lanes
 from ..lanes.limit import Limit
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
-from ..tensors.arrival import Arrival
 from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors, Source
 from .client import Client, Lost, wait_for_server
@@ -295,7 +293,7 @@ class Exchange:
 
     @property
     def _holds_back(self) -> bool:
-        """The next contribution is to leave in one piece, and nothing to be late."""
+        """The next contribution is to leave in one piece."""
         if self.auto is None:
             return False
         return self.auto.measures or (self.auto.codec == "raw" and any(one.up.encoding.owes for one in self._shards))
@@ -326,15 +324,14 @@ class Exchange:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
-        """Send the next contribution; returns when the run lets the worker go on, its weights in the model; or, where
-        they may be late, to be received with `arrive`."""
+    def contribute(self, source: Source, work: Work) -> Answer:
+        """Send the next contribution; returns when the run lets the worker go on, with its weights in the model."""
         started = time.perf_counter()
         work = work._replace(transfer_s=self._last_transfer_s, **self._kept_back)
         local_steps, self._passed = self.progress.local_steps, []
         name = self.progress.run, self.progress.rank or 0, self.progress.incarnation or 0, self.progress.next_number
         try:
-            answer = self._exchange(source, work, may_be_late and not self._holds_back)
+            answer = self._exchange(source, work)
         except Lost as lost:
             answer, self._passed = self._contribute_again(lost, source, work), []
         if self.auto is not None and answer.outcome in COUNTED:
@@ -346,7 +343,7 @@ class Exchange:
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
-    def _exchange(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
+    def _exchange(self, source: Source, work: Work) -> Answer:
         def exchange(shard: Shard) -> Answer:
             began = time.perf_counter()
             shard.contribute(source, self._part_of(work, shard))
@@ -356,9 +353,9 @@ class Exchange:
             if self._traces is not None:
                 self._traces.came()
             if self.auto is None:
-                return shard.take(received, may_be_late)
+                return shard.take(received)
             came = time.perf_counter()
-            answer = shard.take(received, may_be_late)
+            answer = shard.take(received)
             down_s = time.perf_counter() - came
             up_s, here = came - began - answer.held_s, len(received.data or b"")
             self._passed.append(Passed(shard.up.num_bytes, up_s, here, answer.body_bytes - here, down_s))
@@ -405,47 +402,6 @@ class Exchange:
             return shard.take(shard.receive())
 
         return self._took(self._crew.all(self._shards, ask))
-
-    # ---- weights that are late ----------------------------------------------------------------
-
-    @property
-    def is_coming(self) -> bool:
-        """Weights of the newest answer have still to be received."""
-        return any(shard.coming is not None for shard in self._shards)
-
-    def waited(self, seconds: float) -> None:
-        """So long the loop has waited for weights that were late."""
-        self._last_transfer_s += seconds
-
-    def expect(self) -> tuple[Arrival, Callable[[], None]]:
-        """What tells which of them have come, and what receives them: on any thread, which nobody else's use of this
-        exchange may meet. Raises Lost."""
-        assert self._model is not None
-        coming = [shard for shard in self._shards if shard.coming is not None]
-        arrival = Arrival(len(self._model.layout.entries))
-        targets = {id(shard): arrival.part(shard.transfer, shard.model) for shard in coming}
-
-        def receive() -> None:
-            self._crew.all(coming, lambda shard: shard.arrive(targets[id(shard)]))
-
-        return arrival, receive
-
-    def fetch_again(self, lost: Lost) -> Answer:
-        """The weights that were late were lost: all of them, maybe of a newer version, or those to start from."""
-        while True:
-            answer = self._return(lost)
-            if answer is not None:
-                return answer
-            try:
-                return self._ask_again()
-            except Lost as again:
-                lost = again
-
-    def start_again(self, why: str) -> None:
-        """Join as one that has no weights to go on from."""
-        self.progress.server_incarnation = 0
-        answer = self._return(Lost(why))
-        assert answer is not None and answer.outcome == Answer.START
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table, [n, dim], of distinct and ascending ids. Waits for a server that is lost up to the give-up

@@ -99,8 +99,6 @@ class Work(NamedTuple):
     continues: bool = False  # the training step of the contribution before
     has_base: bool = False  # the weights it was computed on are still all here
     is_fragment: bool = False  # bytes of what is in `without_gradient` are zeros that stay at home
-    # In which weights are used: tensors of the whole model; or, said to a shard, where stretches of its body begin.
-    order: tuple[int, ...] = ()
     residual: float = 0.0  # norm of what the codec has kept back,
     residuals_lost: int = 0  # how often such was lost since this process began, and norms of it in all
     residual_lost: float = 0.0
@@ -221,8 +219,6 @@ def contribution(
         header.batches = work.num_batches
     if work.without_gradient:
         header.without_gradient.extend(work.without_gradient)
-    if work.order:
-        header.order.extend(work.order)
     if work.continues or progress.is_cut_short:
         header.training_steps = 0 if work.continues else progress.local_steps
     if work.data is not None:

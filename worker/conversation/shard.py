@@ -22,10 +22,10 @@ from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.checks import check_header
-from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, Frame
+from ...common.wire.frames import CHUNK_BYTES, Frame
 from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
-from ..lanes.down import Down, Target
+from ..lanes.down import Down
 from ..lanes.half import Half, Targets, Write
 from ..lanes.reference import News
 from ..lanes.up import COUNTED, Up
@@ -88,17 +88,14 @@ class Shard:
         self._holds = False
         self._held: Held | None = None  # of a contribution, on the server
         self._sent_hyperparameters: list[Hyperparameters] | None = None
-        self._sent_order: tuple[int, ...] = ()
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
         self.is_here = False  # the server is at a loopback address of this host
-        self.coming: Frame | None = None  # an answer that was noted, and whose weights have still to be received
 
     # ---- joining ----------------------------------------------------------------------------
 
     def join(self, join: Any, timeout_s: float) -> Welcome:
         """Connect, ask to join, and be welcomed. Raises Lost."""
-        self.coming = None
         self.client.open(timeout_s)
         join.answers_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
@@ -108,7 +105,6 @@ class Shard:
         self._held = welcome.held if welcome.HasField("held") else None
         self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.client.address)[0])
         self._sent_hyperparameters = self._sent_state = None
-        self._sent_order = ()
         return welcome
 
     def hold(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
@@ -171,8 +167,6 @@ class Shard:
             work = work._replace(hyperparameters=[])
         else:
             self._sent_hyperparameters = work.hyperparameters
-        order, self._sent_order = self._sent_order, work.order
-        work = work._replace(order=self.model.starts(work.order) if work.order != order else ())
         if self.number:  # the coordinator alone keeps it
             work = work._replace(began=None)
         elif work.began is not None and work.began.body != self._sent_state:
@@ -198,23 +192,11 @@ class Shard:
         """The next answer, of which the weights have not been taken yet."""
         return self._expect("answer")
 
-    def take(self, received: Frame, may_be_late: bool = False) -> Answer:
-        """The weights that came with it are in the model when this returns; or, where they may be late, are to be
-        received with `arrive`."""
+    def take(self, received: Frame) -> Answer:
+        """The weights that came with it are in the model when this returns."""
         answer = self._note(received)
-        is_large = answer.body_bytes > INLINE_BYTES and not answer.HasField("segment")
-        if may_be_late and answer.outcome in COUNTED and is_large and answer.next_local_steps:
-            self.coming = received
-        else:
-            self._receive_weights(received, answer, answer.codec)
+        self._receive_weights(received, answer, answer.codec)
         return answer
-
-    def arrive(self, target: Target) -> None:
-        """Receive the weights that are coming."""
-        received, self.coming = self.coming, None
-        assert received is not None
-        answer = received.of(Answer)
-        self._receive_weights(received, answer, answer.codec, target)
 
     def _note(self, received: Frame) -> Answer:
         answer = received.of(Answer)
@@ -227,14 +209,12 @@ class Shard:
             self.down.started()
         return answer
 
-    def _receive_weights(
-        self, received: Frame, announced: Answer | Final, codec: str, target: Target | None = None
-    ) -> None:
-        memory, target = None, target or self.transfer
+    def _receive_weights(self, received: Frame, announced: Answer | Final, codec: str) -> None:
+        memory, target = None, self.transfer
         news = read_news(announced) if isinstance(announced, Answer) else None
         if received.data and len(received.data) == announced.body_bytes and not received.offset:  # small: it is here
             self.down.forget()
-            self.down.take(len(received.data), codec, lambda write: write(0, received.data), target, news=news)
+            self.down.take(len(received.data), codec, lambda write: write(0, received.data), news=news)
             return
         if announced.HasField("segment"):
             try:
@@ -263,7 +243,7 @@ class Shard:
                 write, places = half.noting(write), half.targets(places) if places is not None else None
             self.client.receive_body(received, num_bytes, write, memory, places, leave)
 
-        self.down.take(num_bytes, codec, receive, target, kept, news)
+        self.down.take(num_bytes, codec, receive, kept, news)
         if memory is not None:
             self.client.say(taken={})
 

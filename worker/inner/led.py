@@ -25,7 +25,6 @@ Said = TypeVar("Said", Answer, Final)
 class Led:
     """What a strategy asks of an Exchange. `own` is inner rank 0's, `whole` the model as the server is to see it."""
 
-    is_coming = False  # nothing of an answer
     zero = 0
 
     def __init__(self, own: Exchange | None, whole: ModelTensors, relay: Relay, settings: Settings) -> None:
@@ -76,8 +75,7 @@ class Led:
 
         self._together(start, Answer)
 
-    def contribute(self, source: Source, work: Work, may_be_late: bool = False) -> Answer:
-        """Nothing is late: the others are to go on as well."""
+    def contribute(self, source: Source, work: Work) -> Answer:
         answer = self._together(lambda own: own.contribute(source, work), Answer)
         assert answer is not None
         return answer
@@ -100,10 +98,6 @@ class Led:
         if self._own is None:
             raise no_optimizer_here(self._relay.rank)
         return self._own.pull_optimizer()
-
-    def waited(self, seconds: float) -> None:
-        if self._own is not None:
-            self._own.waited(seconds)
 
     def moved(self) -> None:
         """What is sent is looked up in `_local` each time."""

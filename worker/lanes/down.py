@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ...common.codecs.base import Codec, Coder, SelfContained, Spares, body_bytes, take_body
 from ...common.codecs.shared.by_tensor import ByTensor
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]
-
-
-class Target(Protocol):
-    """What takes a body of weights: a Transfer, or one that watches over it."""
-
-    def write(self, offset: int, data: memoryview) -> None: ...
-
-    def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]: ...
-
-    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None: ...
 
 
 class Down:
@@ -117,34 +107,32 @@ class Down:
         num_bytes: int,
         codec: str,
         receive: Receive,
-        target: Target | None = None,
         kept: Sequence[tuple[int, int]] = (),
         news: News | None = None,
     ) -> None:
-        """The model has the weights when this returns (or `target`, where there is one), and the server may count on
-        it. Whatever is raised, they did not come, and may come again. Bytes `kept`, which `receive` finds, do not come:
-        the model has them. `news` is an answer that leads to a reference."""
-        target = target or self.transfer
+        """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did not
+        come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. `news` is an
+        answer that leads to a reference."""
         if self._half is not None and self._half.has_all:
             receive(lambda offset, data: None)
             return
         if news is not None and self._reference is not None:
-            self._reference.take(num_bytes, codec, news, receive, target.write, self._room)
+            self._reference.take(num_bytes, codec, news, receive, self.transfer.write, self._room)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
         elif codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
-            receive(target.write)
+            receive(self.transfer.write)
         else:
-            self._take_encoded(num_bytes, codec, receive, target)
+            self._take_encoded(num_bytes, codec, receive)
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
-            target.finish_write(num_bytes, kept)
+            self.transfer.finish_write(num_bytes, kept)
         if news is not None or (self._half is not None and self._half.number < 0):
             self.forget()
         elif self._half is not None:
             self._half.has_all = True
 
-    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive, target: Target) -> None:
+    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
         if self._reference is not None:
             told = f"weights in codec '{codec}', which takes differences only, and no reference"
             raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
@@ -159,7 +147,7 @@ class Down:
 
         receive(write)
         take_body(self.codec, self._decoder, self._layout, encoded, body)
-        target.write(0, as_bytes(body))
+        self.transfer.write(0, as_bytes(body))
         self._decoder.commit()
         self._bodies.give_back(body)
         self.num_taken += 1

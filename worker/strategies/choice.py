@@ -10,8 +10,8 @@ from .overlapped import Overlapped
 from .pipelined import Pipelined
 
 
-def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> Direct:
-    """For `may_send_early` and `may_come_late` see Direct."""
+def make_strategy(exchange: Exchange, may_send_early: bool) -> Direct:
+    """For `may_send_early` see Direct."""
     settings = exchange.settings
     if exchange.zero == WITHIN_WORKER:
         raise UsageError(
@@ -26,7 +26,7 @@ def make_strategy(exchange: Exchange, may_send_early: bool, may_come_late: bool 
     if reports:
         return _among_equals(exchange, may_send_early)
     if not settings.pipelined:
-        return Direct(exchange, may_send_early, may_come_late)
+        return Direct(exchange, may_send_early)
     return Overlapped(exchange) if settings.source == "delta" else Pipelined(exchange)
 
 

@@ -19,7 +19,6 @@ from ..tensors.fragments import Fragments
 from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
-from .late import LateWeights
 
 
 def of_fragment(work: Work, without: tuple[int, ...]) -> Work:
@@ -28,24 +27,21 @@ def of_fragment(work: Work, without: tuple[int, ...]) -> Work:
 
 
 class Direct:
-    """Between a training loop and an exchange, used by the training thread alone. Every contribution is answered
-    before the next step begins; its weights may come a little later. `may_send_early`: gradients may leave during
-    backward; `may_come_late`: weights may come during the next forward pass."""
+    """Between a training loop and an exchange, used by the training thread alone. The reply to a contribution, with its
+    weights, arrives before the next step begins. `may_send_early`: gradients may leave during backward."""
 
     takes_whole = True  # whether this process has the whole model,
     evaluates = True  # and takes part in evaluations
     weight_now: Callable[[], int] = staticmethod(lambda: 0)  # of the batch that is being computed, where it is known
     may_skip = True  # whether a step may be left out (infinities in fp16) without asking others
 
-    def __init__(self, exchange: Exchange, may_send_early: bool, may_come_late: bool = False) -> None:
+    def __init__(self, exchange: Exchange, may_send_early: bool) -> None:
         self._exchange = exchange
         self.settings = exchange.settings
         self.source: Source = exchange.settings.source  # what contributions hold
         self.progress = exchange.progress  # where the training loop is in the run
         self._may_send_early = may_send_early and self.source == "gradient"
-        self._may_come_late = may_come_late and self.source == "gradient"
         self._early: EarlySender | None = None
-        self._late = LateWeights(exchange)
         self._anchor: Anchor | None = None  # where differences are exchanged,
         self._fragments: Fragments | None = None  # of one fragment at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
@@ -81,13 +77,10 @@ class Direct:
         backward pass for one of them fills gradients of others too."""
         self._may_send_early &= not is_parted
         self._model = model
-        if self._may_come_late and not is_parted:
-            self._late.meet(model)
         self._start(model, optimizer)
         self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
         if self.source == "delta":
             self._watch_steps(model)
-        self._late.started(self._watch)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._exchange.start(model, optimizer)
@@ -116,8 +109,6 @@ class Direct:
 
     def replay(self, place: Place) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
-        self._late.settle()
-        self._late.forget()
         (number, given), self._given = self._given, (0, {})
         self._undone = given if number == self.progress.num_starts else self._changing()
         if self._early is not None:
@@ -151,10 +142,6 @@ class Direct:
         UsageError when what is around the loop has made another model of it, or put other weights into it; one that
         was moved is found again.
         """
-        if not self._late.land():
-            if self._early is not None:
-                self._early.give_up()
-            return
         self._look()
         if parameters is not None:
             self._model.step_only(parameters)
@@ -162,8 +149,7 @@ class Direct:
         self._contribute(self._described(work))
         if self.progress.num_starts != num_starts:  # the loop's rest of an epoch comes before the replay
             self._given = self.progress.num_starts, self._changing()
-        if not self._late.is_coming:
-            self._note()
+        self._note()
 
     def went_on(self) -> None:
         """A training step is taken that no contribution follows yet."""
@@ -196,13 +182,9 @@ class Direct:
             self._anchor.measure()
         if self._early is not None:
             self._early.settle()
-        waited_s = self._late.take_waited()
-        self._exchange.waited(waited_s)
-        work = work._replace(compute_s=max(0.0, work.compute_s - waited_s), order=self._late.order)
-        answer = self._exchange.contribute(self.source, work, self._late.may_come())
+        answer = self._exchange.contribute(self.source, work)
         if self._fragments is not None:
             self._fragments.answered(answer.outcome not in (Answer.START, Answer.REJECTED))
-        self._late.begin()
 
     def _described(self, work: Work) -> Work:
         """With what is to be seen on the model's own tensors."""
@@ -221,7 +203,6 @@ class Direct:
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the others; the model has the run's final weights when this returns. None: the server has
         gone back to a snapshot, and there are steps to take again."""
-        self._late.settle()
         self._look_again()
         final = self._finish(can_evaluate)
         self.progress.is_done |= final is not None  # also when there were steps left to take
@@ -237,7 +218,6 @@ class Direct:
 
     def settle(self) -> int:
         """The version of the weights in the model, which are the server's when this returns, until `measured`."""
-        self._late.settle()
         if self._fragments is not None:
             self._fragments.show()
         return self.progress.version
@@ -252,19 +232,11 @@ class Direct:
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         """Go in good order; interrupted, without waiting for an answer on its way."""
-        if not is_interrupted:
-            self._late.settle()
-        elif not self._late.interrupt():
-            self.drop()
-            return
         self._exchange.leave(goodbye)
-        self._late.end()
 
     def drop(self) -> None:
         """Go without a word, as a process that fails does."""
-        self._late.abide()
         self._exchange.drop()
-        self._late.end()
 
 
 def check_takes_dense(own: torch.optim.Optimizer, who: str, fix: str) -> None:

@@ -84,11 +84,6 @@ class EarlySender:
             log.info("overlap_off", reason="gradients change between backward and step(): they are sent at step()")
         self._seen, self._bucket, self._bucket_bytes, self._waiting = {}, [], 0, []
 
-    def give_up(self) -> None:
-        """What has left is not to be sent, nor anything in its place."""
-        self._exchange.recall()
-        self._seen, self._bucket, self._bucket_bytes, self._waiting = {}, [], 0, []
-
     def _has_changed(self, index: int) -> bool:
         gradient, (seen, num_changes) = self._model.tensors[index].grad, self._seen[index]
         return gradient is not seen or seen._version != num_changes

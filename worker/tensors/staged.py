@@ -112,12 +112,6 @@ class StagedTransfer:
                     tensor.copy_(view, non_blocking=True)
         self._stream.precede()
 
-    def finish_tensor(self, index: int) -> None:
-        self._is_copying = True
-        with torch.no_grad(), self._stream.copies():
-            self._model.tensors[index].copy_(self._in_views[index], non_blocking=True)
-        self._stream.precede()
-
     def leave_segment(self) -> None:
         self._copied.clear()
         if self._pinned is not None:

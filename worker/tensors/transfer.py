@@ -188,26 +188,12 @@ class ModelTensors:
         """Where a tensor's bytes begin in a body, the gap before it included."""
         return self.layout.entries[index - 1].end if index else 0
 
-    def starts(self, order: Iterable[int]) -> tuple[int, ...]:
-        """Where stretches of a body begin that hold these tensors of the whole model in their order; neighbours are in
-        one."""
-        found, end = [], -1
-        for index in (here for one in order for here in self.indices_of([one])):
-            if self.start_of(index) != end:
-                found.append(self.start_of(index))
-            end = self.layout.entries[index].end
-        return tuple(found)
-
     def indices_of(self, wanted: list[int]) -> list[int]:
         """Where these tensors of the whole model, or parts of them, are here."""
         return wanted
 
-    def whole_index(self, index: int) -> int:
-        """Of the tensor of the whole model that this is, or is a part of."""
-        return self.place_of(index)[0]
-
     def place_of(self, index: int) -> tuple[int, int]:
-        """The same, and how many of its bytes come before."""
+        """Which tensor of the whole model this is or is a part of, and how many of its bytes come before."""
         return index, 0
 
     def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
@@ -393,9 +379,6 @@ class DirectTransfer:
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         """The body of so many bytes is whole: the model has the new weights when this returns, or when its
         stream's next kernel runs. Tensors that have some of the bytes `kept`, [start, end), are as they were."""
-
-    def finish_tensor(self, index: int) -> None:
-        """The same of one tensor, whose bytes are all there."""
 
     def leave_segment(self) -> None:
         """It is the server's alone from now on. Gradients that lie there move out: the loop may add to them."""

@@ -25,7 +25,6 @@ class Watch:
         self._model = model
         self._is_trained = [entry.spec.kind is Kind.PARAMETER for entry in model.layout.entries]
         self._names = [entry.spec.name for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
-        self._numbers = [sum(self._is_trained[:index]) for index in range(len(self._is_trained))]  # among the trained
         self._places: list[int] | None = None
         self._corners: list[torch.Tensor] = []
         self._bytes: list[memoryview] = []  # the same memory, where it is the CPU's
@@ -40,17 +39,6 @@ class Watch:
             return
         self._keep(self._corners)
         self._versions = self._count()
-
-    def note_one(self, index: int) -> None:
-        """As `note`, of one entry of the layout."""
-        if self._is_trained[index]:
-            at = self._numbers[index]
-            if self._bytes:
-                self._noted[at] = bytes(self._bytes[at])
-                return
-            self._samples[at].copy_(self._corners[at])
-            if self._versions:
-                self._versions[at] = self._model.tensors[index]._version
 
     def changed(self) -> list[str]:
         """Names of tensors that are others than noted."""

@@ -79,7 +79,7 @@ class RemoteSession(Session):
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         self._exchange.trace(config.output.traces)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
-        return make_strategy(self._exchange, may_send_early, may_overlap)
+        return make_strategy(self._exchange, may_send_early)
 
     def _join_group(self) -> Direct:
         """As one of the processes of a worker; gradients leave when they are the mean of all."""

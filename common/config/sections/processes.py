@@ -103,8 +103,7 @@ class WorkerConfig(Section):
     )
     overlap: bool | None = Field(
         None,
-        description="gradients leave while backward runs, weights come while the next forward pass does; "
-        "none: in ps-worker yes, in scripts of your own no",
+        description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no",
     )
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0,

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from ....common.tensors.layout import Kind, Layout
 from ....common.wire.frames import CHUNK_BYTES, body_frames, check_sum, left_out_frame
 from ....common.wire.segments import Segment
-from ..windows import Order
 
 # Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
@@ -77,8 +76,7 @@ async def check_sum_of(pieces: Sequence[memoryview], ranges: Sequence[Range]) ->
 
 
 class Publication:
-    """One version in `segment`, of which `ready` of `num_bytes` bytes are made, counted in the order in which they are
-    sent; without an `order` as they lie there."""
+    """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
 
     def __init__(
         self,
@@ -86,12 +84,10 @@ class Publication:
         segment: Segment,
         num_bytes: int,
         notify: Callable[[Callable[[], None]], None],
-        order: Order | None = None,
     ) -> None:
         self.version = version
         self.segment = segment
         self.num_bytes = num_bytes
-        self.order = order
         self.ready = 0
         self._notify = notify
         self.owns_segment = True
@@ -112,13 +108,11 @@ class Publication:
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
         """(start, end) of what is made, as it is made."""
         done = 0
-        for start, end in self.order.stretches if self.order is not None else [(0, self.num_bytes)]:
-            while start < end:
-                while self.ready <= done:
-                    await self._news.wait()
-                num_bytes = min(end - start, self.ready - done)
-                yield start, start + num_bytes
-                start, done = start + num_bytes, done + num_bytes
+        while done < self.num_bytes:
+            while self.ready <= done:
+                await self._news.wait()
+            start, done = done, self.ready
+            yield start, done
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
         """The encoded body, shared by all who ask; of frames that hold nothing but what is left out only a word."""
@@ -136,8 +130,7 @@ class Publication:
         if as_frames:
             async for _ in self.frames():
                 pass
-            in_place = sorted(self._frames, key=lambda one: one[1])
-            pieces = [memoryview(raw)[start - end :] for raw, start, end in in_place]  # its data is its end
+            pieces = [memoryview(raw)[start - end :] for raw, start, end in self._frames]  # its data is its end
         else:
             async for _ in self.progress():
                 pass
@@ -190,10 +183,8 @@ class Publisher:
         new_memory: Callable[[], Segment],
         notify: Callable[[Callable[[], None]], None],
         version: int = 0,
-        order: Order | None = None,
     ) -> None:
-        self.order = order  # of versions to come
-        self.latest = Publication(version, first, num_bytes, notify, order)
+        self.latest = Publication(version, first, num_bytes, notify)
         self.latest.ready = num_bytes
         self._notify = notify
         self.num_memories = 1
@@ -215,7 +206,7 @@ class Publisher:
         else:
             segment = self._new_memory()
             self.num_memories += 1
-        self.latest = Publication(version, segment, self._num_bytes, self._notify, self.order)
+        self.latest = Publication(version, segment, self._num_bytes, self._notify)
         self._tidy(old)
         return self.latest
 

@@ -21,7 +21,6 @@ from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.answers import publication as module
 from paramserver.ps.tensors.answers.publication import Publication, Publisher
-from paramserver.ps.tensors.windows import Order, Window
 
 NUM_BYTES, WINDOW = 48, 8
 
@@ -402,24 +401,22 @@ def test_memory_is_bounded_by_the_limit(limit: int, actions: list[tuple[str, int
     asyncio.run(play())
 
 
-def test_a_body_is_sent_from_its_buffers_on_and_around() -> None:
+def test_frames_are_made_as_the_body_is_and_say_what_is_left_out() -> None:
     async def main() -> None:
         segment = private_segment(100)
         segment.bytes[:] = bytes(range(100))
-        order = Order([Window(0, 100, ())], [70])
-        publication = Publication(1, segment, 100, lambda wake: wake(), order)
+        publication = Publication(1, segment, 100, lambda wake: wake())
         publication.num_users = 1
         publication.encode(lambda _: None)
-        ranges, progress = [], asyncio.ensure_future(collect(publication))
+        progress = asyncio.ensure_future(collect(publication))
         for made in (20, 50, 100):
             publication.ready = made  # as little as no stride is
             publication._wake()
             await turns()
-        ranges = await progress
-        assert ranges == [(70, 90), (90, 100), (0, 20), (20, 70)]
+        assert await progress == [(0, 20), (20, 50), (50, 100)]
         found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
         at = [offset for one in found for offset in range(one.offset, one.offset + len(one.data))]
-        assert at == [*range(70, 100), *range(70)] == list(b"".join(bytes(one.data) for one in found))
+        assert at == [*range(100)] == list(b"".join(bytes(one.data) for one in found))
         found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
         assert [(one.offset, one.left_out) for one in found if one.left_out] == [(0, 7), (7, 7), (14, 6)]
 

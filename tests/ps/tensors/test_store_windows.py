@@ -13,7 +13,7 @@ from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Store
-from paramserver.ps.tensors.windows import Order, Window, windows_of
+from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -178,13 +178,6 @@ def test_progress_grows_and_ends_at_the_end(
     assert len(told) == -(-LAYOUT.exchange_bytes // window_bytes)
 
 
-def as_sent(body: torch.Tensor) -> torch.Tensor:
-    """Buffers, then parameters."""
-    first = LAYOUT.parameter_bytes + -LAYOUT.parameter_bytes % 64
-    assert LAYOUT.first_sent == first > 0
-    return torch.cat([body[first : LAYOUT.exchange_bytes], body[:first]])
-
-
 def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers take it at once, while the rest of the commit is still to come."""
     twin = Twin(monkeypatch, 192, optimizer("AdamW"), polyak=0.9)
@@ -193,12 +186,12 @@ def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPat
 
     def progress(num_bytes: int) -> None:
         nonlocal taken
-        taken = torch.cat([taken, as_sent(target)[len(taken) : num_bytes]])
+        taken = torch.cat([taken, target[len(taken) : num_bytes]])
 
     twin.store.fold(body_of(1), 1.0, 0)
     twin.store.fold(body_of(2), 1.0, 1, may_keep=True)
     twin.store.commit(2, 0, None, target, progress)
-    assert torch.equal(taken, as_sent(target))
+    assert torch.equal(taken, target[: LAYOUT.exchange_bytes])
 
 
 def is_finite(store: Store, body: torch.Tensor, windows: slice = slice(None)) -> bool:
@@ -233,35 +226,3 @@ def test_windows_cover_every_body_once() -> None:
     assert [(window.start, window.end) for window in windows_of(Layout([TensorSpec("w", P, "float32", (0,))]))] == [
         (0, 0)
     ]
-
-
-@pytest.mark.parametrize("window_bytes", [64, 192, 1024, ONE_WINDOW])
-@pytest.mark.parametrize("seed", range(4))
-def test_weights_are_made_in_any_order(monkeypatch: pytest.MonkeyPatch, window_bytes: int, seed: int) -> None:
-    """The same weights, whatever is said; and what progress says is made stays as it is."""
-    twin, plain = (Twin(monkeypatch, window_bytes, optimizer("AdamW"), polyak=0.9) for _ in range(2))
-    starts = [entry.offset for entry in LAYOUT.entries if entry.spec.kind is not F]
-    picked = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))[: 3 + seed]
-    order = Order(twin.store.windows, [starts[at] for at in picked.tolist()])
-    covered = sorted(order.stretches)
-    assert [end for _, end in covered] == [*(start for start, _ in covered[1:]), LAYOUT.exchange_bytes]
-    sent = [at for stretch in order.stretches for at in range(*stretch)]
-    target, taken = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-
-    def progress(num_bytes: int) -> None:
-        nonlocal taken
-        taken = torch.cat([taken, target[sent[len(taken) : num_bytes]]])
-
-    twin.store.fold(body_of(1), 1.0, 0)
-    plain.store.fold(body_of(1), 1.0, 0)
-    twin.store.commit(1, 0, None, target, progress, order=order)
-    plain.store.commit(1, 0, None)
-    assert torch.equal(twin.store.body()[: len(sent)], plain.store.body()[: len(sent)])
-    assert torch.equal(taken, target[sent]) and sorted(sent) == list(range(LAYOUT.exchange_bytes))
-
-
-def test_an_order_that_repeats_itself_is_one() -> None:
-    order = Order([Window(0, 40, ()), Window(40, 70, ())], [50, 20, 50, 60])
-    assert order.stretches == [(50, 60), (20, 50), (60, 70), (0, 20)]
-    assert [(index, num_whole) for index, _, num_whole in order.made] == [(1, 10), (0, 70)]
-    assert Order([Window(0, 0, ())], []).stretches == []

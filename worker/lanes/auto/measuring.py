@@ -2,7 +2,7 @@
 
 What is measured are contributions: from the first byte until the server says that it goes on, less what it was held
 for, are the bytes on their way up; from then on until the weights are there, those on their way down. What overlaps
-with computing says nothing about a link, so while it measures nothing leaves early and no weights come late.
+with computing says nothing about a link, so while it measures nothing leaves early.
 """
 
 from __future__ import annotations
